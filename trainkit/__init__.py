@@ -1,0 +1,19 @@
+"""trainkit: fine-tune causal language models end to end.
+
+``trainkit.patch(model)`` swaps trainkit's kernels into a loaded model. Importing the package itself
+imports neither torch nor transformers; ``patch`` is looked up on first use.
+"""
+
+from typing import Any
+
+from trainkit.version import __version__
+
+__all__ = ["__version__", "patch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "patch":
+        from trainkit.models.patch import patch
+
+        return patch
+    raise AttributeError(f"module 'trainkit' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Checkpoints: conversion, merging, verification, atomic writing."""

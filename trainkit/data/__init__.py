@@ -1,0 +1,1 @@
+"""From files to packed batches: messages, templates, masks, truncation, packing."""

@@ -1,0 +1,57 @@
+"""The errors trainkit raises on purpose: what happened, where, and what to do about it.
+
+The command line prints them without a traceback and exits with their code. Anything else that
+escapes is a bug.
+"""
+
+
+class TrainkitError(Exception):
+    """A failure a user can act on.
+
+    Args:
+        what: what happened, in one sentence, with the value that broke the rule and the rule.
+        where: the place to look: ``file:line``, a recipe key, a directory.
+        fix: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.fix = fix
+        place = f"{where}: " if where else ""
+        advice = f"\n  fix: {fix}" if fix else ""
+        super().__init__(f"{place}{what}{advice}")
+
+
+class RecipeError(TrainkitError):
+    """The recipe, an override or a command-line option is wrong."""
+
+    exit_code = 2
+
+
+class DataError(TrainkitError):
+    """The data cannot be used as it is."""
+
+    exit_code = 2
+
+
+class ModelError(TrainkitError):
+    """The model or tokenizer directory cannot be used as it is."""
+
+    exit_code = 2
+
+
+class PatchError(TrainkitError):
+    """A kernel cannot be put into a model: a target is missing or already taken."""
+
+
+class CheckpointError(TrainkitError):
+    """A checkpoint is incomplete, damaged, hostile, or does not fit the run."""
+
+
+class RunDirectoryError(TrainkitError):
+    """The run directory cannot be made or written."""
+
+    exit_code = 2

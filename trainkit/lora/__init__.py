@@ -1,0 +1,1 @@
+"""Adapters: attach, save, merge, and the fused backward."""

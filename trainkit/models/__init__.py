@@ -1,0 +1,1 @@
+"""Model families and how trainkit's kernels are put into them."""

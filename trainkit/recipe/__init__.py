@@ -1,0 +1,1 @@
+"""Recipes: the schema, the YAML loader and overrides. No torch here."""

@@ -1,0 +1,1 @@
+"""The run directory: metrics, environment, plots, report, console. No torch at import."""
