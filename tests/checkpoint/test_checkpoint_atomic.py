@@ -1,0 +1,333 @@
+"""Directories appear whole or not at all: kills, full disks, altered bytes."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from trainkit.checkpoint import atomic
+from trainkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from trainkit.errors import CheckpointError
+
+
+def write_small(folder: Path, seed: int = 0) -> None:
+    generator = random.Random(seed)
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "weights.bin").write_bytes(generator.randbytes(4096))
+    (folder / "deep" / "er" / "state.json").write_text('{"step": 1}')
+    (folder / "empty").write_bytes(b"")
+
+
+def make(target: Path, seed: int = 0, **options) -> Path:
+    with atomic.staged_directory(target, **options) as staging:
+        write_small(staging, seed)
+    return target
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_whole_directory_appears_and_verifies(tmp_path):
+    target = make(tmp_path / "runs" / "checkpoint-1", metadata={"step": 1})
+    manifest = atomic.verify_directory(target)
+    assert manifest.metadata == {"step": 1}
+    assert [entry.path for entry in manifest.files] == [
+        "deep/er/state.json",
+        "empty",
+        "weights.bin",
+    ]
+    assert names(target.parent) == {"checkpoint-1"}
+
+
+def test_metadata_filled_in_the_body_is_kept(tmp_path):
+    metadata = {}
+    with atomic.staged_directory(tmp_path / "a", metadata=metadata) as staging:
+        (staging / "x").write_text("x")
+        metadata["step"] = 7
+    assert read_manifest(tmp_path / "a").metadata == {"step": 7}
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), SystemExit(3)])
+def test_exception_leaves_nothing(tmp_path, error):
+    def save():
+        with atomic.staged_directory(tmp_path / "a") as staging:
+            (staging / "x").write_text("x")
+            raise error
+
+    with pytest.raises(type(error)):
+        save()
+    assert names(tmp_path) == set()
+
+
+def test_existing_target_is_refused_or_swapped(tmp_path):
+    target = make(tmp_path / "a", seed=1)
+    with pytest.raises(CheckpointError, match="exists already"):
+        make(target, seed=2)
+    before = (target / "weights.bin").read_bytes()
+    make(target, seed=2, replace=True)
+    assert (target / "weights.bin").read_bytes() != before
+    atomic.verify_directory(target)
+    assert names(tmp_path) == {"a"}
+
+
+def test_swap_without_the_exchange_call(tmp_path, monkeypatch):
+    target = make(tmp_path / "a", seed=1)
+    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: object())
+    make(target, seed=2, replace=True)
+    atomic.verify_directory(target)
+    assert names(tmp_path) == {"a"}
+
+
+def test_ranks_share_the_work(tmp_path):
+    target = tmp_path / "checkpoint-2"
+    staging = atomic.stage(target)
+    (staging / "rank0").write_bytes(b"0" * 10)
+    (staging / "rank1").write_bytes(b"1" * 10)
+    recorded = atomic.record_files(staging, ["rank1"])
+    atomic.commit(staging, target, recorded=recorded)
+    assert [entry.path for entry in atomic.verify_directory(target).files] == ["rank0", "rank1"]
+
+
+def test_file_changed_after_it_was_recorded_is_refused(tmp_path):
+    staging = atomic.stage(tmp_path / "a")
+    (staging / "rank1").write_bytes(b"1" * 10)
+    recorded = atomic.record_files(staging, ["rank1"])
+    (staging / "rank1").write_bytes(b"1" * 11)
+    with pytest.raises(CheckpointError, match="rank1 is missing or has changed"):
+        atomic.commit(staging, tmp_path / "a", recorded=recorded)
+    atomic.discard(staging)
+    assert names(tmp_path) == set()
+
+
+def test_link_in_the_staging_directory_is_refused(tmp_path):
+    (tmp_path / "secret").write_text("s")
+    with (
+        pytest.raises(CheckpointError, match="link"),
+        atomic.staged_directory(tmp_path / "a") as staging,
+    ):
+        (staging / "x").symlink_to(tmp_path / "secret")
+    assert names(tmp_path) == {"secret"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        (lambda d: (d / "weights.bin").unlink(), "weights.bin is missing"),
+        (lambda d: (d / "extra").write_text("x"), "extra is not in the manifest"),
+        (lambda d: (d / "weights.bin").write_bytes(bytes(4096)), "weights.bin was altered"),
+        (lambda d: os.truncate(d / "weights.bin", 100), "has 100 bytes instead of 4096"),
+        (lambda d: (d / MANIFEST_NAME).unlink(), "manifest.json is missing"),
+        (lambda d: (d / MANIFEST_NAME).write_text("{"), "manifest.json is damaged"),
+        (lambda d: (d / MANIFEST_NAME).write_text("[" * 100_000), "manifest.json is damaged"),
+        (lambda d: (d / "l").symlink_to("/etc/passwd"), "link"),
+        (lambda d: os.mkfifo(d / "pipe"), "special file"),
+    ],
+)
+def test_damage_is_named(tmp_path, damage, word):
+    target = make(tmp_path / "a")
+    damage(target)
+    with pytest.raises(CheckpointError, match=word):
+        atomic.verify_directory(target)
+
+
+def test_rewritten_manifest_is_not_believed(tmp_path):
+    target = make(tmp_path / "a", metadata={"step": 1})
+    path = target / MANIFEST_NAME
+    path.write_text(path.read_text().replace('"step": 1', '"step": 2'))
+    with pytest.raises(CheckpointError, match="altered"):
+        atomic.verify_directory(target)
+
+
+def test_thousand_random_faults_are_all_found(tmp_path):
+    """Byte flips, truncations, zero pages, deletions, additions: 1000 of 1000."""
+    pristine = make(tmp_path / "pristine", metadata={"step": 3, "note": "x" * 50})
+    generator = random.Random(1)
+    files = [path for path in sorted(pristine.rglob("*")) if path.is_file()]
+    for trial in range(1000):
+        victim = tmp_path / "victim"
+        shutil.copytree(pristine, victim)
+        path = victim / generator.choice(files).relative_to(pristine)
+        content = bytearray(path.read_bytes())
+        kind = generator.choice(["flip", "truncate", "zero", "delete", "append", "add"])
+        if kind == "flip" and content:
+            content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+            path.write_bytes(content)
+        elif kind == "truncate" and content:
+            os.truncate(path, generator.randrange(len(content)))
+        elif kind == "zero" and content:
+            start = generator.randrange(len(content))
+            content[start : start + 64] = bytes(len(content[start : start + 64]))
+            path.write_bytes(content)
+        elif kind == "delete":
+            path.unlink()
+        elif kind == "append":
+            path.write_bytes(bytes(content) + b"\n")
+        else:
+            (victim / "deep" / f"extra{trial}").write_bytes(b"")
+        with pytest.raises(CheckpointError):
+            atomic.verify_directory(victim)
+        shutil.rmtree(victim)
+
+
+def test_newest_valid_skips_the_damaged_with_reasons(tmp_path):
+    for step in (5, 20, 100):
+        make(tmp_path / f"checkpoint-{step}", seed=step, metadata={"step": step})
+    (tmp_path / "checkpoint-100" / "weights.bin").unlink()
+    (tmp_path / "checkpoint-300").mkdir()
+    found = atomic.newest_valid(tmp_path)
+    assert found.path == tmp_path / "checkpoint-20"
+    assert found.manifest.metadata == {"step": 20}
+    assert [path.name for path, _ in found.skipped] == ["checkpoint-300", "checkpoint-100"]
+    assert "weights.bin is missing" in found.skipped[1][1]
+
+
+def test_newest_valid_of_nothing(tmp_path):
+    assert atomic.newest_valid(tmp_path).path is None
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
+    mine = atomic.stage(tmp_path / "a")
+    dead = subprocess.run(
+        [sys.executable, "-c", CHILD_STAGES, str(tmp_path / "b")], check=True, capture_output=True
+    )
+    assert dead.returncode == 0
+    assert len([name for name in names(tmp_path) if name.startswith(".b.staging")]) == 2
+    atomic.stage(tmp_path / "c")
+    assert not any(name.startswith(".b.staging") for name in names(tmp_path))
+    assert mine.is_dir()
+
+
+def test_pid_used_again_does_not_protect_a_leftover(tmp_path):
+    staging = atomic.stage(tmp_path / "a")
+    owner = json.loads(staging.with_name(staging.name + ".owner").read_text())
+    owner["start"] = "1"
+    staging.with_name(staging.name + ".owner").write_text(json.dumps(owner))
+    assert atomic.clean_leftovers(tmp_path) == [staging]
+    assert names(tmp_path) == set()
+
+
+def test_leftover_of_another_host_stays_for_a_day(tmp_path):
+    staging = atomic.stage(tmp_path / "a")
+    owner_file = staging.with_name(staging.name + ".owner")
+    owner = json.loads(owner_file.read_text())
+    owner_file.write_text(json.dumps({**owner, "host": "elsewhere", "pid": 1}))
+    assert atomic.clean_leftovers(tmp_path) == []
+    os.utime(owner_file, (0, 0))
+    assert atomic.clean_leftovers(tmp_path) == [staging]
+
+
+def test_remove_directory(tmp_path):
+    atomic.remove_directory(make(tmp_path / "a"))
+    assert names(tmp_path) == set()
+
+
+def test_free_space_check(tmp_path):
+    assert atomic.free_space_check(tmp_path / "not" / "yet", 1) > 0
+    with pytest.raises(CheckpointError, match="GiB are needed"):
+        atomic.free_space_check(tmp_path, 1 << 60)
+
+
+def test_full_disk_keeps_the_previous_directory(tmp_path):
+    """RLIMIT_FSIZE makes the kernel refuse a write as a full disk does."""
+    target = make(tmp_path / "a", seed=1)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+        with (
+            pytest.raises(CheckpointError, match="disk is full"),
+            atomic.staged_directory(target, replace=True) as staging,
+        ):
+            (staging / "big").write_bytes(bytes(1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    atomic.verify_directory(target)
+    assert names(tmp_path) == {"a"}
+
+
+CHILD_STAGES = textwrap.dedent(
+    """
+    import sys
+    from pathlib import Path
+    from trainkit.checkpoint import atomic
+    (atomic.stage(Path(sys.argv[1])) / "x").write_text("half")
+    """
+)
+
+# Runs a save and kills itself just before (odd) or just after (even) the n-th system call that the
+# save makes: every boundary of the protocol is a crash point.
+CHILD_DIES = textwrap.dedent(
+    """
+    import os, sys
+    from pathlib import Path
+    from trainkit.checkpoint import atomic
+    target, replace, fuse = Path(sys.argv[1]), sys.argv[2] == "replace", int(sys.argv[3])
+    count = 0
+    def step():
+        global count
+        count += 1
+        if count == fuse:
+            os.kill(os.getpid(), 9)
+    def watched(function):
+        def call(*args, **kwargs):
+            step()
+            result = function(*args, **kwargs)
+            step()
+            return result
+        return call
+    for name in ("mkdir", "rename", "fsync", "open", "unlink", "rmdir"):
+        setattr(os, name, watched(getattr(os, name)))
+    atomic._exchange = watched(atomic._exchange)
+    with atomic.staged_directory(target, metadata={"new": True}, replace=replace) as staging:
+        for name in ("a", "b"):
+            (staging / name).write_text(name * 100)
+    print(count)
+    """
+)
+
+
+@pytest.mark.parametrize("mode", ["fresh", "replace"])
+def test_kill_at_every_system_call(tmp_path, mode):
+    """At any crash point the target is absent, or the old one whole, or the new one whole."""
+
+    def run(fuse, folder):
+        return subprocess.run(
+            [sys.executable, "-c", CHILD_DIES, str(folder / "t"), mode, str(fuse)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def fresh_folder(name):
+        folder = tmp_path / name
+        folder.mkdir()
+        if mode == "replace":
+            make(folder / "t", metadata={"new": False})
+        return folder
+
+    total = int(run(0, fresh_folder("count")).stdout)
+    assert total >= 12
+    outcomes = set()
+    for fuse in range(1, total + 1):
+        folder = fresh_folder(str(fuse))
+        assert run(fuse, folder).returncode == -signal.SIGKILL
+        if (folder / "t").exists():
+            outcomes.add(atomic.verify_directory(folder / "t").metadata["new"])
+        else:
+            outcomes.add(None)
+        # The next save of a living process sweeps and succeeds.
+        make(folder / "t", replace=True)
+        stale = [name for name in names(folder) if name != "t"]
+        assert all(not (folder / name / "x").exists() for name in stale)
+        assert len(stale) <= 1, stale
+    assert outcomes == ({True, False} if mode == "replace" else {True, None})

@@ -1,0 +1,195 @@
+"""The manifest of a finished directory: which files it holds, how long they are, their sha256.
+
+A storage fault that keeps a file's length is invisible to safetensors and to ``torch.load``; only
+an own digest shows it. The manifest also vouches for itself: it is written in one canonical form
+and carries the digest of its own content, so that no byte of the directory can change unseen.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import CheckpointError
+
+MANIFEST_NAME = "manifest.json"
+SCHEMA_VERSION = 1
+
+_CHUNK_BYTES = 8 << 20
+_MAX_NAMED = 8
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a finished directory.
+
+    Attributes:
+        path: relative to the directory, with forward slashes.
+        size: in bytes.
+        sha256: hex digest of the content.
+    """
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a finished directory says about itself.
+
+    Attributes:
+        files: every file but the manifest, sorted by path.
+        metadata: what the caller recorded: a step, a config hash, versions. Plain JSON values.
+        schema_version: of this file's layout.
+    """
+
+    files: tuple[FileEntry, ...]
+    metadata: Mapping[str, Any]
+    schema_version: int = SCHEMA_VERSION
+
+    def to_bytes(self) -> bytes:
+        """The one canonical form on disk."""
+        content = {
+            "schema_version": self.schema_version,
+            "metadata": dict(self.metadata),
+            "files": [vars(entry) for entry in sorted(self.files, key=lambda entry: entry.path)],
+        }
+        digest = hashlib.sha256(_canonical(content)).hexdigest()
+        return _canonical({"manifest_sha256": digest, **content})
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def hash_file(path: Path, *, fsync: bool = False) -> FileEntry:
+    """Read a file through; ``path`` of the entry is the bare name.
+
+    Args:
+        path: a regular file; a link is refused.
+        fsync: also force the file to the disk first.
+    """
+    digest = hashlib.sha256()
+    size = 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb", buffering=0) as stream:
+        if fsync:
+            os.fsync(descriptor)
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileEntry(path.name, size, digest.hexdigest())
+
+
+def hash_files(root: Path, paths: Iterable[str], *, fsync: bool = False) -> list[FileEntry]:
+    """Hash files under ``root`` on a few threads (hashlib releases the GIL).
+
+    Args:
+        root: the directory that the paths are relative to.
+        paths: relative paths with forward slashes.
+        fsync: also force each file to the disk.
+
+    Returns:
+        One entry a path, in the order given.
+    """
+
+    def one(path: str) -> FileEntry:
+        entry = hash_file(root / path, fsync=fsync)
+        return FileEntry(path, entry.size, entry.sha256)
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(one, paths))
+
+
+def list_files(root: Path) -> list[str]:
+    """Every file under ``root`` but the manifest, sorted, with forward slashes.
+
+    Raises:
+        CheckpointError: there is a link, a device or a pipe. Such a file can lead out of the
+            directory, and its bytes are not the directory's own.
+    """
+    found: list[str] = []
+    for folder, folders, names in os.walk(root, followlinks=False):
+        for name in [*folders, *names]:
+            path = Path(folder) / name
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(
+                    f"{path.relative_to(root)} is a link or a special file; "
+                    "a checkpoint holds plain files only",
+                    where=str(root),
+                    fix="copy the file itself into the directory",
+                )
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in names]
+    return sorted(path for path in found if path != MANIFEST_NAME)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a finished directory, checked against its own digest.
+
+    Raises:
+        CheckpointError: there is none (the directory was never finished), or it was altered, or a
+            newer trainkit wrote it.
+    """
+    where = str(directory)
+    try:
+        raw = (directory / MANIFEST_NAME).read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} is missing: the directory was not finished by trainkit", where=where
+        ) from None
+    try:
+        content = json.loads(raw)
+        version = content["schema_version"]
+        manifest = Manifest(
+            tuple(FileEntry(**entry) for entry in content["files"]), content["metadata"], version
+        )
+        unaltered = manifest.to_bytes() == raw
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{MANIFEST_NAME} is damaged", where=where) from None
+    if not unaltered:
+        raise CheckpointError(f"{MANIFEST_NAME} was altered after it was written", where=where)
+    if version != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"{MANIFEST_NAME} has schema version {version}; this trainkit reads {SCHEMA_VERSION}",
+            where=where,
+            fix="use the trainkit that wrote it, or a newer one",
+        )
+    return manifest
+
+
+def verify_directory(directory: Path) -> Manifest:
+    """Prove that a directory is as it was when it was finished, byte for byte.
+
+    Returns:
+        The manifest, since a caller that resumes wants its metadata next.
+
+    Raises:
+        CheckpointError: names each missing, extra or altered file.
+    """
+    directory = Path(directory)
+    manifest = read_manifest(directory)
+    present = set(list_files(directory))
+    listed = {entry.path: entry for entry in manifest.files}
+    faults = [f"{path} is missing" for path in sorted(listed.keys() - present)]
+    faults += [f"{path} is not in the manifest" for path in sorted(present - listed.keys())]
+    same_size = []
+    for path in sorted(listed.keys() & present):
+        size = (directory / path).stat().st_size
+        if size == listed[path].size:
+            same_size.append(path)
+        else:
+            faults.append(f"{path} has {size} bytes instead of {listed[path].size}")
+    for entry in hash_files(directory, same_size):
+        if entry != listed[entry.path]:
+            faults.append(f"{entry.path} was altered (its sha256 differs)")
+    if faults:
+        more = f" and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
+        raise CheckpointError("; ".join(faults[:_MAX_NAMED]) + more, where=str(directory))
+    return manifest
