@@ -1,0 +1,249 @@
+"""What a person sees while a run goes: a live display on a terminal, plain lines elsewhere.
+
+Everything goes to standard error; standard output is for programs. Only the main process prints.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trainkit.run.format import format_count, format_duration, format_loss, format_number
+from trainkit.run.redact import redact_text
+
+_SPARKS = "▁▂▃▄▅▆▇█"
+_REFRESH_PER_SECOND = 4
+# The pace of recent steps says when the run ends; the pace of all steps includes the slow first.
+_PACE_WINDOW = 50
+
+
+class Console:
+    """The run's voice.
+
+    Args:
+        interactive: True for the live display, False for plain lines, None to find out: live only
+            on a terminal that can move its cursor (no ``NO_COLOR``, ``TERM`` not ``dumb``).
+        dist_rank: this process's global number; every process but 0 is silent.
+        stream: where to write, standard error unless told otherwise.
+    """
+
+    def __init__(
+        self,
+        interactive: bool | None = None,
+        *,
+        dist_rank: int = 0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._stream = stream or sys.stderr
+        self._silent = dist_rank != 0
+        self.interactive = _can_be_live(self._stream) if interactive is None else interactive
+        self._rich = RichConsole(
+            file=self._stream,
+            highlight=False,
+            soft_wrap=not self.interactive,
+            force_terminal=True if self.interactive else None,
+            no_color=None if self.interactive else True,
+        )
+        self._live: Live | None = None
+        self._progress = _Progress(total_steps=0)
+
+    def start(self, total_steps: int, *, first_step: int = 0) -> None:
+        """Begin to show progress.
+
+        Args:
+            total_steps: optimizer steps of the whole run.
+            first_step: steps already done, when a run is resumed.
+        """
+        self._progress = _Progress(total_steps=total_steps, step=first_step)
+        if self._silent or not self.interactive or self._live is not None:
+            return
+        self._live = Live(
+            console=self._rich,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESH_PER_SECOND,
+            transient=True,
+            # A print from a library would tear the display; a redirected stdout is left alone.
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=True,
+        )
+        self._live.start()
+
+    def log(self, metrics: Mapping[str, float | int | str | None]) -> None:
+        """Show one row of metrics (the keys of ``metrics.jsonl``; ``eval_*`` rows get a line)."""
+        if self._silent:
+            return
+        evaluation = {key: value for key, value in metrics.items() if key.startswith("eval_")}
+        self._progress.update(metrics)
+        if evaluation and "loss" not in metrics:
+            self._write(Text(_evaluation_line(self._progress.step, evaluation)))
+        elif not self.interactive:
+            self._write(Text(self._progress.plain_line()))
+
+    def step(self, step: int) -> None:
+        """Move the progress bar without a row of metrics, for steps that are not logged."""
+        self._progress.advance(step)
+
+    def note(self, text: str) -> None:
+        """Say something in passing."""
+        self._write(Text(redact_text(text)))
+
+    def warn(self, text: str) -> None:
+        """Say something the user should act on."""
+        self._write(Text.assemble(("warning: ", "bold yellow"), redact_text(text)))
+
+    def finish(self, summary: Mapping[str, object] | None = None, *, title: str = "done") -> None:
+        """Take the live display down and print the closing summary.
+
+        Args:
+            summary: label to value, in order; None closes without a word (after a failure).
+            title: the summary's heading.
+        """
+        self.stop()
+        if summary is None or self._silent:
+            return
+        width = max((len(label) for label in summary), default=0)
+        self._write(Text(title, style="bold"))
+        for label, value in summary.items():
+            # Paths stay on one line, whatever the width, so that they can be copied.
+            line = Text(f"  {label:<{width}}  {redact_text(str(value))}")
+            self._rich.print(line, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Take the live display down; safe to call at any time, and twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def _write(self, text: Text) -> None:
+        if not self._silent:
+            self._rich.print(text)
+
+    def _render(self) -> RenderableType:
+        return self._progress.render(self._rich.width)
+
+
+class _Progress:
+    """The numbers of the moment and their two forms: a block of lines, or one line."""
+
+    def __init__(self, *, total_steps: int, step: int = 0) -> None:
+        self.total_steps = total_steps
+        self.step = step
+        self._latest: dict[str, float | int | str | None] = {}
+        self._losses: deque[float] = deque(maxlen=240)
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_WINDOW)
+        self._pace.append((step, time.monotonic()))
+
+    def advance(self, step: int) -> None:
+        if step > self.step:
+            self.step = step
+            self._pace.append((step, time.monotonic()))
+
+    def update(self, metrics: Mapping[str, float | int | str | None]) -> None:
+        step = metrics.get("step")
+        if isinstance(step, int):
+            self.advance(step)
+        self._latest.update({key: value for key, value in metrics.items() if value is not None})
+        loss = metrics.get("loss")
+        if isinstance(loss, int | float):
+            self._losses.append(float(loss))
+
+    def eta_seconds(self) -> float | None:
+        (first, began), (last, ended) = self._pace[0], self._pace[-1]
+        if last == first or not self.total_steps:
+            return None
+        return max(self.total_steps - self.step, 0) * (ended - began) / (last - first)
+
+    def _fields(self) -> list[tuple[str, str]]:
+        """Label and value, the most wanted first: a narrow terminal shows only these."""
+        latest, fields = self._latest, []
+        if "loss" in latest:
+            fields.append(("loss", format_loss(latest["loss"])))
+        if "learning_rate" in latest:
+            fields.append(("lr", format_number(latest["learning_rate"])))
+        if "tokens_per_second" in latest:
+            fields.append(("tok/s", format_count(latest["tokens_per_second"])))
+        if "peak_memory_gib" in latest:
+            fields.append(("mem", f"{format_number(latest['peak_memory_gib'])} GiB"))
+        return fields
+
+    def plain_line(self) -> str:
+        total = str(self.total_steps) if self.total_steps else "?"
+        words = [f"step {self.step:>{len(total)}}/{total}"]
+        words += [f"{label} {value}" for label, value in self._fields()]
+        eta = self.eta_seconds()
+        if eta is not None:
+            words.append(f"eta {format_duration(eta)}")
+        return "  ".join(words)
+
+    def render(self, width: int) -> RenderableType:
+        eta = self.eta_seconds()
+        count = f"{self.step}/{self.total_steps or '?'}"
+        remaining = f"eta {format_duration(eta)}" if eta is not None else "eta -"
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=max(self.total_steps, 1), completed=self.step)
+        head.add_row(Text(count, style="bold"), bar, Text(remaining))
+
+        body = Text(no_wrap=True, overflow="ellipsis")
+        for label, value in self._fields():
+            piece = ("  " if body.plain else "") + f"{label} {value}"
+            if len(body.plain) + len(piece) > width:
+                break
+            body.append(piece[: -len(value)], style="dim")
+            body.append(value)
+        spark = sparkline(list(self._losses), min(width - 5, 60))
+        lines: list[RenderableType] = [head, body]
+        if len(spark) > 1:
+            lines.append(Text.assemble(("loss ", "dim"), (spark, "cyan")))
+        return Group(*lines)
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """``values`` as one row of block characters, averaged into at most ``width`` columns."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite or width < 1:
+        return ""
+    columns = min(width, len(finite))
+    means = []
+    for column in range(columns):
+        start = column * len(finite) // columns
+        stop = (column + 1) * len(finite) // columns
+        means.append(sum(finite[start:stop]) / (stop - start))
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_SPARKS[int((mean - low) / span * (len(_SPARKS) - 1))] for mean in means)
+
+
+def _evaluation_line(step: int, evaluation: Mapping[str, float | int | str | None]) -> str:
+    shown = {
+        key.removeprefix("eval_"): value
+        for key, value in evaluation.items()
+        if not key.endswith(("runtime", "per_second"))
+    }
+    values = "  ".join(f"{key} {format_loss(value)}" for key, value in shown.items())
+    return f"evaluation at step {step}: {values}"
+
+
+def _can_be_live(stream: TextIO) -> bool:
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in {"dumb", ""}:
+        return False
+    return stream.isatty()

@@ -1,0 +1,346 @@
+"""The run directory: where everything a run reads, does and leaves behind can be found.
+
+``train_model/<name>-<UTC stamp>/`` is made once and never overwritten. Every file in it is written
+whole or not at all (``trainkit.run.files``) and passes through redaction (``trainkit.run.redact``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from trainkit.errors import RunDirectoryError, TrainkitError
+from trainkit.run.files import (
+    PRIVATE_DIRECTORY_MODE,
+    PRIVATE_FILE_MODE,
+    explain_os_errors,
+    write_json_atomic,
+    write_text_atomic,
+)
+from trainkit.run.metrics import MetricsWriter, read_metrics
+from trainkit.run.redact import redact, redact_text
+from trainkit.run.status import Status, read_status
+
+State = Literal["running", "done", "failed", "interrupted"]
+
+# Between two status writes that only carry a newer step. A reader learns of a hang by the age of
+# ``updated``, so this stays well under any sensible timeout.
+_HEARTBEAT_SECONDS = 10.0
+
+
+class RunDirectory:
+    """One run's directory with typed paths. Make one with ``create``, ``create_at`` or ``open``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._last_heartbeat = 0.0
+
+    # -- making and opening -------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls, parent: Path | str = "train_model", name: str = "run", *, now: datetime | None = None
+    ) -> RunDirectory:
+        """Make ``parent/<name>-<UTC stamp>``; a number is appended if that exists already.
+
+        Args:
+            parent: made if missing.
+            name: the run's name; characters that do not belong in a file name become ``-``.
+            now: the time to stamp with, for tests.
+
+        Raises:
+            RunDirectoryError: the directory cannot be made.
+        """
+        stamp = (now or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%SZ")
+        base = f"{_file_name(name)}-{stamp}"
+        parent = Path(parent).expanduser()
+        with explain_os_errors(parent):
+            parent.mkdir(parents=True, exist_ok=True)
+            for attempt in range(1, 1000):
+                root = parent / (base if attempt == 1 else f"{base}-{attempt}")
+                # mkdir is the lock: of two runs started in one second, one gets the next number.
+                with contextlib.suppress(FileExistsError):
+                    root.mkdir(mode=PRIVATE_DIRECTORY_MODE)
+                    return cls(root.resolve())._prepare()
+        raise RunDirectoryError(f"a thousand runs named {base} exist", where=str(parent))
+
+    @classmethod
+    def create_at(cls, path: Path | str) -> RunDirectory:
+        """Make the directory the user asked for by name; an empty one may exist already.
+
+        Raises:
+            RunDirectoryError: it exists and is not empty, or cannot be made.
+        """
+        root = Path(path).expanduser()
+        with explain_os_errors(root):
+            if root.exists() and not root.is_dir():
+                raise RunDirectoryError(
+                    "the output directory is a file",
+                    where=str(path),
+                    fix="give another --output-dir",
+                )
+            if root.is_dir() and any(root.iterdir()):
+                raise RunDirectoryError(
+                    "the output directory exists and is not empty; a run is never overwritten",
+                    where=str(path),
+                    fix="give another --output-dir, leave it out for a new stamped directory, "
+                    "or continue that run with --resume",
+                )
+            root.mkdir(mode=PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
+        return cls(root.resolve())._prepare()
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDirectory:
+        """Open an existing run, to resume or to read it.
+
+        Raises:
+            RunDirectoryError: there is no run there.
+        """
+        root = Path(path).expanduser()
+        if not (root / "status.json").is_file():
+            raise RunDirectoryError(
+                "there is no run in this directory (no status.json)"
+                if root.is_dir()
+                else "there is no such run directory",
+                where=str(path),
+                fix="give the directory that `trainkit sft` printed as its last line",
+            )
+        return cls(root.resolve())
+
+    def _prepare(self) -> RunDirectory:
+        with explain_os_errors(self.root):
+            self.logs.mkdir(mode=PRIVATE_DIRECTORY_MODE, exist_ok=True)
+            self.plots.mkdir(exist_ok=True)
+        self.write_status("running")
+        return self
+
+    # -- typed paths --------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The directory's own name, which is the run's."""
+        return self.root.name
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe as the user gave it."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def resolved(self) -> Path:
+        """Every recipe value in force and where it came from."""
+        return self.root / "resolved.yaml"
+
+    @property
+    def command(self) -> Path:
+        """A script that runs the same command again."""
+        return self.root / "command.sh"
+
+    @property
+    def environment(self) -> Path:
+        """Packages, machine, GPU, git state."""
+        return self.root / "environment.json"
+
+    @property
+    def data(self) -> Path:
+        """What became of every data file: rows, kept, dropped, truncated, tokens."""
+        return self.root / "data.json"
+
+    @property
+    def dropped(self) -> Path:
+        """One line for each row that could not be used, with file, line and reason."""
+        return self.root / "dropped.jsonl"
+
+    @property
+    def kernels(self) -> Path:
+        """Which kernels are on, and their self-check."""
+        return self.root / "kernels.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One flat line a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def log_history(self) -> Path:
+        """The Hugging Face Trainer's ``state.log_history``."""
+        return self.root / "log_history.json"
+
+    @property
+    def generation_eval(self) -> Path:
+        """The answers generated on held-out conversations, and how many are exact."""
+        return self.root / "generation_eval.json"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the per-process logs."""
+        return self.root / "logs"
+
+    @property
+    def plots(self) -> Path:
+        """Folder of the PNG curves."""
+        return self.root / "plots"
+
+    @property
+    def report(self) -> Path:
+        """The whole record as one self-contained page."""
+        return self.root / "report.html"
+
+    @property
+    def final(self) -> Path:
+        """The trained model, loadable with transformers alone."""
+        return self.root / "final"
+
+    @property
+    def model_card(self) -> Path:
+        """What was trained, on what, with what result."""
+        return self.root / "README.md"
+
+    @property
+    def status_file(self) -> Path:
+        """running, done, failed or interrupted, and why."""
+        return self.root / "status.json"
+
+    def rank_log(self, dist_rank: int) -> Path:
+        """The log file of one process."""
+        return self.logs / f"rank{dist_rank}.log"
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint of one step."""
+        return self.root / f"checkpoint-{step}"
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write_text(self, path: Path, text: str, *, private: bool = False) -> None:
+        """Write a text file of the run atomically, without secrets.
+
+        Args:
+            path: a path inside the run directory.
+            text: the whole content.
+            private: readable by the owner only.
+        """
+        write_text_atomic(path, redact_text(text), mode=PRIVATE_FILE_MODE if private else None)
+
+    def write_json(self, path: Path, value: Any, *, private: bool = False) -> None:
+        """Write a JSON file of the run atomically, without secrets."""
+        write_json_atomic(path, redact(value), mode=PRIVATE_FILE_MODE if private else None)
+
+    def open_metrics(self, *, resume_step: int | None = None) -> MetricsWriter:
+        """Open ``metrics.jsonl`` for appending; ``resume_step`` marks a resumed run.
+
+        Args:
+            resume_step: the step of the checkpoint that the run continues from; rows after it are
+                set aside, and the curves mark the point.
+        """
+        writer = MetricsWriter(self.metrics, resume_step=resume_step)
+        if resume_step is not None:
+            status = self.status()
+            resumed = [step for step in status.resumed_at_steps if step <= resume_step]
+            self._save(status.updated_with(resumed_at_steps=[*resumed, resume_step]))
+        return writer
+
+    # -- status -------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """What ``status.json`` says now."""
+        return read_status(self.status_file)
+
+    def write_status(
+        self, state: State, *, reason: str | None = None, step: int | None = None
+    ) -> None:
+        """Replace ``status.json``.
+
+        Args:
+            state: running, done, failed or interrupted.
+            reason: why, for the last two.
+            step: the last finished optimizer step; None keeps the one recorded.
+        """
+        before = self.status()
+        self._save(
+            before.updated_with(
+                state=state,
+                reason=None if reason is None else redact_text(reason),
+                last_step=before.last_step if step is None else step,
+                pid=os.getpid(),
+                host=socket.gethostname(),
+            )
+        )
+
+    def heartbeat(self, step: int) -> None:
+        """Record the last finished step, at most every ten seconds: cheap to call each step."""
+        now = time.monotonic()
+        if now - self._last_heartbeat >= _HEARTBEAT_SECONDS:
+            self._last_heartbeat = now
+            self.write_status("running", step=step)
+
+    def _save(self, status: Status) -> None:
+        write_json_atomic(self.status_file, status.to_dict())
+
+    @contextlib.contextmanager
+    def recording_status(self) -> Iterator[None]:
+        """Run a body under a truthful status: running, then done, failed or interrupted.
+
+        An exception is recorded with its reason (and its traceback, unless it is one of
+        trainkit's own errors, whose sentence is enough) and goes on its way.
+        """
+        self.write_status("running")
+        try:
+            yield
+        except BaseException as error:
+            # A full disk may refuse this write too; the error itself must still come through.
+            with contextlib.suppress(OSError, TrainkitError):
+                self._record_end(error)
+            raise
+        self.write_status("done", step=self._last_metrics_step())
+
+    def _record_end(self, error: BaseException) -> None:
+        step = self._last_metrics_step()
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            if self.status().state == "running":
+                self.write_status("done", step=step)
+            return
+        if isinstance(error, KeyboardInterrupt):
+            self.write_status("interrupted", reason="interrupted by Ctrl-C", step=step)
+            return
+        if isinstance(error, SystemExit):
+            # The body may have said more (a preemption that saved): its word stands.
+            if self.status().state == "running":
+                reason = _exit_reason(error.code)
+                state: State = "interrupted" if "signal" in reason else "failed"
+                self.write_status(state, reason=reason, step=step)
+            return
+        own = isinstance(error, TrainkitError)
+        reason = str(error) if own else f"{type(error).__name__}: {error}"
+        self.write_status("failed", reason=reason, step=step)
+        if not own:
+            trace = "".join(traceback.format_exception(error))
+            self.write_text(self.logs / "traceback.txt", trace, private=True)
+
+    def _last_metrics_step(self) -> int | None:
+        rows = read_metrics(self.metrics)
+        return max((row["step"] for row in rows), default=None)
+
+
+def _file_name(name: str) -> str:
+    """``name`` as one path component: word characters (of any script), dots and dashes."""
+    safe = re.sub(r"[^\w.\-]+", "-", name).strip("-.")
+    # 255 bytes is the usual limit of a component; the stamp and a number need 22.
+    while len(safe.encode()) > 200:
+        safe = safe[:-1]
+    return safe or "run"
+
+
+def _exit_reason(code: object) -> str:
+    if isinstance(code, int) and code > 128:
+        with contextlib.suppress(ValueError):
+            return f"stopped by signal {signal.Signals(code - 128).name}"
+    return f"exited with {code}"

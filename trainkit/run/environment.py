@@ -1,0 +1,220 @@
+"""What a run ran on: packages, machine, GPUs, git state, and the command that repeats it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.run.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
+from trainkit.version import __version__
+
+# Variables that change what a run computes or where it runs; the rest of a person's environment
+# is nobody's business.
+_RELEVANT_VARIABLE = re.compile(
+    r"^(?:CUDA|NVIDIA|NCCL|GLOO|TORCH|PYTORCH|TORCHINDUCTOR|TRITON|HF|TRANSFORMERS|TOKENIZERS"
+    r"|ACCELERATE|DS|DEEPSPEED|TRAINKIT|WANDB|OMP|MKL|BITSANDBYTES|PEFT|SLURM|UCX|FI)_"
+    r"|^(?:MASTER_ADDR|MASTER_PORT|NNODES|NODE_RANK|NPROC_PER_NODE|WORLD_SIZE|LOCAL_WORLD_SIZE"
+    r"|CUBLAS_WORKSPACE_CONFIG|PYTHONHASHSEED)$"
+)
+# Set by torchrun for one process of one launch: exporting them again would pin the wrong process.
+_SET_BY_LAUNCHER = re.compile(
+    r"^(?:TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|WORLD_SIZE$|LOCAL_WORLD_SIZE$"
+    r"|MASTER_ADDR$|MASTER_PORT$|NNODES$|NODE_RANK$|NPROC_PER_NODE$)"
+)
+_COMMAND_TIMEOUT_SECONDS = 20
+_LARGEST_DIFF_BYTES = 1 << 20
+
+
+def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
+    """Describe this process's surroundings as JSON-like values, without secrets.
+
+    torch is asked about CUDA only if it is imported already; ``nvidia-smi`` and ``git`` only if
+    they are installed.
+
+    Args:
+        cwd: the directory whose git repository is described, the current one by default.
+    """
+    where = Path.cwd() if cwd is None else cwd
+    return redact(
+        {
+            "trainkit": __version__,
+            "python": {"version": platform.python_version(), "executable": sys.executable},
+            "machine": _machine(),
+            "gpus": _gpus(),
+            "torch": _torch(),
+            "git": _git(where),
+            "working_directory": str(where),
+            "argv": redact_argv(sys.orig_argv),
+            "variables": relevant_variables(os.environ),
+            "packages": _packages(),
+        }
+    )
+
+
+def relevant_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that matter to a run, sorted; secret ones without their value."""
+    return {
+        name: REDACTED if is_secret_name(name) else redact_text(value, environ)
+        for name, value in sorted(environ.items())
+        if _RELEVANT_VARIABLE.match(name)
+    }
+
+
+def command_script(
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
+    """A shell script that runs this command again.
+
+    Args:
+        argv: the interpreter and its arguments, by default those of this process.
+        environ: by default this process's environment; also tells whether torchrun started it.
+        cwd: the directory to run in.
+    """
+    environ = os.environ if environ is None else environ
+    arguments = redact_argv(list(sys.orig_argv if argv is None else argv), environ)
+    lines = [
+        "#!/usr/bin/env bash",
+        "# Runs the same command again. A new run gets a new directory; if the command names one",
+        "# with --output-dir, change it first. The recipe as it was: recipe.yaml beside this file.",
+        "set -euo pipefail",
+        f"cd {shlex.quote(str(Path.cwd() if cwd is None else cwd))}",
+    ]
+    for name, value in relevant_variables(environ).items():
+        if REDACTED in value:
+            lines.append(f"# {name} was set; it is a secret: export it yourself")
+        elif not _SET_BY_LAUNCHER.match(name):
+            lines.append(f"export {name}={shlex.quote(value)}")
+    lines.append(f'exec {shlex.join([*_launcher(environ), *arguments])} "$@"')
+    return "\n".join(lines) + "\n"
+
+
+def _launcher(environ: Mapping[str, str]) -> list[str]:
+    """The torchrun words that started this process, [] when there were none."""
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return []
+    per_node = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_nodes = int(environ.get("WORLD_SIZE", "1")) // per_node
+    words = ["torchrun", "--nproc_per_node", str(per_node)]
+    if num_nodes > 1:
+        words += ["--nnodes", str(num_nodes), "--node_rank", environ.get("GROUP_RANK", "0")]
+        words += ["--master_addr", environ.get("MASTER_ADDR", "127.0.0.1")]
+        words += ["--master_port", environ.get("MASTER_PORT", "29500")]
+    # The child's own command line starts with its interpreter.
+    return [*words, "--no_python"]
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name:
+            found[name] = distribution.version
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "os": platform.platform(),
+        "cpu": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "num_usable_cpus": len(os.sched_getaffinity(0))
+        if sys.platform == "linux"
+        else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+    }
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float | None:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    return round(total / 2**30, 1)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """What ``nvidia-smi`` says, [] without it."""
+    columns = ["index", "name", "driver_version", "memory.total", "compute_cap", "power.limit"]
+    query = f"--query-gpu={','.join(columns)}"
+    output = _output(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    if output is None:
+        return []
+    keys = ["index", "name", "driver", "memory_mib", "compute_capability", "power_limit_watts"]
+    rows = [line.split(", ") for line in output.splitlines() if line.strip()]
+    return [dict(zip(keys, row, strict=False)) for row in rows if len(row) == len(keys)]
+
+
+def _torch() -> dict[str, Any] | None:
+    """What torch knows, if this process has imported it; reading must not start CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    details: dict[str, Any] = {
+        "version": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "num_threads": torch.get_num_threads(),
+    }
+    if torch.version.cuda is not None and torch.cuda.is_initialized():
+        count = torch.cuda.device_count()
+        details["devices"] = [torch.cuda.get_device_name(index) for index in range(count)]
+        details["cudnn"] = torch.backends.cudnn.version()
+        details["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return details
+
+
+def _git(where: Path) -> dict[str, Any] | None:
+    """Commit, branch and uncommitted changes of the repository around ``where``."""
+    commit = _output(["git", "-C", str(where), "rev-parse", "HEAD"])
+    if commit is None:
+        return None
+    branch = _output(["git", "-C", str(where), "rev-parse", "--abbrev-ref", "HEAD"])
+    remote = _output(["git", "-C", str(where), "remote", "get-url", "origin"])
+    changed = _output(["git", "-C", str(where), "status", "--porcelain"]) or ""
+    diff = _output(["git", "-C", str(where), "diff", "HEAD", "--no-color", "--no-ext-diff"]) or ""
+    if len(diff) > _LARGEST_DIFF_BYTES:
+        diff = diff[:_LARGEST_DIFF_BYTES] + "\n... (cut: the diff is longer than 1 MiB)\n"
+    return {
+        "commit": commit.strip(),
+        "branch": (branch or "").strip(),
+        "remote": (remote or "").strip() or None,
+        "dirty": bool(changed.strip()),
+        "changed_files": changed.splitlines(),
+        "diff": diff,
+    }
+
+
+def _output(command: list[str]) -> str | None:
+    """A command's standard output, None if it is not installed, fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        finished = subprocess.run(
+            command, capture_output=True, timeout=_COMMAND_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if finished.returncode != 0:
+        return None
+    return finished.stdout.decode("utf-8", errors="replace")

@@ -1,0 +1,143 @@
+"""``metrics.jsonl``: one flat line a step, written as the run goes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RunDirectoryError, TrainkitError
+from trainkit.run.files import explain_os_errors, jsonable, write_text_atomic
+
+Scalar = float | int | str | bool | None
+
+METRIC_KEYS = (
+    "step",
+    "epoch",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "num_tokens",
+    "num_trained_tokens",
+    "step_seconds",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_gib",
+    "data_seconds",
+)
+"""The keys of a training row, in the order they are written; ``eval_*`` and others follow."""
+
+
+class MetricsWriter:
+    """Appends rows to ``metrics.jsonl``; each row is on disk (flushed) when ``append`` returns.
+
+    A resumed run passes the step it continues from: rows after it were computed by an attempt
+    that is being redone, so they move to ``metrics.superseded.jsonl`` beside the file, and a last
+    line torn by a crash is dropped.
+
+    Args:
+        path: the file; made if missing.
+        resume_step: the last step that stands (``0`` redoes everything), or None for a new file
+            or to append as is.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        self.path = path
+        if resume_step is not None and path.exists():
+            _supersede_rows(path, resume_step)
+        with explain_os_errors(path):
+            # Unbuffered: a row is with the operating system when append returns, and a failed
+            # write leaves nothing behind that a later close would try again.
+            self._stream: FileIO = path.open("ab", buffering=0)
+
+    def append(self, row: Mapping[str, Scalar]) -> None:
+        """Write one row.
+
+        Args:
+            row: flat values with an int ``step``; numpy and torch scalars must be converted.
+
+        Raises:
+            RunDirectoryError: a value is not a plain scalar.
+            DiskFullError: no space is left; the file keeps its earlier rows, whole.
+        """
+        data = _encode(row).encode("utf-8")
+        start = self._stream.tell()
+        try:
+            with explain_os_errors(self.path):
+                # A disk that fills up accepts part of a line before it refuses the rest.
+                while data:
+                    data = data[self._stream.write(data) :]
+        except TrainkitError:
+            self._stream.truncate(start)
+            raise
+
+    def close(self) -> None:
+        """Put everything on the disk and close the file; a second call does nothing."""
+        if self._stream.closed:
+            return
+        with explain_os_errors(self.path):
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _encode(row: Mapping[str, Scalar]) -> str:
+    step = row.get("step")
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise RunDirectoryError(f"a metrics row needs an int step, got {step!r}")
+    for key, value in row.items():
+        if value is not None and not isinstance(value, int | float | str):
+            raise RunDirectoryError(
+                f"metric {key} is a {type(value).__name__}, not a plain number",
+                fix="convert it with .item() before appending",
+            )
+    known = {key: row[key] for key in METRIC_KEYS if key in row}
+    ordered = {**known, **{key: value for key, value in row.items() if key not in known}}
+    return json.dumps(jsonable(ordered), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _supersede_rows(path: Path, resume_step: int) -> None:
+    """Move rows after ``resume_step`` to the superseded file; first there, then out of here."""
+    kept: list[str] = []
+    superseded: list[str] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        row = _decode(line)
+        if row is not None:
+            (kept if row["step"] <= resume_step else superseded).append(line)
+    if superseded:
+        other = path.with_name("metrics.superseded.jsonl")
+        with explain_os_errors(other), other.open("a", encoding="utf-8", newline="\n") as stream:
+            stream.writelines(line + "\n" for line in superseded)
+            stream.flush()
+            os.fsync(stream.fileno())
+    write_text_atomic(path, "".join(line + "\n" for line in kept))
+
+
+def _decode(line: str) -> dict[str, Any] | None:
+    """One row, or None for a line that a crash tore."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return row
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl`` in file order; torn lines are skipped, [] if it is missing.
+
+    Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [row for row in map(_decode, lines) if row is not None]

@@ -1,0 +1,70 @@
+"""``status.json``: is the run alive, and how did it end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RunDirectoryError
+
+
+def utc_now() -> str:
+    """The time as ISO 8601 in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class Status:
+    """What is known about a run's life.
+
+    Attributes:
+        state: ``running``, ``done``, ``failed`` or ``interrupted``. A killed process leaves
+            ``running`` behind: then ``updated`` is old and ``pid`` on ``host`` is gone.
+        reason: why it failed or was interrupted.
+        last_step: the last optimizer step known to be finished.
+        resumed_at_steps: the steps from which the run was continued.
+        started: when the run directory was made, ISO 8601, UTC.
+        updated: when this file was written, ISO 8601, UTC.
+        pid: the main process.
+        host: the machine it runs on.
+    """
+
+    state: str = "running"
+    reason: str | None = None
+    last_step: int | None = None
+    resumed_at_steps: list[int] = dataclasses.field(default_factory=list)
+    started: str = dataclasses.field(default_factory=utc_now)
+    updated: str = dataclasses.field(default_factory=utc_now)
+    pid: int | None = None
+    host: str | None = None
+
+    def updated_with(self, **changes: Any) -> Status:
+        """A copy with these fields changed and ``updated`` set to now."""
+        return dataclasses.replace(self, **{"updated": utc_now(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of ``status.json``."""
+        return dataclasses.asdict(self)
+
+
+def read_status(path: Path) -> Status:
+    """Read a ``status.json``; a missing one is a fresh ``Status``.
+
+    Raises:
+        RunDirectoryError: the file is not a status.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Status()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise RunDirectoryError(
+            f"status.json is damaged ({error})", where=str(path), fix="delete the file"
+        ) from error
+    names = {field.name for field in dataclasses.fields(Status)}
+    if not isinstance(content, dict):
+        raise RunDirectoryError("status.json is not an object", where=str(path))
+    return Status(**{key: value for key, value in content.items() if key in names})
