@@ -1,0 +1,107 @@
+"""fp32 masters: small updates are not lost, and the state survives a checkpoint."""
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
+
+
+def make(model, learning_rate=1e-4):
+    return MasterWeightOptimizer(
+        [{"params": list(model.parameters())}],
+        lambda groups: torch.optim.AdamW(groups, lr=learning_rate, weight_decay=0.0),
+    )
+
+
+def step(model, optimizer):
+    model(torch.ones(2, 8, dtype=next(model.parameters()).dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_updates_below_the_resolution_of_bf16_add_up():
+    """100 updates of 1e-4: plain bf16 weights of 1 stay 1 (the next number below is 0.996)."""
+    plain, kept = (nn.Linear(8, 1, bias=False).to(torch.bfloat16) for _ in range(2))
+    for model in (plain, kept):
+        nn.init.ones_(model.weight)
+    naive = torch.optim.AdamW(plain.parameters(), lr=1e-4, weight_decay=0.0)
+    masters = make(kept)
+    for _ in range(100):
+        step(plain, naive)
+        step(kept, masters)
+    assert torch.all(plain.weight == 1)
+    # Adam moves each weight by the learning rate per step for a constant gradient; 0.99 in bf16.
+    assert torch.all(kept.weight == torch.tensor(0.99).to(torch.bfloat16))
+
+
+def test_it_equals_the_inner_optimizer_on_fp32_weights_to_the_bit():
+    torch.manual_seed(0)
+    half, full = nn.Linear(8, 8).to(torch.bfloat16), nn.Linear(8, 8)
+    full.load_state_dict({name: value.float() for name, value in half.state_dict().items()})
+    masters, plain = make(half, 1e-3), torch.optim.AdamW(full.parameters(), 1e-3, weight_decay=0.0)
+    for _ in range(5):
+        for parameter, twin in zip(half.parameters(), full.parameters(), strict=True):
+            gradient = torch.randn(parameter.shape).to(torch.bfloat16)
+            parameter.grad, twin.grad = gradient, gradient.float()
+        masters.step()
+        plain.step()
+    for parameter, twin in zip(half.parameters(), full.parameters(), strict=True):
+        assert torch.equal(parameter, twin.to(torch.bfloat16))
+
+
+def test_a_restored_state_continues_exactly(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    optimizer = make(model)
+    step(model, optimizer)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    twin = nn.Linear(8, 8).to(torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    restored = make(twin)
+    restored.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for _ in range(50):
+        step(model, optimizer)
+        step(twin, restored)
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_state_of_another_model_is_refused():
+    state = make(nn.Linear(8, 8).to(torch.bfloat16)).state_dict()
+    with pytest.raises(ValueError, match="other trained weights"):
+        make(nn.Linear(8, 4).to(torch.bfloat16)).load_state_dict(state)
+
+
+def test_schedulers_reach_the_inner_optimizer():
+    optimizer = make(nn.Linear(8, 8).to(torch.bfloat16), 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.inner.param_groups[0]["lr"] == 0.5
+
+
+def test_masters_are_needed_for_trained_half_precision_only():
+    model = nn.Linear(8, 8).to(torch.bfloat16)
+    assert needs_master_weights(model)
+    assert not needs_master_weights(model.requires_grad_(False))
+    assert not needs_master_weights(nn.Linear(8, 8))
+
+
+def test_lora_plus_gives_b_matrices_their_own_rate():
+    model = nn.ModuleDict(
+        {"lora_A": nn.Linear(4, 2), "x": nn.ModuleDict({"lora_B": nn.Linear(2, 4)})}
+    )
+    groups = parameter_groups(
+        model,
+        decay_names={"x.lora_B.weight"},
+        weight_decay=0.1,
+        learning_rate=1e-4,
+        lora_plus_ratio=16.0,
+    )
+    by_size = {sum(p.numel() for p in group["params"]): group for group in groups}
+    assert by_size[8]["lr"] == pytest.approx(1.6e-3)  # x.lora_B.weight, decayed
+    assert by_size[8]["weight_decay"] == 0.1
+    assert "lr" not in by_size[10]  # lora_A
+    assert sum(by_size) == sum(p.numel() for p in model.parameters())

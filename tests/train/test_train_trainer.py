@@ -1,0 +1,174 @@
+"""The Trainer's seams: equal losses for every cut, exact resume, whole checkpoints, honest logs."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from trainkit.checkpoint.manifest import verify_directory
+from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.train.checkpoints import check_fingerprint, find_resume_point
+
+
+def losses(trainer):
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def weights(trainer):
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+def test_one_by_eight_equals_eight_by_one(lab):
+    """Ragged lengths. Sums of at most 8 x 40 fp32 terms in another order: 1e-6 relative is ample."""
+    wide, deep = lab.trainer("wide", batch=8), lab.trainer("deep", batch=1, accumulate=8)
+    wide.train()
+    deep.train()
+    assert losses(wide) == pytest.approx(losses(deep), rel=2e-6)
+    assert wide.evaluate()["eval_loss"] == pytest.approx(deep.evaluate()["eval_loss"], rel=2e-6)
+
+
+def test_the_evaluation_loss_is_the_mean_over_trained_tokens(lab):
+    trainer = lab.trainer("run", batch=3)
+    trainer.args.per_device_eval_batch_size = 5
+    reported = trainer.evaluate()
+    total, count = 0.0, 0
+    for sample in lab.samples:
+        batch = lab.data().collator([sample])
+        labels = batch["labels"][0, 1:]
+        logits = trainer.model(batch["input_ids"]).logits[0, :-1].double()
+        keep = labels != -100
+        if keep.any():
+            total += torch.nn.functional.cross_entropy(
+                logits[keep], labels[keep], reduction="sum"
+            ).item()
+            count += int(keep.sum())
+    assert reported["eval_num_trained_tokens"] == count
+    assert reported["eval_loss"] == pytest.approx(total / count, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(lab, dtype):
+    """Mid-epoch (ten micro-batches an epoch), with dropout, accumulation and shuffling."""
+    options = {
+        "batch": 2,
+        "accumulate": 2,
+        "dropout": 0.1,
+        "dtype": dtype,
+        "max_steps": 14,
+        "save_steps": 6,
+    }
+    unbroken = lab.trainer("unbroken", **options)
+    unbroken.train()
+    resumed = lab.trainer("unbroken", **options)
+    torch.manual_seed(99)  # the checkpoint's random state must win
+    resumed.train(resume_from_checkpoint=str(lab.root / "unbroken" / "checkpoint-6"))
+    assert losses(resumed) == losses(unbroken)
+    assert all(
+        torch.equal(value, weights(unbroken)[name]) for name, value in weights(resumed).items()
+    )
+    first, second = unbroken.optimizer.state_dict(), resumed.optimizer.state_dict()
+    for key, state in first["state"].items():
+        assert all(torch.equal(state[name], second["state"][key][name]) for name in state)
+
+
+def test_checkpoints_are_whole_hold_no_pickled_arguments_and_are_thinned_out(lab):
+    trainer = lab.trainer("run", save_total_limit=2)
+    trainer.train()
+    kept = sorted(path.name for path in (lab.root / "run").iterdir())
+    assert kept == ["checkpoint-6", "checkpoint-8"]
+    manifest = verify_directory(lab.root / "run" / "checkpoint-8")
+    assert manifest.metadata == {"step": 8, "run": {"data": "fixed"}}
+    assert not list(lab.root.glob("run/*/training_args.bin"))
+
+
+def test_the_best_checkpoint_is_named_by_where_it_is_and_survives(lab):
+    trainer = lab.trainer(
+        "run",
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        learning_rate=0.3,  # diverges, so an early checkpoint stays the best
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    best = trainer.state.best_model_checkpoint
+    assert best is not None
+    assert os.path.dirname(best) == str(lab.root / "run")
+    verify_directory(lab.root / "run" / os.path.basename(best))
+    newest = max((lab.root / "run").glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    assert json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"] == best
+
+
+def test_resume_passes_over_a_damaged_checkpoint(lab):
+    lab.trainer("run").train()
+    weights_file = lab.root / "run" / "checkpoint-8" / "model.safetensors"
+    damaged = bytearray(weights_file.read_bytes())
+    damaged[-1] ^= 1
+    weights_file.write_bytes(bytes(damaged))
+    point = find_resume_point("auto", output_dir=lab.root / "run", runs=lab.root, name="run")
+    assert point is not None
+    assert point.checkpoint.name == "checkpoint-6"
+    assert "model.safetensors" in point.skipped[0][1]
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        find_resume_point(str(weights_file.parent), output_dir=None, runs=lab.root, name="run")
+
+
+def test_resume_refuses_other_data(lab):
+    lab.trainer("run").train()
+    point = find_resume_point(str(lab.root / "run"), output_dir=None, runs=lab.root, name="run")
+    check_fingerprint(point, {"data": "fixed"})
+    with pytest.raises(CheckpointError, match="data was 'fixed' and is 'other'"):
+        check_fingerprint(point, {"data": "other"})
+
+
+def test_a_failed_save_leaves_earlier_checkpoints_and_no_half_one(lab, monkeypatch):
+    trainer = lab.trainer("run", save_steps=2)
+    save = torch.save
+
+    def fail_at_step_four(value, path, *args, **kwargs):
+        if trainer.state.global_step == 4:
+            raise OSError(28, "No space left on device")
+        return save(value, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", fail_at_step_four)
+    with pytest.raises(CheckpointError, match="checkpoint 4 could not be written"):
+        trainer.train()
+    assert [path.name for path in (lab.root / "run").iterdir()] == ["checkpoint-2"]
+    verify_directory(lab.root / "run" / "checkpoint-2")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_anything_is_saved(lab):
+    trainer = lab.trainer("run", save_steps=1)
+    with torch.no_grad():
+        next(trainer.model.parameters())[0, 0] = float("nan")
+    lab.samples[0]["input_ids"][:] = 0  # token 0 is in the batch now
+    for sample in lab.samples:
+        sample["input_ids"][0] = 0
+    with pytest.raises(TrainkitError, match="loss is nan at step 1"):
+        trainer.train()
+    assert not list((lab.root / "run").glob("checkpoint-*"))
+
+
+def test_rows_count_tokens_of_the_whole_step(lab):
+    trainer = lab.trainer("run", batch=2, accumulate=2, max_steps=3)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    sampler = trainer.get_train_dataloader().batch_sampler
+    sampler.set_epoch(0)
+    micro = list(sampler)
+    for step, row in enumerate(rows):
+        indices = [index for batch in micro[2 * step : 2 * step + 2] for index in batch]
+        assert row["num_tokens"] == sum(len(lab.samples[index]["input_ids"]) for index in indices)
+        trained = sum(int(lab.samples[index]["loss_mask"][1:].sum()) for index in indices)
+        assert row["num_trained_tokens"] == trained
+        assert row["step_seconds"] > 0
+
+
+def test_a_stop_request_saves_and_ends_the_run(lab):
+    trainer = lab.trainer("run", save_steps=100)
+    trainer._stop.reason = "test"
+    trainer.train()
+    assert trainer.state.global_step == 1
+    verify_directory(lab.root / "run" / "checkpoint-1")

@@ -1,0 +1,104 @@
+"""transformers' TrainingArguments out of a recipe's ``training`` section, and the DeepSpeed presets."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from trainkit.errors import RecipeError
+
+# Fields that trainkit decides itself; the recipe refuses some of them and never needs the others.
+_FIXED = {
+    # Our loaders hand the model exactly what it takes.
+    "remove_unused_columns": False,
+    # A loss that is no number must stop the run, not vanish from its log. Looking for it in every
+    # step would also make the host wait for the GPU.
+    "logging_nan_inf_filter": False,
+    # The console shows progress.
+    "disable_tqdm": True,
+    "do_train": True,
+}
+
+
+def deepspeed_config(choice: str, presets: Mapping[str, Path]) -> dict[str, Any]:
+    """Read a DeepSpeed configuration.
+
+    Args:
+        choice: a preset's name or the path of a JSON file.
+        presets: name to file.
+
+    Raises:
+        RecipeError: neither a preset nor a readable JSON object.
+    """
+    path = presets.get(choice) or Path(choice)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RecipeError(
+            f"there is no DeepSpeed preset or file called {choice!r}",
+            where="deepspeed",
+            fix=f"use one of {', '.join(sorted(presets))}, or the path of a JSON file",
+        ) from error
+    except ValueError as error:
+        raise RecipeError(f"not JSON: {error}", where=str(path), fix="mend the file") from error
+    if not isinstance(content, dict):
+        raise RecipeError("not a JSON object", where=str(path), fix="mend the file")
+    # DeepSpeed 0.19 clips at 1.0 where nothing is said; the recipe's max_grad_norm must decide.
+    content.setdefault("gradient_clipping", "auto")
+    return content
+
+
+def training_arguments(
+    training: Mapping[str, Any],
+    *,
+    output_dir: Path,
+    model_dtype: str,
+    deepspeed: Mapping[str, Any] | None,
+    has_adapters: bool,
+    has_eval: bool,
+    gradient_accumulation_steps: int,
+) -> TrainingArguments:
+    """Build the arguments; starts the process group when there are several ranks.
+
+    Args:
+        training: the recipe's ``training`` section.
+        output_dir: the run directory.
+        model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
+        deepspeed: a DeepSpeed configuration, or None.
+        has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
+        has_eval: evaluation data is given, so evaluate each epoch unless told otherwise.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+
+    Raises:
+        RecipeError: transformers refuses the combination.
+    """
+    on_cpu = not torch.cuda.is_available()
+    values: dict[str, Any] = {**training, **_FIXED}
+    values["output_dir"] = str(output_dir)
+    values["gradient_accumulation_steps"] = gradient_accumulation_steps
+    if on_cpu:
+        values["use_cpu"] = True
+        values["dataloader_pin_memory"] = False
+    if deepspeed is not None:
+        values["deepspeed"] = dict(deepspeed)
+    # Plain full fine-tuning in half precision needs no autocast: the weights are in that dtype and
+    # the optimizer keeps fp32 masters. DeepSpeed's engine and fp32 adapters need to be told.
+    if "bf16" not in values and "fp16" not in values and (deepspeed is not None or has_adapters):
+        values["bf16"] = model_dtype == "bfloat16"
+        values["fp16"] = model_dtype == "float16"
+    if has_eval:
+        values.setdefault("eval_strategy", "epoch")
+    for name in ("gradient_checkpointing", "activation_checkpointing"):  # the old and the new name
+        if values.get(name):
+            values.setdefault(f"{name}_kwargs", {"use_reentrant": False})
+    try:
+        return TrainingArguments(**values)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(
+            f"transformers refuses these settings: {error}",
+            where="training",
+            fix="change the key that the message names",
+        ) from error

@@ -1,0 +1,114 @@
+"""What happens beside the loop: the record of the run, and a stop that loses nothing."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trainkit.run.console import Console
+from trainkit.run.directory import RunDirectory
+from trainkit.run.metrics import MetricsWriter
+from trainkit.run.plot import draw_plots
+from trainkit.train.trainer import StopRequest
+
+REDRAW_SECONDS = 30.0
+
+
+class RunRecorder(TrainerCallback):
+    """Writes metrics, keeps the console and the curves up to date. Rank 0 only.
+
+    The curves are drawn by a thread, so that the GPU does not wait for matplotlib.
+    """
+
+    def __init__(self, run: RunDirectory, console: Console, metrics: MetricsWriter) -> None:
+        self._run = run
+        self._console = console
+        self._metrics = metrics
+        self._drawing: threading.Thread | None = None
+        self._last_drawn = time.monotonic()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Start the progress display."""
+        self._console.start(state.max_steps, first_step=state.global_step)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Move the display and the heartbeat."""
+        self._console.step(state.global_step)
+        self._run.heartbeat(state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Record a row of training or evaluation figures."""
+        row = {"step": state.global_step, **(logs or {})}
+        if "loss" not in row and not any(key.startswith("eval_") for key in row):
+            return
+        self._metrics.append(row)
+        self._console.log(row)
+        if time.monotonic() - self._last_drawn > REDRAW_SECONDS and self._idle():
+            self._last_drawn = time.monotonic()
+            self._drawing = threading.Thread(target=draw_plots, args=(self._run,), daemon=True)
+            self._drawing.start()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Say where the checkpoint is."""
+        self._console.note(f"saved {self._run.checkpoint(state.global_step)}")
+
+    def finish_drawing(self) -> None:
+        """Wait for the drawing thread; call it before the last drawing."""
+        if self._drawing is not None:
+            self._drawing.join()
+
+    def _idle(self) -> bool:
+        return self._drawing is None or not self._drawing.is_alive()
+
+
+class StopWhenAsked(TrainerCallback):
+    """Ends a one-process run at the step in which it was asked to; several ranks agree in the log."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        self._stop = stop
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Save and stop."""
+        if self._stop.reason is not None and args.world_size == 1:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+@contextmanager
+def stopping_on_signals(stop: StopRequest, console: Console) -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into a stop after the current step; the second one aborts."""
+
+    def ask(number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if stop.reason is not None:
+            raise KeyboardInterrupt
+        stop.reason = f"stopped by {name}"
+        console.note(f"{name}: saving after this step; once more aborts at once")
+
+    watched = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, ask) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,223 @@
+"""Checkpoints of a run: written whole by all ranks together, found again, and thinned out.
+
+The writing itself is transformers' and DeepSpeed's; this module decides where it goes and when it
+counts. All ranks write into one staging directory; only after a barrier does rank 0 put the manifest
+in and rename. So DeepSpeed's ``latest`` file, which rank 0 writes before the others are done, can
+never point at half a checkpoint.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from transformers import TrainerState
+
+from trainkit.checkpoint.atomic import commit, discard, newest_valid, remove_directory, stage
+from trainkit.checkpoint.manifest import Manifest, verify_directory
+from trainkit.errors import CheckpointError
+
+TRAINER_STATE = "trainer_state.json"
+
+
+def folder_name(step: int) -> str:
+    """The directory name of the checkpoint of one step, as transformers calls it."""
+    return f"checkpoint-{step}"
+
+
+@dataclass(frozen=True)
+class CheckpointWriter:
+    """Writes ``checkpoint-N`` directories into a run directory.
+
+    Attributes:
+        root: the run directory.
+        fingerprint: what a resumed run must agree with, stored in each manifest.
+    """
+
+    root: Path
+    fingerprint: Mapping[str, Any]
+
+    @contextmanager
+    def saving(self, step: int, accelerator: Accelerator, state: TrainerState) -> Iterator[Path]:
+        """Yield the directory in which transformers is to make ``checkpoint-N``.
+
+        Raises:
+            CheckpointError: a rank failed to write, or the disk is full. Nothing is left behind and
+                earlier checkpoints are as they were.
+        """
+        target = self.root / folder_name(step)
+        inner = self._stage(target, accelerator)
+        failure: BaseException | None = None
+        try:
+            yield inner.parent
+            if state.best_model_checkpoint == str(inner):
+                # transformers noted where it wrote; the state must name where it will be.
+                state.best_model_checkpoint = str(target)
+                if accelerator.is_main_process:
+                    state.save_to_json(str(inner / TRAINER_STATE))
+        except Exception as error:
+            failure = error
+        self._publish(inner, target, accelerator, failure, step)
+
+    def _stage(self, target: Path, accelerator: Accelerator) -> Path:
+        """Make the staging directory on rank 0 and tell the others where it is."""
+        place: list[str | None] = [None]
+        if accelerator.is_main_process:
+            if target.exists():
+                remove_directory(target)
+            place[0] = str(stage(target))
+        staging = Path(str(broadcast_object_list(place)[0]))
+        return staging / target.name
+
+    def _publish(
+        self,
+        inner: Path,
+        target: Path,
+        accelerator: Accelerator,
+        failure: BaseException | None,
+        step: int,
+    ) -> None:
+        """Commit if every rank wrote well; otherwise clean up and raise everywhere."""
+        problems = _gather_problems(failure, accelerator)
+        if not problems and accelerator.is_main_process:
+            try:
+                _lift(inner)
+                commit(inner.parent, target, metadata={"step": step, "run": dict(self.fingerprint)})
+            except (OSError, CheckpointError) as error:
+                failure = error
+        problems = problems or _gather_problems(failure, accelerator)
+        if problems:
+            if accelerator.is_main_process:
+                discard(inner.parent)
+            raise CheckpointError(
+                f"checkpoint {step} could not be written: {problems[0]}",
+                where=str(target),
+                fix="make room and continue with --resume; earlier checkpoints are whole",
+            ) from failure
+
+    def rotate(self, limit: int | None, state: TrainerState, accelerator: Accelerator) -> None:
+        """Delete the oldest checkpoints beyond ``limit``; the best one always stays."""
+        if limit is None or limit <= 0 or not accelerator.is_main_process:
+            return
+        found = sorted(self.root.glob("checkpoint-*"), key=_step_of)
+        best = state.best_model_checkpoint
+        spare = [path for path in found[:-1] if str(path) != best]
+        for path in spare[: max(len(found) - limit, 0)]:
+            remove_directory(path)
+
+
+def _lift(inner: Path) -> None:
+    """Move the files of ``staging/checkpoint-N`` up into ``staging``, which becomes the target."""
+    for path in list(inner.iterdir()):
+        path.rename(inner.parent / path.name)
+    inner.rmdir()
+
+
+def _gather_problems(failure: BaseException | None, accelerator: Accelerator) -> list[str]:
+    mine = [] if failure is None else [f"{type(failure).__name__}: {failure}"]
+    if accelerator.num_processes == 1:
+        return mine
+    return [problem for problem in gather_object([mine]) for problem in problem]
+
+
+def _step_of(path: Path) -> int:
+    suffix = path.name.rpartition("-")[2]
+    return int(suffix) if suffix.isdigit() else -1
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A verified checkpoint to continue from.
+
+    Attributes:
+        run: the run directory that holds it.
+        checkpoint: the checkpoint directory.
+        step: its optimizer step.
+        skipped: newer checkpoints that were damaged, with the reason.
+    """
+
+    run: Path
+    checkpoint: Path
+    step: int
+    skipped: tuple[tuple[Path, str], ...] = ()
+
+
+def find_resume_point(
+    request: str, *, output_dir: Path | None, runs: Path, name: str
+) -> ResumePoint | None:
+    """Turn ``--resume auto|PATH`` into a verified checkpoint.
+
+    Args:
+        request: ``auto``, a run directory, or a checkpoint directory.
+        output_dir: with ``auto``, the run directory to continue.
+        runs: where run directories are made; ``auto`` without ``output_dir`` takes the newest run
+            there that is called ``name-*`` and is not done.
+        name: the run's name.
+
+    Returns:
+        None when ``auto`` finds a run without any checkpoint, or no run: start from the beginning.
+
+    Raises:
+        CheckpointError: the path holds no whole checkpoint.
+    """
+    if request == "auto":
+        candidates = [output_dir] if output_dir else sorted(runs.glob(f"{name}-*"), reverse=True)
+        for run in candidates:
+            point = _newest_in(run) if run is not None and run.is_dir() else None
+            if point is not None:
+                return point
+        return None
+    path = Path(request)
+    if (path / TRAINER_STATE).is_file():
+        manifest = verify_directory(path)
+        return ResumePoint(path.parent, path, _manifest_step(manifest, path))
+    point = _newest_in(path) if path.is_dir() else None
+    if point is None:
+        raise CheckpointError(
+            "there is no whole checkpoint here to resume from",
+            where=str(path),
+            fix="give a run directory or one of its checkpoint-N directories",
+        )
+    return point
+
+
+def _newest_in(run: Path) -> ResumePoint | None:
+    newest = newest_valid(run)
+    if newest.path is None or newest.manifest is None:
+        if newest.skipped:
+            path, reason = newest.skipped[0]
+            raise CheckpointError(
+                f"every checkpoint is damaged; the newest: {reason}",
+                where=str(path),
+                fix="start a new run, or put the damaged files back",
+            )
+        return None
+    step = _manifest_step(newest.manifest, newest.path)
+    return ResumePoint(run, newest.path, step, newest.skipped)
+
+
+def _manifest_step(manifest: Manifest, path: Path) -> int:
+    return int(manifest.metadata.get("step", _step_of(path)))
+
+
+def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> None:
+    """Refuse to continue a run on other data, another model or another batch.
+
+    Raises:
+        CheckpointError: naming each value that changed.
+    """
+    saved = verify_directory(point.checkpoint).metadata.get("run", {})
+    changed = [
+        f"{key} was {saved.get(key)!r} and is {value!r}"
+        for key, value in fingerprint.items()
+        if saved.get(key) != value
+    ]
+    if changed:
+        raise CheckpointError(
+            "the run was started with other settings: " + "; ".join(changed),
+            where=str(point.checkpoint),
+            fix="give the run's own recipe and data, or start a new run without --resume",
+        )

@@ -1,0 +1,60 @@
+"""Floating-point operations of a training step, and what GPUs could do at most, for MFU."""
+
+import torch
+from torch import nn
+
+# Dense bf16 tensor-core peaks in FLOP/s by NVIDIA's datasheets (without sparsity). The first name
+# found in the device's own name counts.
+_PEAK_BF16_FLOPS = (
+    ("B200", 2.25e15),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165e12),
+    ("A6000", 155e12),
+)
+
+
+def peak_flops() -> float | None:
+    """The dense bf16 peak of the current GPU, or None where it is not known."""
+    if not torch.cuda.is_available():
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in _PEAK_BF16_FLOPS if part in name), None)
+
+
+def training_flops_per_token(model: nn.Module, max_length: int) -> float:
+    """Forward and backward FLOPs per token: 6 per parameter that multiplies, plus causal attention.
+
+    Counted as PaLM (arXiv:2204.02311, appendix B) counts them, attention halved because it is
+    causal. The input embedding is a look-up and does not count, the output head does. A frozen
+    weight needs no gradient of its own and counts 4.
+
+    Args:
+        model: the model as it is trained.
+        max_length: tokens per sequence, for the attention term.
+    """
+    config = model.config.get_text_config()
+    trained = frozen = 0
+    counted: set[int] = set()
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+    head = model.get_output_embeddings()
+    head_parameters = {id(p) for p in head.parameters()} if head is not None else set()
+    for parameter in model.parameters():
+        is_lookup = id(parameter) in embeddings and id(parameter) not in head_parameters
+        if id(parameter) in counted or is_lookup:
+            continue
+        counted.add(id(parameter))
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        trained += size if parameter.requires_grad else 0
+        frozen += 0 if parameter.requires_grad else size
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * max_length
+    return 6.0 * trained + 4.0 * frozen + attention

@@ -1,0 +1,155 @@
+"""Loading the model and its tokenizer, with errors that say what is missing and what to do."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.modeling_utils import PreTrainedModel
+
+from trainkit.errors import ModelError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from and how it is loaded.
+
+    Attributes:
+        name_or_path: a local directory, a ``.gguf`` file, or a hub name.
+        dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
+        revision: of a hub repository.
+        gguf_file: the file inside ``name_or_path`` to read.
+        trust_remote_code: whether code that comes with the model may run.
+        random_weights: build from the configuration alone.
+    """
+
+    name_or_path: str
+    dtype: str = "auto"
+    revision: str | None = None
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+    random_weights: bool = False
+
+    def arguments(self) -> tuple[str, dict[str, Any]]:
+        """The place and the keyword arguments that every ``from_pretrained`` takes."""
+        path = Path(self.name_or_path)
+        options: dict[str, Any] = {
+            "revision": self.revision or "main",
+            "trust_remote_code": self.trust_remote_code,
+        }
+        if self.gguf_file is not None:
+            return self.name_or_path, {**options, "gguf_file": self.gguf_file}
+        if path.suffix == ".gguf":
+            return str(path.parent), {**options, "gguf_file": path.name}
+        return self.name_or_path, options
+
+
+def check_exists(source: ModelSource) -> None:
+    """Refuse a path that looks local and is not there, before anything is imported or fetched.
+
+    Raises:
+        ModelError: naming the absolute path.
+    """
+    path = Path(source.name_or_path).expanduser()
+    looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    if path.exists() or (not looks_local and source.name_or_path.count("/") <= 1):
+        return
+    raise ModelError(
+        f"there is no model at {path.absolute()}",
+        where="model.name_or_path",
+        fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
+    )
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load the tokenizer.
+
+    Raises:
+        ModelError: there is none at that place, or the hub cannot be reached.
+    """
+    place, options = source.arguments()
+    with _explained(source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    if tokenizer is None or not len(tokenizer):
+        raise ModelError(
+            "there is no tokenizer beside the model",
+            where=source.name_or_path,
+            fix="copy tokenizer.json and tokenizer_config.json there",
+        )
+    return tokenizer
+
+
+def load_model(
+    source: ModelSource, *, attention: str, quantization: Any | None = None
+) -> PreTrainedModel:
+    """Load (or, with ``random_weights``, build) the model; ``use_cache`` is off for training.
+
+    Args:
+        source: where from.
+        attention: transformers' ``attn_implementation``.
+        quantization: a transformers quantization config, or None.
+
+    Raises:
+        ModelError: the weights are missing or unreadable, or the hub cannot be reached.
+    """
+    place, options = source.arguments()
+    dtype = DTYPES.get(source.dtype, "auto")
+    if "gguf_file" in options and quantization is None:
+        from transformers import GgufConfig
+
+        quantization = GgufConfig(dequantize=True)
+    with _explained(source, "model"):
+        if source.random_weights:
+            config = AutoConfig.from_pretrained(place, **options)
+            if dtype == "auto":
+                dtype = config.dtype or torch.float32
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention
+            )
+        else:
+            model = AutoModelForCausalLM.from_pretrained(
+                place,
+                dtype=dtype,
+                attn_implementation=attention,
+                **({"quantization_config": quantization} if quantization is not None else {}),
+                **options,
+            )
+    if "gguf_file" in options:
+        model = _as_plain_model(model)
+    # Packing is isolated only without a cache, and training never needs one.
+    model.config.use_cache = False
+    return model
+
+
+def _as_plain_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Forget that the weights came from a GGUF file, so that saving writes an ordinary model."""
+    if getattr(model.config, "quantization_config", None) is None:
+        return model
+    del model.config.quantization_config
+    plain = type(model)(model.config).to(model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
+
+
+@contextlib.contextmanager
+def _explained(source: ModelSource, part: str) -> Any:
+    """Turn transformers' and the hub's errors into one sentence with a way out."""
+    try:
+        yield
+    except (OSError, ValueError, HFValidationError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        is_local = Path(source.name_or_path).expanduser().exists()
+        raise ModelError(
+            f"the {part} cannot be loaded: {first_line}",
+            where=f"model.name_or_path: {source.name_or_path}",
+            fix=f"check that the directory holds a complete {part} as save_pretrained writes it"
+            if is_local
+            else "check the spelling; without a network, download the model elsewhere "
+            "(hf download NAME --local-dir DIR) and give DIR",
+        ) from error

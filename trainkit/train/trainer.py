@@ -1,0 +1,327 @@
+"""The Trainer subclass: our data order, checkpoints, optimizer and accounting in documented seams.
+
+Overridden: the two dataloaders, ``get_batch_samples`` (token counts), ``_prepare_inputs``
+(asynchronous copies), ``create_optimizer``, ``evaluation_loop`` (loss per trained token),
+``_save_checkpoint`` and ``_save`` (atomic, no pickled arguments), ``log``. Everything else, the loop
+itself included, is transformers' (Trainer, 5.17 to 5.23).
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from trainkit.errors import TrainkitError
+from trainkit.train.checkpoints import CheckpointWriter
+from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
+from trainkit.train.sampling import (
+    CountingCollator,
+    EpochDataLoader,
+    FillingDataset,
+    RankBatchSampler,
+    epoch_order,
+    take_counts,
+)
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A map-style dataset with everything the loaders need to know about it.
+
+    Attributes:
+        samples: answers ``len`` and ``[index]``.
+        lengths: tokens per sample.
+        collator: turns a list of samples into a batch, counts included.
+        without_training: turns a sample into one of which nothing is trained.
+    """
+
+    samples: Any
+    lengths: np.ndarray
+    collator: CountingCollator
+    without_training: Callable[[Any], Any]
+
+
+@dataclass
+class StepCounts:
+    """What happened since the last logged step, on this rank."""
+
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    data_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class StopRequest:
+    """Set by a signal; the ranks agree on it at the next logged step."""
+
+    reason: str | None = None
+
+
+class SftTrainer(Trainer):
+    """Trains a causal language model on prepared samples.
+
+    Args:
+        model: the model, patched and with adapters attached.
+        args: transformers' arguments; ``output_dir`` is the run directory.
+        tokenizer: saved with every checkpoint.
+        train_data: what to train on.
+        eval_data: what ``eval_loss`` is measured on, or None.
+        checkpoints: writes checkpoints atomically.
+        stop: set from outside to end the run at the next step that all ranks share.
+        lora_plus_ratio: see :func:`trainkit.train.optim.parameter_groups`.
+        flops_per_token: of one training step, for ``mfu``; None when the peak is unknown.
+        peak_flops: of one device.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        args: TrainingArguments,
+        tokenizer: PreTrainedTokenizerBase,
+        train_data: TrainingData,
+        eval_data: TrainingData | None,
+        checkpoints: CheckpointWriter,
+        stop: StopRequest,
+        lora_plus_ratio: float | None = None,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        self._train_data = train_data
+        self._eval_data = eval_data
+        self._checkpoints = checkpoints
+        self._stop = stop
+        self._lora_plus_ratio = lora_plus_ratio
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._counts = StepCounts()
+        self._staging: Path | None = None
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_data.samples,
+            eval_dataset=None if eval_data is None else eval_data.samples,
+            processing_class=tokenizer,
+        )
+
+    # -- data -----------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> EpochDataLoader:
+        """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
+        args, data = self.args, self._train_data
+        seed = args.seed if args.data_seed is None else args.data_seed
+        strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+
+        def order(epoch: int) -> np.ndarray:
+            return epoch_order(
+                len(data.samples),
+                seed=seed,
+                epoch=epoch,
+                strategy=strategy,
+                lengths=data.lengths,
+            )
+
+        return self._loader(data, order, self._train_batch_size, args.dataloader_drop_last)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
+        """Every evaluation sample once, dealt out over the ranks."""
+        data = self._eval_data
+        if data is None:
+            raise TrainkitError(
+                "there is nothing to evaluate on", where="data.eval", fix="name a file there"
+            )
+        return self._loader(
+            data, lambda _: np.arange(len(data.samples)), self.args.eval_batch_size, False
+        )
+
+    def _loader(
+        self, data: TrainingData, order: Callable[[int], np.ndarray], batch_size: int, drop: bool
+    ) -> EpochDataLoader:
+        args = self.args
+        sampler = RankBatchSampler(
+            order,
+            num_samples=len(data.samples),
+            batch_size=batch_size,
+            dist_rank=args.process_index,
+            world_size=args.world_size,
+            drop_last=drop,
+        )
+        workers = args.dataloader_num_workers
+        return EpochDataLoader(
+            FillingDataset(data.samples, data.without_training),
+            batch_sampler=sampler,
+            collate_fn=data.collator,
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=args.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,
+            # Its own generator: iterating must not move the model's random numbers.
+            generator=torch.Generator().manual_seed(args.seed),
+        )
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The micro-batches of one optimizer step; their tokens are counted on the way."""
+        started = time.perf_counter()
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._counts.data_seconds += time.perf_counter() - started
+        for batch in batches:
+            counts = take_counts(batch)
+            self._counts.num_tokens += counts["num_tokens"]
+            self._counts.num_trained_tokens += counts["num_trained_tokens"]
+        return batches, num_items
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Copy a batch to the device without waiting for the device to finish its work."""
+        device = self.args.device
+        return {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+
+    # -- optimizer ------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Transformers' choice of optimizer, with fp32 masters where nobody else keeps them."""
+        target = self.model if model is None else model
+        wants_masters = not self.is_deepspeed_enabled and needs_master_weights(target)
+        if self.optimizer is not None or not (wants_masters or self._lora_plus_ratio):
+            return super().create_optimizer(model)
+        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, target)
+        groups = parameter_groups(
+            target,
+            decay_names=set(self.get_decay_parameter_names(target)),
+            weight_decay=self.args.weight_decay,
+            learning_rate=self.args.learning_rate,
+            lora_plus_ratio=self._lora_plus_ratio,
+        )
+
+        def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            return optimizer_class(groups, **options)
+
+        self.optimizer = MasterWeightOptimizer(groups, make) if wants_masters else make(groups)
+        return self.optimizer
+
+    # -- evaluation -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The mean loss per trained token over all ranks; no logits are kept.
+
+        transformers averages the means of batches instead, which weighs a short answer in a small
+        batch more than a long one, and changes with the batch size.
+        """
+        model = self.model_wrapped
+        was_training = model.training
+        model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        one = torch.ones((), device=self.args.device)
+        for batch in dataloader:
+            counts = take_counts(batch)
+            with self.compute_loss_context_manager():
+                outputs = model(**self._prepare_inputs(batch), num_items_in_batch=one)
+            totals[0] += outputs["loss"].double()
+            totals[1] += counts["num_trained_tokens"]
+        model.train(was_training)
+        totals = self.accelerator.reduce(totals, reduction="sum")
+        loss_sum, num_trained = totals.tolist()
+        metrics = {
+            f"{metric_key_prefix}_loss": loss_sum / max(num_trained, 1),
+            f"{metric_key_prefix}_num_trained_tokens": int(num_trained),
+        }
+        return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where transformers writes: the staging directory while a checkpoint is being saved."""
+        return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Write ``checkpoint-N`` into a staging directory and let it appear whole."""
+        step = self.state.global_step
+        with self._checkpoints.saving(step, self.accelerator, self.state) as staging:
+            self._staging = staging
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = None
+        self._checkpoints.rotate(self.args.save_total_limit, self.state, self.accelerator)
+
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
+    ) -> None:
+        """Save model and tokenizer, without the pickled arguments (they hold tokens and paths)."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            Path(output_dir or str(self.args.output_dir), "training_args.bin").unlink(True)
+
+    # -- logging --------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add tokens, speed and memory to a training row; stop at the first loss that is no number.
+
+        Raises:
+            TrainkitError: the loss or the gradient norm is NaN or infinite. Nothing is saved of it.
+        """
+        if "loss" in logs:
+            logs.update(self._step_metrics())
+            for name in ("loss", "grad_norm"):
+                if not np.isfinite(logs.get(name, 0.0)):
+                    raise TrainkitError(
+                        f"{name} is {logs[name]} at step {self.state.global_step}",
+                        where=str(self.args.output_dir),
+                        fix="continue from the last checkpoint with a lower learning rate, or find "
+                        "the operation with kernels: false or model.dtype: float32",
+                    )
+        super().log(logs, start_time)
+
+    def _step_metrics(self) -> Mapping[str, float]:
+        """Figures of the steps since the last row, over all ranks; agrees on a stop request."""
+        counts, self._counts = self._counts, StepCounts()
+        seconds = self._counts.started - counts.started
+        stopping = 0.0 if self._stop.reason is None else 1.0
+        mine = torch.tensor(
+            [counts.num_tokens, counts.num_trained_tokens, stopping],
+            dtype=torch.float64,
+            device=self.args.device,
+        )
+        num_tokens, num_trained, stops = self.accelerator.reduce(mine, reduction="sum").tolist()
+        if stops:
+            self._stop.reason = self._stop.reason or "another process was asked to stop"
+            self.control.should_save = True
+            self.control.should_training_stop = True
+        num_steps = max(self.state.global_step - self._last_metrics_step(), 1)
+        metrics = {
+            "num_tokens": int(num_tokens),
+            "num_trained_tokens": int(num_trained),
+            "step_seconds": seconds / num_steps,
+            "tokens_per_second": num_tokens / max(seconds, 1e-9),
+            "data_seconds": counts.data_seconds / num_steps,
+        }
+        if self._peak_flops and self._flops_per_token:
+            per_device = num_tokens / max(seconds, 1e-9) / self.args.world_size
+            metrics["mfu"] = per_device * self._flops_per_token / self._peak_flops
+        if torch.cuda.is_available():
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics
+
+    def _last_metrics_step(self) -> int:
+        rows = [row["step"] for row in self.state.log_history if "loss" in row]
+        return int(rows[-1]) if rows else self._initial_global_step
