@@ -133,7 +133,7 @@ def test_a_failed_save_leaves_earlier_checkpoints_and_no_half_one(lab, monkeypat
         return save(value, path, *args, **kwargs)
 
     monkeypatch.setattr(torch, "save", fail_at_step_four)
-    with pytest.raises(CheckpointError, match="checkpoint 4 could not be written"):
+    with pytest.raises(CheckpointError, match="checkpoint-4 could not be written"):
         trainer.train()
     assert [path.name for path in (lab.root / "run").iterdir()] == ["checkpoint-2"]
     verify_directory(lab.root / "run" / "checkpoint-2")

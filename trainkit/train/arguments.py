@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments out of a recipe's ``training`` section, and the DeepSpeed presets."""
+"""transformers' TrainingArguments from a recipe's ``training`` section; DeepSpeed's presets."""
 
 import json
 from collections.abc import Mapping

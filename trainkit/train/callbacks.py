@@ -80,7 +80,7 @@ class RunRecorder(TrainerCallback):
 
 
 class StopWhenAsked(TrainerCallback):
-    """Ends a one-process run at the step in which it was asked to; several ranks agree in the log."""
+    """Ends a one-process run at the step it was asked in; several ranks agree when they log."""
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
@@ -96,7 +96,7 @@ class StopWhenAsked(TrainerCallback):
 
 @contextmanager
 def stopping_on_signals(stop: StopRequest, console: Console) -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into a stop after the current step; the second one aborts."""
+    """Turn the first SIGINT or SIGTERM into a stop after this step; the second one aborts."""
 
     def ask(number: int, _: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -1,9 +1,9 @@
 """Checkpoints of a run: written whole by all ranks together, found again, and thinned out.
 
 The writing itself is transformers' and DeepSpeed's; this module decides where it goes and when it
-counts. All ranks write into one staging directory; only after a barrier does rank 0 put the manifest
-in and rename. So DeepSpeed's ``latest`` file, which rank 0 writes before the others are done, can
-never point at half a checkpoint.
+counts. All ranks write into one staging directory; only after a barrier does rank 0 put the
+manifest in and rename. So DeepSpeed's ``latest`` file, which rank 0 writes before the others are
+done, can never point at half a checkpoint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,6 +28,53 @@ def folder_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
+@contextmanager
+def written_together(
+    target: Path, accelerator: Accelerator, metadata: Mapping[str, Any]
+) -> Iterator[Path]:
+    """Let all ranks write one directory that appears whole or not at all.
+
+    Args:
+        target: where it appears.
+        accelerator: knows the ranks.
+        metadata: plain JSON values for the manifest.
+
+    Yields:
+        The directory to write into. It has the target's name, and exists once somebody makes it.
+
+    Raises:
+        CheckpointError: a rank failed to write, or the disk is full. Nothing is left behind and
+            what was there before is as it was.
+    """
+    place: list[str | None] = [None]
+    if accelerator.is_main_process:
+        place[0] = str(stage(target))
+    staging = Path(str(broadcast_object_list(place)[0]))
+    inner = staging / target.name
+    failure: Exception | None = None
+    try:
+        yield inner
+    except Exception as error:
+        failure = error
+    problems = _gather_problems(failure, accelerator)
+    if not problems and accelerator.is_main_process:
+        try:
+            _lift(inner)
+            commit(staging, target, metadata=metadata)
+        except (OSError, CheckpointError) as error:
+            failure = error
+    problems = problems or _gather_problems(failure, accelerator)
+    if problems:
+        if accelerator.is_main_process:
+            discard(staging)
+        raise CheckpointError(
+            f"{target.name} could not be written: {problems[0]}",
+            where=str(target),
+            fix="mend that (is the disk full?) and continue with --resume; earlier checkpoints "
+            "are whole",
+        ) from failure
+
+
 @dataclass(frozen=True)
 class CheckpointWriter:
     """Writes ``checkpoint-N`` directories into a run directory.
@@ -42,61 +89,18 @@ class CheckpointWriter:
 
     @contextmanager
     def saving(self, step: int, accelerator: Accelerator, state: TrainerState) -> Iterator[Path]:
-        """Yield the directory in which transformers is to make ``checkpoint-N``.
-
-        Raises:
-            CheckpointError: a rank failed to write, or the disk is full. Nothing is left behind and
-                earlier checkpoints are as they were.
-        """
+        """Yield the directory in which transformers is to make ``checkpoint-N``."""
         target = self.root / folder_name(step)
-        inner = self._stage(target, accelerator)
-        failure: BaseException | None = None
-        try:
+        if target.exists() and accelerator.is_main_process:
+            remove_directory(target)  # written by an attempt that is being redone
+        metadata = {"step": step, "run": dict(self.fingerprint)}
+        with written_together(target, accelerator, metadata) as inner:
             yield inner.parent
             if state.best_model_checkpoint == str(inner):
                 # transformers noted where it wrote; the state must name where it will be.
                 state.best_model_checkpoint = str(target)
                 if accelerator.is_main_process:
                     state.save_to_json(str(inner / TRAINER_STATE))
-        except Exception as error:
-            failure = error
-        self._publish(inner, target, accelerator, failure, step)
-
-    def _stage(self, target: Path, accelerator: Accelerator) -> Path:
-        """Make the staging directory on rank 0 and tell the others where it is."""
-        place: list[str | None] = [None]
-        if accelerator.is_main_process:
-            if target.exists():
-                remove_directory(target)
-            place[0] = str(stage(target))
-        staging = Path(str(broadcast_object_list(place)[0]))
-        return staging / target.name
-
-    def _publish(
-        self,
-        inner: Path,
-        target: Path,
-        accelerator: Accelerator,
-        failure: BaseException | None,
-        step: int,
-    ) -> None:
-        """Commit if every rank wrote well; otherwise clean up and raise everywhere."""
-        problems = _gather_problems(failure, accelerator)
-        if not problems and accelerator.is_main_process:
-            try:
-                _lift(inner)
-                commit(inner.parent, target, metadata={"step": step, "run": dict(self.fingerprint)})
-            except (OSError, CheckpointError) as error:
-                failure = error
-        problems = problems or _gather_problems(failure, accelerator)
-        if problems:
-            if accelerator.is_main_process:
-                discard(inner.parent)
-            raise CheckpointError(
-                f"checkpoint {step} could not be written: {problems[0]}",
-                where=str(target),
-                fix="make room and continue with --resume; earlier checkpoints are whole",
-            ) from failure
 
     def rotate(self, limit: int | None, state: TrainerState, accelerator: Accelerator) -> None:
         """Delete the oldest checkpoints beyond ``limit``; the best one always stays."""

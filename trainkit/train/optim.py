@@ -1,7 +1,7 @@
 """The optimizer: fp32 master weights for models trained in half precision, and LoRA+ groups.
 
-A bfloat16 weight near 1 has neighbours 2**-8 away, so an update of 1e-5 rounds to nothing. DeepSpeed
-keeps an fp32 copy of such weights; without DeepSpeed, :class:`MasterWeightOptimizer` does.
+A bfloat16 weight near 1 has neighbours 2**-8 away, so an update of 1e-5 rounds to nothing.
+DeepSpeed keeps an fp32 copy of such weights; without it, :class:`MasterWeightOptimizer` does.
 """
 
 from collections.abc import Callable, Iterable

@@ -44,7 +44,7 @@ def epoch_order(
 class RankBatchSampler(Sampler[list[int]]):
     """The micro-batches of one process, as lists of indices.
 
-    Micro-batch ``i`` of rank ``r`` holds the indices ``[(i * world_size + r) * batch_size, ...)`` of
+    Micro-batch ``i`` of rank ``r`` holds the indices from ``(i * world_size + r) * batch_size`` of
     the epoch's order. Every rank yields the same number of micro-batches: nothing is dropped and
     nothing is trained twice, places past the end are filled with ``~index`` (a negative number),
     which stands for "sample ``index`` with nothing trained".
@@ -82,8 +82,8 @@ class RankBatchSampler(Sampler[list[int]]):
             start = (index * self._world_size + self._dist_rank) * self._batch_size
             batch = [int(sample) for sample in order[start : start + self._batch_size]]
             fill = ~int(order[0])
-            # Ranks must agree on the number of micro-batches, not on their sizes: the last one may be
-            # short, and a rank that would have nothing gets one row without a trained token.
+            # Ranks must agree on the number of micro-batches, not on their sizes: the last one may
+            # be short, and a rank without any gets one row in which nothing is trained.
             yield batch or [fill]
 
 
@@ -125,6 +125,7 @@ class CountingCollator:
     count_tokens: Callable[[Sequence[Any]], int]
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Collate and count."""
         batch = self.collate(samples)
         labels = batch["labels"][..., 1:]
         return {

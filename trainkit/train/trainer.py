@@ -2,8 +2,8 @@
 
 Overridden: the two dataloaders, ``get_batch_samples`` (token counts), ``_prepare_inputs``
 (asynchronous copies), ``create_optimizer``, ``evaluation_loop`` (loss per trained token),
-``_save_checkpoint`` and ``_save`` (atomic, no pickled arguments), ``log``. Everything else, the loop
-itself included, is transformers' (Trainer, 5.17 to 5.23).
+``_save_checkpoint`` and ``_save`` (atomic, no pickled arguments), ``log``. Everything else, the
+loop itself included, is transformers' (Trainer, 5.17 to 5.23).
 """
 
 import time

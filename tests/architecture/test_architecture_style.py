@@ -1,0 +1,60 @@
+"""The house rules that a machine can check."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "trainkit").rglob("*.py"))
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_files_and_functions_stay_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES, "a long file hides a second subject"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_packages_hold_a_docstring_and_public_names_only(path):
+    if path.name != "__init__.py" or "replace_kernel" in path.parts:
+        pytest.skip("not a package's __init__")
+    for node in ast.parse(path.read_text()).body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        is_names = isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+        is_lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+        assert is_docstring or is_names or is_lazy or isinstance(node, ast.Import | ast.ImportFrom)
+
+
+FORBIDDEN = {
+    r"\bshell\s*=\s*True": "no shell interpolation",
+    r"\bos\.system\(": "no shell interpolation",
+    r"\byaml\.(unsafe_)?load\(": "no YAML constructors",
+    r"\bpickle\.loads?\(": "no pickle from outside",
+    r"weights_only\s*=\s*False": "no pickle from outside",
+    r"(?<![\w.])(exec|eval)\(": "no code from strings",
+    r"^\s*except\s*:": "name the exception",
+}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_dangerous_is_called(path):
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        for pattern, reason in FORBIDDEN.items():
+            assert not re.search(pattern, line), f"line {number}: {reason}: {line.strip()}"
+
+
+def test_no_file_is_called_utils_or_helpers():
+    vague = {"utils.py", "helpers.py", "misc.py", "common.py"}
+    assert not [relative(path) for path in SOURCES if path.name in vague]
