@@ -1,0 +1,128 @@
+"""THE TABLE: one row per model family, and nothing about a family anywhere else.
+
+A row names the classes of the family's modeling module and says for every op what enters where:
+``Swap(class, forward, settings)``, or ``Unsupported("reason")`` for what the family cannot take.
+The reason is printed in every report, so it is written for the reader of a run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from trainkit.models import forwards
+from trainkit.models.forwards import KernelForward
+
+OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
+"""The switches of ``kernels:``, in the order of the report. Every row answers every one."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One kernel in one class of the modeling module.
+
+    Args:
+        target: the Hugging Face class whose instances take the kernel.
+        forward: the shared forward.
+        settings: class attributes of that forward in which this family differs.
+    """
+
+    target: str
+    forward: type[KernelForward]
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """What a family cannot take, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row.
+
+    Args:
+        name: the row's name, and the name of ``trainkit.replace_kernel.<name>``.
+        model_type: ``config.model_type`` of the models it covers.
+        modeling: the modeling module's full name.
+        causal_lm: the class with the language-model head, the one users load.
+        ops: for each of ``OPS`` the swaps it takes, or why it takes none.
+    """
+
+    name: str
+    model_type: str
+    modeling: str
+    causal_lm: str
+    ops: Mapping[str, tuple[Swap, ...] | Unsupported]
+
+
+LATER = Unsupported("not available yet")
+
+_GEMMA_NORM = {"epsilon": "eps", "offset": 1.0, "cast": "gemma"}
+
+
+def _row(
+    name: str,
+    prefix: str,
+    *,
+    causal_lm: str | None = None,
+    norm: Mapping[str, object] = MappingProxyType({}),
+    layer: Mapping[str, object] = MappingProxyType({}),
+    attention: type[KernelForward] = forwards.Attention,
+    rope: Mapping[str, object] = MappingProxyType({}),
+    vision_rope: tuple[Swap, ...] = (),
+    mlp: type[KernelForward] = forwards.SplitMLP,
+    mlp_class: str | None = None,
+) -> Family:
+    """A row of the common shape: every class is ``prefix`` plus its role."""
+    norm_class = f"{prefix}RMSNorm"
+    fused = {"norm_class": norm_class, **norm, **layer}
+    return Family(
+        name=name,
+        model_type=name,
+        modeling=f"transformers.models.{name}.modeling_{name}",
+        causal_lm=causal_lm or f"{prefix}ForCausalLM",
+        ops={
+            "rms_norm": (Swap(norm_class, forwards.RMSNorm, norm),),
+            "add_rms_norm": (Swap(f"{prefix}DecoderLayer", forwards.DecoderLayer, fused),),
+            "rope": (Swap(f"{prefix}Attention", attention, rope), *vision_rope),
+            "swiglu": (Swap(mlp_class or f"{prefix}MLP", mlp),),
+            "linear_cross_entropy": LATER,
+        },
+    )
+
+
+_ROWS = (
+    _row("llama", "Llama"),
+    _row("mistral", "Mistral", rope={"window": "config"}),
+    _row("qwen2", "Qwen2", rope={"window": "module"}),
+    _row(
+        "qwen2_vl",
+        "Qwen2VL",
+        causal_lm="Qwen2VLForConditionalGeneration",
+        rope={"window": "module"},
+        vision_rope=(Swap("VisionAttention", forwards.VisionAttention),),
+        mlp_class="Qwen2MLP",
+    ),
+    _row("qwen3", "Qwen3", attention=forwards.NormedAttention, rope={"window": "module"}),
+    _row("glm", "Glm", rope={"interleaved": True}, mlp=forwards.PackedMLP),
+    _row(
+        "glm4",
+        "Glm4",
+        layer={"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"},
+        rope={"interleaved": True},
+        mlp=forwards.PackedMLP,
+    ),
+    _row(
+        "phi3",
+        "Phi3",
+        layer={"after_attention": "resid_attn_dropout", "after_mlp": "resid_mlp_dropout"},
+        attention=forwards.PackedAttention,
+        rope={"window": "config"},
+        mlp=forwards.PackedMLP,
+    ),
+    _row("gemma", "Gemma", norm=_GEMMA_NORM, mlp=forwards.GeluMLP),
+)
+
+FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
