@@ -1,7 +1,8 @@
 """Floating-point operations of a training step, and what GPUs could do at most, for MFU."""
 
+from typing import Any
+
 import torch
-from torch import nn
 
 # Dense bf16 tensor-core peaks in FLOP/s by NVIDIA's datasheets (without sparsity). The first name
 # found in the device's own name counts.
@@ -28,7 +29,7 @@ def peak_flops() -> float | None:
     return next((peak for part, peak in _PEAK_BF16_FLOPS if part in name), None)
 
 
-def training_flops_per_token(model: nn.Module, max_length: int) -> float:
+def training_flops_per_token(model: Any, max_length: int) -> float:
     """Forward and backward FLOPs per token: 6 per parameter that multiplies, plus causal attention.
 
     Counted as PaLM (arXiv:2204.02311, appendix B) counts them, attention halved because it is
@@ -36,7 +37,7 @@ def training_flops_per_token(model: nn.Module, max_length: int) -> float:
     weight needs no gradient of its own and counts 4.
 
     Args:
-        model: the model as it is trained.
+        model: the transformers or peft model as it is trained.
         max_length: tokens per sequence, for the attention term.
     """
     config = model.config.get_text_config()

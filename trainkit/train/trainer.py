@@ -194,7 +194,8 @@ class SftTrainer(Trainer):
         """Transformers' choice of optimizer, with fp32 masters where nobody else keeps them."""
         target = self.model if model is None else model
         wants_masters = not self.is_deepspeed_enabled and needs_master_weights(target)
-        if self.optimizer is not None or not (wants_masters or self._lora_plus_ratio):
+        existing: torch.optim.Optimizer | None = self.optimizer
+        if existing is not None or not (wants_masters or self._lora_plus_ratio):
             return super().create_optimizer(model)
         optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, target)
         groups = parameter_groups(
@@ -208,8 +209,9 @@ class SftTrainer(Trainer):
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             return optimizer_class(groups, **options)
 
-        self.optimizer = MasterWeightOptimizer(groups, make) if wants_masters else make(groups)
-        return self.optimizer
+        made = MasterWeightOptimizer(groups, make) if wants_masters else make(groups)
+        self.optimizer = made
+        return made
 
     # -- evaluation -----------------------------------------------------------------------------
 

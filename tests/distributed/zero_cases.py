@@ -1,0 +1,59 @@
+"""What the ranks of the ZeRO tests run; each function returns plain JSON values."""
+
+from pathlib import Path
+
+from lab import Lab
+from tiny import make_tokenizer
+
+
+def zero_config(stage):
+    """The shipped preset, sharding even tiny parameters: by default they would stay whole."""
+    from trainkit.train.arguments import deepspeed_config
+
+    config = deepspeed_config(f"zero{stage}", PRESETS)
+    if stage == 3:
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return config
+
+
+PRESETS = {
+    f"zero{stage}": Path(__file__).parents[2] / "configs" / "deepspeed" / f"zero{stage}.json"
+    for stage in (1, 2, 3)
+}
+
+
+def train(root, stage, *, resume=None, dtype=None, **options):
+    """Train; stage 0 is plain data parallel (or one process)."""
+    from trainkit.train.launch import ProcessPlace, prepare_deepspeed
+
+    if stage:
+        prepare_deepspeed(ProcessPlace.from_environment(), on_cpu=True)
+    lab = Lab(make_tokenizer(), Path(root))
+    trainer = lab.trainer(
+        f"stage{stage}",
+        dtype=dtype,
+        deepspeed=zero_config(stage) if stage else None,
+        **options,
+    )
+    checkpoint = None if resume is None else str(Path(root) / f"stage{stage}" / resume)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return {
+        "losses": [row["loss"] for row in rows],
+        "grad_norms": [row["grad_norm"] for row in rows],
+        "num_trained_tokens": [row["num_trained_tokens"] for row in rows],
+        "eval_loss": trainer.evaluate()["eval_loss"],
+        "global_step": trainer.state.global_step,
+    }
+
+
+def stop_one_rank(root):
+    """Ask one rank only to stop; both must save the same step."""
+    import os
+
+    lab = Lab(make_tokenizer(), Path(root))
+    trainer = lab.trainer("stopped", batch=2, save_steps=100)
+    if os.environ["RANK"] == "1":
+        trainer._stop.reason = "test"
+    trainer.train()
+    return trainer.state.global_step

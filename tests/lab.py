@@ -1,0 +1,110 @@
+"""Trainers on random ragged samples that differ only in what a test varies."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def _collate(samples, pad_token_id):
+    import torch
+
+    width = max(len(sample["input_ids"]) for sample in samples)
+    input_ids = torch.full((len(samples), width), pad_token_id)
+    labels = torch.full((len(samples), width), -100)
+    attention_mask = torch.zeros((len(samples), width), dtype=torch.long)
+    for row, sample in enumerate(samples):
+        ids = torch.from_numpy(sample["input_ids"])
+        input_ids[row, : len(ids)] = ids
+        attention_mask[row, : len(ids)] = 1
+        trained = torch.from_numpy(sample["loss_mask"]) > 0
+        labels[row, : len(ids)] = torch.where(trained, ids, -100)
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
+
+
+@dataclass
+class Lab:
+    """Builds Trainers that differ only in what a test varies."""
+
+    tokenizer: Any
+    root: Path
+    num_samples: int = 37
+    samples: list[dict[str, Any]] = field(init=False)
+
+    def __post_init__(self):
+        random = np.random.default_rng(0)
+        self.samples = [
+            {
+                "input_ids": random.integers(0, 255, length),
+                "loss_mask": (random.random(length) < 0.6).astype(np.uint8),
+            }
+            for length in random.integers(5, 40, self.num_samples)
+        ]
+
+    def data(self):
+        from trainkit.train.sampling import CountingCollator
+        from trainkit.train.trainer import TrainingData
+
+        pad = self.tokenizer.pad_token_id
+        return TrainingData(
+            samples=self.samples,
+            lengths=np.array([len(sample["input_ids"]) for sample in self.samples]),
+            collator=CountingCollator(
+                lambda samples: _collate(samples, pad),
+                lambda samples: sum(len(sample["input_ids"]) for sample in samples),
+            ),
+            without_training=lambda sample: {
+                **sample,
+                "loss_mask": np.zeros_like(sample["loss_mask"]),
+            },
+        )
+
+    def trainer(
+        self, name, *, batch=4, accumulate=1, dropout=0.0, dtype=None, deepspeed=None, **training
+    ):
+        import torch
+        from tiny import make_qwen2
+        from transformers import PrinterCallback, set_seed
+
+        from trainkit.train.arguments import training_arguments
+        from trainkit.train.checkpoints import CheckpointWriter
+        from trainkit.train.trainer import SftTrainer, StopRequest
+
+        values = {
+            "per_device_train_batch_size": batch,
+            "max_steps": 8,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "steps",
+            "save_steps": 3,
+            "seed": 1,
+            **training,
+        }
+        directory = self.root / name
+        args = training_arguments(
+            values,
+            output_dir=directory,
+            model_dtype="float32" if dtype is None else "bfloat16",
+            deepspeed=deepspeed,
+            has_adapters=False,
+            has_eval=False,
+            gradient_accumulation_steps=accumulate,
+        )
+        set_seed(1)
+        model = make_qwen2(len(self.tokenizer), attention_dropout=dropout)
+        if dtype is not None:
+            model = model.to(getattr(torch, dtype))
+        data = self.data()
+        trainer = SftTrainer(
+            model=model,
+            args=args,
+            tokenizer=self.tokenizer,
+            train_data=data,
+            eval_data=data,
+            checkpoints=CheckpointWriter(directory, {"data": "fixed"}),
+            stop=StopRequest(),
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer

@@ -1,0 +1,144 @@
+"""Run a function on several gloo ranks without paying the imports for every case.
+
+A server process imports torch, transformers, DeepSpeed and peft once and forks the ranks of each
+case from there; the test process itself is never forked, so its threads and its torch state do not
+matter. A case is a function at the top of a module under ``tests`` that takes plain arguments and
+returns JSON values::
+
+    results = run_ranks("distributed.zero_cases:train", world_size=2, stage=3)
+"""
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+_servers = {}
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or did not come back in time."""
+
+
+def run_ranks(case, *, world_size=2, timeout=120, interpret=False, **arguments):
+    """The ranks' results in order; ``interpret`` runs the cases under TRITON_INTERPRET=1."""
+    server = _servers.get(interpret)
+    if server is None or server.poll() is not None:
+        server = _servers[interpret] = _start(interpret)
+    request = {"case": case, "world_size": world_size, "timeout": timeout, "arguments": arguments}
+    server.stdin.write(json.dumps(request) + "\n")
+    server.stdin.flush()
+    ready, _, _ = select.select([server.stdout], [], [], timeout + 60)  # 60 s: the first imports
+    if not ready:
+        server.kill()
+        raise RankFailure(f"{case}: no answer in {timeout + 60} s")
+    answer = json.loads(server.stdout.readline() or '[{"error": "the server died"}]')
+    failures = [
+        f"rank {rank}: {result['error']}" for rank, result in enumerate(answer) if "error" in result
+    ]
+    if failures:
+        raise RankFailure(f"{case}:\n" + "\n".join(failures))
+    return [result["value"] for result in answer]
+
+
+def _start(interpret):
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_EXTENSIONS_DIR": tempfile.mkdtemp(prefix="extensions-"),
+        "TRITON_INTERPRET": "1" if interpret else "0",
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+    }
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _serve():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print must not look like an answer
+    import deepspeed
+    import peft  # noqa: F401
+    import torch
+    import transformers.trainer  # noqa: F401
+
+    torch.set_num_threads(1)
+    # Its C++ build takes a minute; gloo gives the same sums.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    for line in sys.stdin:
+        answers.write(json.dumps(_run_case(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def _run_case(request):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, f"rank{rank}.json") for rank in range(request["world_size"])]
+        pids = [_fork(request, rank, port, file) for rank, file in enumerate(files)]
+        deadline = time.monotonic() + request["timeout"]
+        waiting = set(pids)
+        while waiting and time.monotonic() < deadline:
+            for pid in list(waiting):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    waiting.discard(pid)
+            time.sleep(0.02)
+        for pid in waiting:
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
+        return [
+            json.loads(file.read_text()) if file.exists() else {"error": "killed or out of time"}
+            for file in files
+        ]
+
+
+def _fork(request, rank, port, file):
+    pid = os.fork()
+    if pid:
+        return pid
+    world_size = str(request["world_size"])
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=world_size,
+        LOCAL_WORLD_SIZE=world_size,
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    try:
+        module, _, name = request["case"].partition(":")
+        value = getattr(importlib.import_module(module), name)(**request["arguments"])
+        result = {"value": value}
+    except BaseException:
+        result = {"error": traceback.format_exc()[-3000:]}
+    partial = file.with_suffix(".tmp")
+    partial.write_text(json.dumps(result))
+    partial.rename(file)
+    with contextlib.suppress(Exception):
+        import torch
+
+        torch.distributed.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve()
