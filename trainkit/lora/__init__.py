@@ -1,1 +1,6 @@
 """Adapters: attach, save, merge, and the fused backward."""
+
+from trainkit.lora.adapter import LoraOptions, attach, load_adapter
+from trainkit.lora.quant import quantization_config
+
+__all__ = ["LoraOptions", "attach", "load_adapter", "quantization_config"]

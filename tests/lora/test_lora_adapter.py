@@ -1,0 +1,147 @@
+"""Attaching, saving and reloading adapters."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from trainkit.errors import CheckpointError, ModelError, RecipeError
+from trainkit.lora import LoraOptions, attach, load_adapter, quantization_config
+from trainkit.lora.adapter import adapted_layers, count_parameters
+
+
+def make_model(*, tied=True, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return Qwen2ForCausalLM(config).to(dtype)
+
+
+def train_a_little(model, steps=3):
+    torch.manual_seed(1)
+    ids = torch.randint(0, 96, (2, 9))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return ids, losses
+
+
+def test_all_linear_adapts_every_projection_and_not_the_head():
+    model = attach(make_model(), LoraOptions(r=4))
+    layers = adapted_layers(model)
+    assert len(layers) == 2 * 7
+    assert not any("lm_head" in name for name in layers)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    trainable, total = count_parameters(model)
+    assert 0 < trainable < total
+
+
+@pytest.mark.parametrize("adapter_dtype", ["float32", "model"])
+def test_adapter_dtype_and_the_base_stays_as_it_was(adapter_dtype):
+    model = attach(make_model(dtype=torch.bfloat16), LoraOptions(r=4, adapter_dtype=adapter_dtype))
+    expected = torch.float32 if adapter_dtype == "float32" else torch.bfloat16
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {expected}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LoraOptions(r=4),
+        LoraOptions(r=4, use_rslora=True),
+        LoraOptions(r=4, use_dora=True),
+        LoraOptions(r=4, target_modules=("q_proj", "down_proj")),
+        LoraOptions(r=4, modules_to_save=("embed_tokens",)),
+    ],
+    ids=["plain", "rslora", "dora", "subset", "modules_to_save"],
+)
+def test_a_trained_adapter_reloads_bit_for_bit(options, tmp_path):
+    model = attach(make_model(), options)
+    ids, losses = train_a_little(model)
+    assert losses[-1] < losses[0]
+    model.eval()
+    expected = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "adapter")
+    again = load_adapter(make_model(), tmp_path / "adapter").eval()
+    assert torch.equal(again(input_ids=ids).logits, expected)
+    again.save_pretrained(tmp_path / "second")
+    first, second = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapter", "second")
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_tied_embeddings_stay_tied_when_one_end_is_trained():
+    model = attach(make_model(tied=True), LoraOptions(r=4, modules_to_save=("embed_tokens",)))
+    train_a_little(model)
+    base = model.get_base_model()
+    embedding = base.get_input_embeddings().weight
+    assert base.get_output_embeddings().weight is embedding
+    assert embedding.requires_grad
+
+
+def test_a_resized_vocabulary_trains_and_reloads(tmp_path):
+    base = make_model()
+    base.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(104)
+    model = attach(base, LoraOptions(r=4, modules_to_save=("embed_tokens",)))
+    ids, _ = train_a_little(model)
+    expected = model.eval()(input_ids=ids).logits
+    model.save_pretrained(tmp_path / "adapter")
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    fresh.resize_token_embeddings(104)
+    again = load_adapter(fresh, tmp_path / "adapter").eval()
+    assert torch.equal(again(input_ids=ids).logits, expected)
+
+
+def test_merging_gives_the_same_function():
+    model = attach(make_model(), LoraOptions(r=4))
+    ids, _ = train_a_little(model)
+    expected = model.eval()(input_ids=ids).logits
+    merged = model.merge_and_unload()
+    # fp32: one rounding of each weight, 2**-24 relative, through a few dozen products.
+    torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"target_modules": ("q_proj", "kproj")}, "lora.target_modules"),
+        ({"target_modules": "nothing.*"}, "lora.target_modules"),
+        ({"modules_to_save": ("head",)}, "lora.modules_to_save"),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused(options, key):
+    with pytest.raises(ModelError) as error:
+        attach(make_model(), LoraOptions(r=4, **options))
+    assert error.value.where == key
+
+
+@pytest.mark.parametrize("bad", [{"r": 0}, {"dropout": 1.0}, {"adapter_dtype": "int8"}])
+def test_bad_options_are_refused(bad):
+    with pytest.raises(RecipeError):
+        LoraOptions(**bad)
+
+
+def test_a_directory_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(CheckpointError):
+        load_adapter(make_model(), tmp_path)
+
+
+def test_an_unknown_quantisation_is_refused():
+    with pytest.raises(RecipeError):
+        quantization_config("int3")

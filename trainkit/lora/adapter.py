@@ -1,0 +1,224 @@
+"""Attach, load and describe LoRA adapters: peft's own, configured from plain typed options.
+
+The result is an ordinary ``peft.PeftModel``. It saves, reloads and merges as peft does; trainkit
+adds the checks that peft leaves out (a target that matches nothing, tied weights trained apart)
+and keeps the base model in its own dtype (nothing is upcast, quantised or not).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainkit.errors import CheckpointError, ModelError, RecipeError
+
+logger = logging.getLogger(__name__)
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What to adapt and how. Names that peft has are peft's.
+
+    Attributes:
+        r: rank of every adapter (columns of B, rows of A).
+        alpha: numerator of the scaling, ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``).
+        dropout: probability of dropping an input of A. Above 0 the fused backward steps aside.
+        target_modules: ``"all-linear"`` (every linear layer but the output one), a regular
+            expression over full module names, or module names (matched as suffixes).
+        exclude_modules: names to leave out of ``target_modules``.
+        use_rslora: rank-stabilised scaling.
+        use_dora: weight-decomposed adapters (peft's own path).
+        modules_to_save: modules trained and saved whole beside the adapters. Tied embeddings
+            named here stay tied.
+        init_lora_weights: peft's initialisation: True, "gaussian", "pissa", "olora", ...
+        lora_bias: give B a bias (peft's own path).
+        adapter_dtype: "float32" keeps the adapters in fp32 over a 16-bit base (peft's default,
+            stable with Adam); "model" stores them in the base's dtype.
+    """
+
+    r: int = 16
+    alpha: float = 32
+    dropout: float = 0.0
+    target_modules: str | Sequence[str] = ALL_LINEAR
+    exclude_modules: str | Sequence[str] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: Sequence[str] = ()
+    init_lora_weights: bool | str = True
+    lora_bias: bool = False
+    adapter_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise RecipeError(f"lora rank r={self.r} must be at least 1", where="lora.r")
+        if not 0.0 <= self.dropout < 1.0:
+            raise RecipeError(f"dropout {self.dropout} must be in [0, 1)", where="lora.dropout")
+        if self.adapter_dtype not in ("float32", "model"):
+            raise RecipeError(
+                f"adapter_dtype {self.adapter_dtype!r} must be 'float32' or 'model'",
+                where="lora.adapter_dtype",
+            )
+
+    def to_peft(self, *, tied: bool = False) -> LoraConfig:
+        """Build peft's configuration.
+
+        Args:
+            tied: the model ties its output weight to its embeddings, and one of them is trained.
+        """
+        targets = self.target_modules
+        excluded = self.exclude_modules
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=list(excluded) if isinstance(excluded, (list, tuple)) else excluded,
+            use_rslora=self.use_rslora,
+            use_dora=self.use_dora,
+            modules_to_save=list(self.modules_to_save) or None,
+            init_lora_weights=self.init_lora_weights,
+            lora_bias=self.lora_bias,
+            ensure_weight_tying=tied,
+            task_type=TaskType.CAUSAL_LM,
+        )
+
+
+def attach(
+    model: PreTrainedModel,
+    options: LoraOptions,
+    *,
+    require_input_grads: bool = False,
+    adapter_name: str = "default",
+) -> PeftModel:
+    """Put fresh adapters on a model and freeze the rest.
+
+    The base keeps its dtype: unlike ``peft.prepare_model_for_kbit_training`` this upcasts neither
+    norms nor embeddings, so a 4-bit base costs what it should.
+
+    Args:
+        model: the base, quantised or not. It is changed in place (peft's way).
+        options: what to adapt.
+        require_input_grads: let gradients reach the embeddings' output. Reentrant gradient
+            checkpointing trains nothing without it; other set-ups waste a matmul on it.
+        adapter_name: peft's name for the adapter.
+
+    Raises:
+        ModelError: a name in ``target_modules`` or ``modules_to_save`` matches nothing.
+    """
+    _check_names(model, options)
+    config = options.to_peft(tied=_trains_tied_weights(model, options))
+    wrapped = get_peft_model(
+        model,
+        config,
+        adapter_name=adapter_name,
+        autocast_adapter_dtype=options.adapter_dtype == "float32",
+    )
+    if options.adapter_dtype == "model":
+        _cast_trainable(wrapped, model.dtype)
+    if require_input_grads:
+        wrapped.enable_input_require_grads()
+    return wrapped
+
+
+def load_adapter(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    trainable: bool = False,
+    adapter_name: str = "default",
+) -> PeftModel:
+    """Put saved adapters on a base model.
+
+    Args:
+        model: the base the adapter was trained on.
+        directory: where ``save_pretrained`` of a peft model wrote.
+        trainable: leave the adapter trainable (to go on training).
+        adapter_name: peft's name for the adapter.
+
+    Raises:
+        CheckpointError: the directory holds no adapter.
+    """
+    path = Path(directory)
+    if not (path / "adapter_config.json").is_file():
+        raise CheckpointError(
+            "no adapter_config.json here, so this is not an adapter",
+            where=str(path),
+            fix="give the directory that a LoRA run saved (final/ or checkpoint-N/)",
+        )
+    return PeftModel.from_pretrained(
+        model, str(path), adapter_name=adapter_name, is_trainable=trainable
+    )
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Count (trainable, all) parameters; a packed 4-bit weight counts as what it stands for."""
+    trainable = total = 0
+    for parameter in model.parameters():
+        number = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 shards are empty here
+        state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two weights a byte
+        if state is not None:
+            number = state.shape.numel()
+        total += number
+        trainable += number if parameter.requires_grad else 0
+    return trainable, total
+
+
+def _check_names(model: nn.Module, options: LoraOptions) -> None:
+    """Refuse a name that matches no module: peft only objects when none of them does."""
+    names = [name for name, _ in model.named_modules()]
+    targets = options.target_modules
+    if isinstance(targets, str):
+        if targets != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in names):
+            raise ModelError(
+                f"target_modules {targets!r} matches no module (a string is a regular expression "
+                "over full module names)",
+                where="lora.target_modules",
+                fix=f"use {ALL_LINEAR!r} or a list of names such as [q_proj, v_proj]",
+            )
+        targets = ()
+    for key, wanted in (("target_modules", targets), ("modules_to_save", options.modules_to_save)):
+        for item in wanted:
+            if not any(name == item or name.endswith(f".{item}") for name in names):
+                last = sorted({name.rpartition(".")[2] for name in names if name} - _digits(names))
+                raise ModelError(
+                    f"{key}: no module is called {item!r}",
+                    where=f"lora.{key}",
+                    fix=f"the names in this model are {', '.join(last)}",
+                )
+
+
+def _digits(names: Sequence[str]) -> set[str]:
+    return {last for name in names if (last := name.rpartition(".")[2]).isdigit()}
+
+
+def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:
+    """Whether an end of a tied embedding is trained, so that peft must keep both ends one."""
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or head.weight is not embeddings.weight:
+        return False
+    ends = {name for name, module in model.named_modules() if module in (head, embeddings)}
+    targets = () if isinstance(options.target_modules, str) else options.target_modules
+    wanted = (*options.modules_to_save, *targets)
+    return any(end == item or end.endswith(f".{item}") for end in ends for item in wanted)
+
+
+def _cast_trainable(model: PeftModel, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def adapted_layers(model: nn.Module) -> Mapping[str, BaseTunerLayer]:
+    """The layers that carry adapters, by full module name."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}

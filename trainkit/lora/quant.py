@@ -1,0 +1,57 @@
+"""4-bit bases: how to load one, and how to read one of its weights.
+
+bitsandbytes does the quantising. Its storage dtype follows the compute dtype, because ZeRO-3 and
+FSDP shard only parameters of a floating dtype.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from trainkit.errors import RecipeError
+
+QUANTIZATIONS = ("nf4",)
+
+
+def quantization_config(
+    quantize: str = "nf4",
+    compute_dtype: torch.dtype = torch.bfloat16,
+    *,
+    double_quant: bool = True,
+) -> BitsAndBytesConfig:
+    """The ``quantization_config`` for ``from_pretrained``.
+
+    Args:
+        quantize: "nf4" is the only kind.
+        compute_dtype: what the weights are dequantised to and the matmuls run in.
+        double_quant: quantise the scales too (0.37 bit a weight less).
+
+    Raises:
+        RecipeError: an unknown kind, or bitsandbytes is not installed.
+    """
+    if quantize not in QUANTIZATIONS:
+        raise RecipeError(
+            f"quantize {quantize!r} is not one of {', '.join(QUANTIZATIONS)}", where="lora.quantize"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            "a quantised base needs bitsandbytes, which is not installed",
+            where="lora.quantize",
+            fix="pip install 'trainkit[qlora]'",
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype,
+    )
+
+
+def is_quantized(linear: nn.Module) -> bool:
+    """Whether a linear layer's weight is packed by bitsandbytes in 4 bits."""
+    return getattr(linear.weight, "quant_state", None) is not None
