@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from trainkit.models import forwards
+from trainkit.models import forwards, rope_forwards
 from trainkit.models.forwards import KernelForward
 
 OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
@@ -69,7 +69,7 @@ def _row(
     causal_lm: str | None = None,
     norm: Mapping[str, object] = MappingProxyType({}),
     layer: Mapping[str, object] = MappingProxyType({}),
-    attention: type[KernelForward] = forwards.Attention,
+    attention: type[KernelForward] = rope_forwards.Attention,
     rope: Mapping[str, object] = MappingProxyType({}),
     vision_rope: tuple[Swap, ...] = (),
     mlp: type[KernelForward] = forwards.SplitMLP,
@@ -102,10 +102,10 @@ _ROWS = (
         "Qwen2VL",
         causal_lm="Qwen2VLForConditionalGeneration",
         rope={"window": "module"},
-        vision_rope=(Swap("VisionAttention", forwards.VisionAttention),),
+        vision_rope=(Swap("VisionAttention", rope_forwards.VisionAttention),),
         mlp_class="Qwen2MLP",
     ),
-    _row("qwen3", "Qwen3", attention=forwards.NormedAttention, rope={"window": "module"}),
+    _row("qwen3", "Qwen3", attention=rope_forwards.NormedAttention, rope={"window": "module"}),
     _row("glm", "Glm", rope={"interleaved": True}, mlp=forwards.PackedMLP),
     _row(
         "glm4",
@@ -118,7 +118,7 @@ _ROWS = (
         "phi3",
         "Phi3",
         layer={"after_attention": "resid_attn_dropout", "after_mlp": "resid_mlp_dropout"},
-        attention=forwards.PackedAttention,
+        attention=rope_forwards.PackedAttention,
         rope={"window": "config"},
         mlp=forwards.PackedMLP,
     ),

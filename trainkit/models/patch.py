@@ -9,7 +9,6 @@ import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import cache
 from types import ModuleType
 
 import transformers
@@ -212,7 +211,7 @@ def _plan_op(
     num_modules = 0
     for swap in entry:
         original = guards.find_class(modeling, swap.target, family.name)
-        subclass = _subclass(original, swap.forward, modeling, tuple(swap.settings.items()))
+        subclass = _subclass(original, swap.forward, modeling, swap.settings)
         guards.check_forward(original, subclass)
         modules = by_class.get(original, [])
         if not modules:
@@ -236,28 +235,34 @@ _originals: dict[type[nn.Module], type[nn.Module]] = {}
 """Every generated subclass and the class it stands for."""
 
 
-@cache
+_subclasses: dict[tuple[object, ...], type[KernelForward]] = {}
+
+
 def _subclass(
     original: type[nn.Module],
     forward: type[KernelForward],
     modeling: ModuleType,
-    settings: tuple[tuple[str, object], ...],
+    settings: Mapping[str, object],
 ) -> type[KernelForward]:
-    """``forward`` in front of ``original``, under the original's name.
+    """``forward`` in front of ``original``, under the original's name; made once.
 
     The name stays because others look classes up by it: FSDP's wrapping policy, transformers'
     record of outputs, ``_no_split_modules``. Building it as a subclass lets transformers' layer
     class wrap the new forward for gradient checkpointing.
     """
+    key = (original, forward, *sorted(settings.items()))
+    if key in _subclasses:
+        return _subclasses[key]
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "modeling": modeling,
-        **dict(settings),
+        **settings,
     }
     subclass = type(original.__name__, (forward, original), namespace)
     _originals[subclass] = original
+    _subclasses[key] = subclass
     return subclass
 
 
