@@ -1,0 +1,311 @@
+"""Linear cross entropy against the loss from full logits, and the promises of its signature."""
+
+import pytest
+import torch
+
+from trainkit.kernels.linear_cross_entropy import function
+from trainkit.kernels.linear_cross_entropy.function import (
+    linear_cross_entropy,
+    linear_cross_entropy_counted,
+)
+from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+VARIANTS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "num_items": {"num_items": 7},
+    "num_items_tensor": {"num_items": torch.tensor(7)},
+    "softcap": {"softcap": 3.0},
+    "smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "all": {
+        "bias": True,
+        "num_items": 5,
+        "softcap": 4.0,
+        "label_smoothing": 0.2,
+        "z_loss": 3e-2,
+        "ignore_index": 3,
+    },
+}
+
+
+def make_case(rows=40, hidden=12, vocab=37, *, dtype=torch.float64, seed=0, trained=0.6, **options):
+    generator = torch.Generator().manual_seed(seed)
+    ignore = options.get("ignore_index", -100)
+    states = torch.randn(rows, hidden, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, hidden, generator=generator, dtype=torch.float64) * 0.5
+    labels = torch.randint(0, vocab, (rows,), generator=generator)
+    labels[torch.rand(rows, generator=generator) >= trained] = ignore
+    if options.get("bias"):
+        options["bias"] = torch.randn(vocab, generator=generator, dtype=torch.float64).to(dtype)
+    return states.to(dtype), weight.to(dtype), labels, options
+
+
+def run(op, states, weight, labels, options, *, scale=None):
+    leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
+    options = dict(options)
+    if isinstance(options.get("bias"), torch.Tensor):
+        options["bias"] = options["bias"].clone().requires_grad_()
+        leaves.append(options["bias"])
+    loss = op(leaves[0], leaves[1], labels, **options)
+    (loss if scale is None else loss * scale).backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.fixture(autouse=True)
+def small_rows(monkeypatch):
+    """Chunks and compaction at the size of the test instead of multiples of 256."""
+    monkeypatch.setattr(function, "ROWS_MULTIPLE", 8)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 16, 5])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_the_loss_from_full_logits(name, chunk_tokens):
+    case = make_case(**VARIANTS[name])
+    ours = run(
+        lambda *inputs, **options: linear_cross_entropy(
+            *inputs, chunk_tokens=chunk_tokens, **options
+        ),
+        *case,
+    )
+    for got, wanted in zip(ours, run(linear_cross_entropy_reference, *case), strict=True):
+        # fp64 on both sides: only the order of at most 40 * 37 sums differs.
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_gradcheck(name):
+    states, weight, labels, options = make_case(9, 4, 7, **VARIANTS[name])
+    inputs = [states.requires_grad_(), weight.requires_grad_()]
+    if "bias" in options:
+        inputs.append(options.pop("bias").requires_grad_())
+
+    def op(states, weight, bias=None):
+        return linear_cross_entropy(states, weight, labels, bias=bias, chunk_tokens=4, **options)
+
+    assert torch.autograd.gradcheck(op, inputs)
+
+
+@pytest.mark.parametrize("scale", [3.0, 65536.0])
+def test_incoming_gradient(scale):
+    case = make_case()
+    ours = run(linear_cross_entropy, *case, scale=scale)
+    truth = run(linear_cross_entropy_reference, *case, scale=scale)
+    for got, wanted in zip(ours[1:], truth[1:], strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13 * scale)
+
+
+def test_second_backward_is_right():
+    states, weight, labels, _ = make_case()
+    states.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(states, weight, labels)
+    first = torch.autograd.grad(loss, [states, weight], retain_graph=True)
+    second = torch.autograd.grad(loss * 2, [states, weight])
+    for once, twice in zip(first, second, strict=True):
+        torch.testing.assert_close(twice, once * 2)
+
+
+def test_twice_differentiating_is_refused():
+    states, weight, labels, _ = make_case()
+    states.requires_grad_()
+    incoming = torch.ones((), dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        linear_cross_entropy(states, weight, labels), states, incoming, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("trained", [0.0, 0.1, 0.6, 1.0])
+def test_only_trained_rows_are_computed(trained, monkeypatch):
+    seen = []
+    chunk = function.cross_entropy_chunk_reference
+    monkeypatch.setattr(
+        function,
+        "cross_entropy_chunk_reference",
+        lambda logits, labels, **options: (
+            seen.append(len(labels)) or chunk(logits, labels, **options)
+        ),
+    )
+    states, weight, labels, _ = make_case(trained=trained)
+    ours = run(linear_cross_entropy, states, weight, labels, {"chunk_tokens": 16})
+    truth = run(linear_cross_entropy_reference, states, weight, labels, {})
+    for got, wanted in zip(ours, truth, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+    count = int((labels != -100).sum())
+    assert sum(seen) == min(-(-count // 8) * 8, 40)
+
+
+def test_nothing_trained_is_zero_with_gradients():
+    states, weight, labels, _ = make_case(trained=0.0)
+    for num_items in (None, 0, torch.tensor(0), 5):
+        loss, dstates, dweight = run(
+            linear_cross_entropy, states, weight, labels, {"num_items": num_items}
+        )
+        assert loss == 0
+        assert torch.equal(dstates, torch.zeros_like(states))
+        assert torch.equal(dweight, torch.zeros_like(weight))
+
+
+def test_no_rows():
+    states, weight, labels, _ = make_case(rows=0)
+    loss, dstates, dweight = run(linear_cross_entropy, states, weight, labels, {})
+    assert loss == 0
+    assert dstates.shape == states.shape
+    assert torch.equal(dweight, torch.zeros_like(weight))
+
+
+def test_an_upper_bound_is_enough_but_too_few_is_refused():
+    states, weight, labels, _ = make_case()
+    count = int((labels != -100).sum())
+    wanted = linear_cross_entropy_reference(states, weight, labels)
+    got = linear_cross_entropy(states, weight, labels, num_trained=count + 7)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=0)
+    with pytest.raises(RuntimeError, match="num_trained is too small"):
+        linear_cross_entropy(states, weight, labels, num_trained=count - 8)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_frozen_inputs_cost_nothing(frozen, monkeypatch):
+    products = []
+    into = function._mm_into
+    monkeypatch.setattr(
+        function,
+        "_mm_into",
+        lambda out, *rest, **options: products.append(out.shape) or into(out, *rest, **options),
+    )
+    states, weight, labels, _ = make_case(trained=1.0)
+    truth = run(linear_cross_entropy_reference, states, weight, labels, {})
+    states.requires_grad_(frozen not in ("hidden", "both"))
+    weight.requires_grad_(frozen not in ("weight", "both"))
+    loss = linear_cross_entropy(states, weight, labels)
+    assert loss.requires_grad == (frozen != "both")
+    if loss.requires_grad:
+        loss.backward()
+    assert len(products) == {"hidden": 1, "weight": 1, "both": 0}[frozen]
+    if frozen == "hidden":
+        assert states.grad is None
+        torch.testing.assert_close(weight.grad, truth[2], rtol=1e-12, atol=1e-13)
+    if frozen == "weight":
+        assert weight.grad is None
+        torch.testing.assert_close(states.grad, truth[1], rtol=1e-12, atol=1e-13)
+
+
+def test_evaluation_computes_no_gradient(monkeypatch):
+    monkeypatch.setattr(function, "_mm_into", None)
+    states, weight, labels, _ = make_case()
+    weight.requires_grad_()
+    with torch.no_grad():
+        loss = linear_cross_entropy(states, weight, labels)
+    torch.testing.assert_close(loss, linear_cross_entropy_reference(states, weight, labels))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_less_accurate_than_full_logits(dtype):
+    states, weight, labels, _ = make_case(96, 32, 200, dtype=dtype)
+    truth = run(linear_cross_entropy_reference, states.double(), weight.double(), labels, {})
+    theirs = run(linear_cross_entropy_reference, states, weight, labels, {})
+    ours = run(linear_cross_entropy, states, weight, labels, {"chunk_tokens": 16})
+    for got, plain, wanted in zip(ours, theirs, truth, strict=True):
+        error, allowed = ((each.double() - wanted).norm() for each in (got, plain))
+        # The project's rule: 1.05 times the plain implementation's own error, plus a hair.
+        assert error <= 1.05 * allowed + 1e-6 * wanted.norm()
+
+
+def test_fp16_survives_small_gradients_and_the_loss_scale():
+    """Gradients near 1e-8 vanish in fp16 unless the loss scale reaches them first."""
+    states, weight, labels, _ = make_case(64, 16, 64, dtype=torch.float16)
+    options = {"num_items": 4_000_000}
+    ours = run(linear_cross_entropy, states, weight, labels, options, scale=65536.0)
+    truth = run(
+        linear_cross_entropy_reference,
+        states.double(),
+        weight.double(),
+        labels,
+        options,
+        scale=65536.0,
+    )
+    for got, wanted in zip(ours[1:], truth[1:], strict=True):
+        # fp16 logits and gradients: 2^-11 relative each, a few of them.
+        assert (got.double() - wanted).norm() <= 4e-3 * wanted.norm()
+
+
+def test_the_gradient_of_a_certain_label_keeps_its_digits():
+    """p - 1 is taken before rounding: with p near 1 rounding first would lose all of it."""
+    hidden = torch.tensor([[9.0]], dtype=torch.bfloat16)
+    weight = torch.tensor([[1.0], [-0.25]], dtype=torch.bfloat16)
+    labels = torch.tensor([0])
+    ours = run(linear_cross_entropy, hidden, weight, labels, {})
+    truth = run(linear_cross_entropy_reference, hidden.double(), weight.double(), labels, {})
+    for got, wanted in zip(ours[1:], truth[1:], strict=True):
+        # The logits are rounded to bf16 (2^-9 of 11.25, so 2% of the small probability).
+        torch.testing.assert_close(got.double(), wanted, rtol=0.04, atol=0)
+
+
+def test_counts():
+    states, weight, labels, _ = make_case()
+    predicted = (states @ weight.T).argmax(-1)
+    labels[::3] = predicted[::3]
+    trained = labels != -100
+    counted = linear_cross_entropy_counted(states, weight, labels, chunk_tokens=8)
+    assert counted.num_trained == trained.sum()
+    assert counted.num_correct == ((predicted == labels) & trained).sum()
+    assert counted.num_correct >= 14
+
+
+def test_batched_inputs_and_strides():
+    states, weight, labels, _ = make_case()
+    turned = states.view(4, 10, 12).transpose(0, 1)
+    assert not turned.is_contiguous()
+    ours = run(linear_cross_entropy, turned, weight, labels.view(4, 10).T, {})
+    truth = run(linear_cross_entropy_reference, states, weight, labels, {})
+    torch.testing.assert_close(ours[0], truth[0])
+    torch.testing.assert_close(ours[1], truth[1].view(4, 10, 12).transpose(0, 1))
+    torch.testing.assert_close(ours[2], truth[2])
+
+
+def test_inputs_stay_as_they_are_and_runs_repeat():
+    states, weight, labels, _ = make_case(dtype=torch.bfloat16)
+    before = [each.clone() for each in (states, weight, labels)]
+    first = run(linear_cross_entropy, states, weight, labels, {"chunk_tokens": 16})
+    second = run(linear_cross_entropy, states, weight, labels, {"chunk_tokens": 16})
+    for now, then in zip((states, weight, labels), before, strict=True):
+        assert torch.equal(now, then)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_autocast_computes_in_its_dtype_and_returns_the_weights():
+    states, weight, labels, _ = make_case(64, 16, 50, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = run(linear_cross_entropy, states, weight, labels, {})
+        theirs = run(linear_cross_entropy_reference, states, weight, labels, {})
+    truth = run(linear_cross_entropy_reference, states.double(), weight.double(), labels, {})
+    for got, plain, wanted in zip(ours, theirs, truth, strict=True):
+        assert got.dtype == torch.float32
+        error, allowed = ((each.double() - wanted).norm() for each in (got, plain))
+        assert error <= 1.05 * allowed + 1e-6 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(5, 3, dtype=torch.float64)}, "does not fit hidden"),
+        ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels"),
+        ({"bias": torch.zeros(3)}, "bias"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"weight": torch.zeros(37, 12)}, "float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    states, weight, labels, _ = make_case()
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**{"hidden": states, "weight": weight, "labels": labels, **change})
+
+
+def test_chunks_are_bounded_and_equal(monkeypatch):
+    monkeypatch.setattr(function, "ROWS_MULTIPLE", 256)
+    assert function.default_chunk_tokens(151936, 2) * 151936 * 2 <= 1.2 * 2**30
+    assert function._chunk_rows(16384, 151936, 2, 6000) == 5632
+    assert function._chunk_rows(16384, 151936, 2, 100) == 100
+    assert function._chunk_rows(300, 151936, 2, 4096) == 300

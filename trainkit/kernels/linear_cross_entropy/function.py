@@ -1,0 +1,350 @@
+"""Linear layer and cross entropy in one op, without the logits of all tokens at once.
+
+M rows of ``hidden``, K of them computed, N in a chunk; H hidden, V vocabulary.
+
+The rows go through in chunks: one matrix product makes a chunk's logits, the cross-entropy kernel
+turns them into losses and, in place, into their gradient, and two products take that to the hidden
+states and to the weight, which sums in fp32. The gradient in the chunk is that of the plain sum of
+losses, so its entries are of order one: fp16 does not underflow, and everything the caller
+multiplies by (1 / num_items, the loss scale, the incoming gradient) enters once, in the backward
+pass, where the fp32 gradients are rounded to their final dtype. Nothing waits for the device.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainkit.kernels.linear_cross_entropy.reference import (
+    accumulation_dtype,
+    cross_entropy_chunk_reference,
+    denominator,
+)
+
+ROWS_MULTIPLE = 256
+"""Chunks and the compacted rows are multiples of this: whole tiles for the matrix products."""
+
+_FP16_GRAD_SCALE = 1024.0
+"""Lifts small probabilities over fp16's smallest number; the largest gradient stays near 1e3."""
+
+
+class CountedLoss(NamedTuple):
+    """A loss and what it counted on the way; the counts are 0-d int64 tensors without gradient."""
+
+    loss: Tensor
+    num_correct: Tensor
+    num_trained: Tensor
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    num_trained: int | None = None,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Cross entropy of ``hidden @ weight.T + bias`` against ``labels``.
+
+    Gradients are computed on the way forward and only for the inputs that want them; without a
+    gradient to compute, only losses are. A second backward pass through the same graph is right.
+
+    Args:
+        hidden: (..., H).
+        weight: (V, H).
+        labels: (...), aligned with the rows of ``hidden`` (no shift happens here).
+        bias: (V,).
+        num_items: the loss is the sum over trained labels divided by this; by their number when
+            None. An int, or a 0-d tensor on the device.
+        ignore_index: the label of rows that are not trained.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        label_smoothing: share of the target spread evenly over the vocabulary.
+        z_loss: weight of the squared log-partition, divided like the loss.
+        num_trained: at least as many as there are trained labels, known on the host (the collator
+            counts them). With it only the trained rows are computed, rounded up to
+            ``ROWS_MULTIPLE``; without it, on a GPU, all rows are, because counting there would make
+            the host wait. A number that is too small is a device-side assertion.
+        chunk_tokens: rows whose logits exist at a time; None takes `default_chunk_tokens`.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and its gradients
+        are zeros.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    return linear_cross_entropy_counted(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        num_items=num_items,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        num_trained=num_trained,
+        chunk_tokens=chunk_tokens,
+    ).loss
+
+
+def linear_cross_entropy_counted(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    num_items: Tensor | int | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    num_trained: int | None = None,
+    chunk_tokens: int | None = None,
+) -> CountedLoss:
+    """As `linear_cross_entropy`, with the counts that make token accuracy, which cost nothing."""
+    _check(hidden, weight, labels, bias, chunk_tokens)
+    compute_dtype = hidden.dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
+    elif hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}")
+    labels = labels.reshape(-1)
+    if num_trained is None and not labels.is_cuda:
+        num_trained = int(torch.count_nonzero(labels != ignore_index))
+    settings = _Settings(
+        compute_dtype=compute_dtype,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        num_trained=num_trained,
+        chunk_tokens=chunk_tokens,
+        wants_gradients=torch.is_grad_enabled(),
+    )
+    return CountedLoss(
+        *_LinearCrossEntropy.apply(hidden, weight, bias, labels, num_items, settings)
+    )
+
+
+def default_chunk_tokens(vocab_size: int, element_size: int) -> int:
+    """Rows in a chunk such that its logits take about 1.2 GiB.
+
+    Larger chunks keep the matrix products busy and read and write the fp32 weight gradient less
+    often; beyond this size the gain is within a per cent of the step.
+    """
+    rows = int(1.2 * 2**30) // (vocab_size * element_size)
+    return max(ROWS_MULTIPLE, rows // ROWS_MULTIPLE * ROWS_MULTIPLE)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    compute_dtype: torch.dtype
+    ignore_index: int
+    softcap: float | None
+    label_smoothing: float
+    z_loss: float
+    num_trained: int | None
+    chunk_tokens: int | None
+    wants_gradients: bool
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_tokens: int | None
+) -> None:
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"weight {tuple(weight.shape)} does not fit hidden states of {hidden.shape[-1]}"
+        )
+    if labels.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"labels {tuple(labels.shape)} do not fit hidden states {tuple(hidden.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} does not fit {weight.shape[0]} logits")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        num_items: Tensor | int | None,
+        settings: _Settings,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wants = [settings.wants_gradients and wanted for wanted in ctx.needs_input_grad[:3]]
+        with torch.autocast(hidden.device.type, enabled=False):
+            result = _compute(hidden, weight, bias, labels, settings, *wants)
+        items = denominator(result.num_trained if num_items is None else num_items, result.total)
+        ctx.save_for_backward(
+            result.dhidden, result.dweight, result.dbias, result.slots, items * result.grad_scale
+        )
+        ctx.like = (hidden.shape, hidden.dtype, weight.dtype, bias is not None and bias.dtype)
+        ctx.mark_non_differentiable(result.num_correct, result.num_trained)
+        return result.total / items, result.num_correct, result.num_trained
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        dhidden, dweight, dbias, slots, divisor = ctx.saved_tensors
+        hidden_shape, hidden_dtype, weight_dtype, bias_dtype = ctx.like
+        scale = grad_output / divisor
+        if dhidden is not None:
+            dhidden = _scaled(dhidden, scale, hidden_dtype)
+            if slots is not None:
+                dhidden = dhidden.index_select(0, slots)
+            dhidden = dhidden.view(hidden_shape)
+        if dweight is not None:
+            dweight = _scaled(dweight, scale, weight_dtype)
+        if dbias is not None:
+            dbias = _scaled(dbias, scale, bias_dtype)
+        return dhidden, dweight, dbias, None, None, None
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * scale`` rounded once to ``dtype``, in one pass."""
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
+
+
+class _Result(NamedTuple):
+    """``total`` is the plain sum of losses, the gradients are ``grad_scale`` times those of it."""
+
+    total: Tensor
+    num_correct: Tensor
+    num_trained: Tensor
+    dhidden: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    slots: Tensor | None
+    grad_scale: float
+
+
+def _compute(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    settings: _Settings,
+    want_dhidden: bool,
+    want_dweight: bool,
+    want_dbias: bool,
+) -> _Result:
+    dtype = settings.compute_dtype
+    wide = accumulation_dtype(dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    num_trained = torch.count_nonzero(labels != settings.ignore_index)
+    rows, labels, slots = _keep_trained(rows, labels, num_trained, settings)
+    rows, matrix = rows.to(dtype), weight.to(dtype)
+    offset = None if bias is None else bias.to(dtype)
+    num_rows, vocab_size = rows.shape[0], weight.shape[0]
+
+    wants_gradients = want_dhidden or want_dweight or want_dbias
+    grad_scale = _FP16_GRAD_SCALE if dtype == torch.float16 else 1.0
+    # One row more than computed: the zero row that untrained rows take their gradient from.
+    dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=wide) if want_dhidden else None
+    dweight = torch.empty_like(matrix, dtype=wide) if want_dweight else None
+    dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
+    losses = rows.new_empty(num_rows, dtype=wide)
+    correct = torch.empty(num_rows, dtype=torch.bool, device=rows.device)
+    if dhidden is not None:
+        dhidden[num_rows].zero_()
+
+    chunk = _chunk_rows(num_rows, vocab_size, dtype.itemsize, settings.chunk_tokens)
+    # Rows start at multiples of 128 bytes whatever the vocabulary size, or cuBLAS goes slow.
+    buffer = rows.new_empty((chunk, -(-vocab_size // 64) * 64))
+    for start in range(0, num_rows, max(chunk, 1)):
+        part = slice(start, min(start + chunk, num_rows))
+        logits = buffer[: part.stop - start, :vocab_size]
+        if offset is None:
+            torch.mm(rows[part], matrix.t(), out=logits)
+        else:
+            torch.addmm(offset, rows[part], matrix.t(), out=logits)
+        losses[part], correct[part] = cross_entropy_chunk_reference(
+            logits,
+            labels[part],
+            ignore_index=settings.ignore_index,
+            softcap=settings.softcap,
+            label_smoothing=settings.label_smoothing,
+            z_loss=settings.z_loss,
+            grad_scale=grad_scale if wants_gradients else None,
+        )
+        if dhidden is not None:
+            _mm_into(dhidden[part], logits, matrix)
+        if dweight is not None:
+            _mm_into(dweight, logits.t(), rows[part], add=start > 0)
+        if dbias is not None:
+            dbias += logits.sum(0, dtype=wide)
+    if dweight is not None and num_rows == 0:
+        dweight.zero_()
+    if dhidden is not None and slots is None:
+        dhidden = dhidden[:num_rows]
+    return _Result(
+        losses.sum(),
+        torch.count_nonzero(correct),
+        num_trained,
+        dhidden,
+        dweight,
+        dbias,
+        slots,
+        grad_scale,
+    )
+
+
+def _keep_trained(
+    rows: Tensor, labels: Tensor, num_trained: Tensor, settings: _Settings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The trained rows in order, filled up with ignored ones to a size the host knows.
+
+    Returns:
+        Rows (K, H), their labels (K,), and for each of the M rows its place among the K, or K
+        where it has none; None for the places when all rows are kept.
+    """
+    num_rows = labels.shape[0]
+    if settings.num_trained is None:
+        return rows, labels, None
+    kept = -(-settings.num_trained // ROWS_MULTIPLE) * ROWS_MULTIPLE
+    if kept >= num_rows:
+        return rows, labels, None
+    torch._assert_async(num_trained <= kept, "linear_cross_entropy: num_trained is too small")
+    trained = labels != settings.ignore_index
+    slots = torch.where(trained, trained.cumsum(0) - 1, kept)
+    everyone = torch.arange(num_rows, device=labels.device)
+    chosen = everyone.new_zeros(kept + 1).scatter_(0, slots, everyone)[:kept]
+    labels = torch.where(everyone[:kept] < num_trained, labels[chosen], settings.ignore_index)
+    return rows.index_select(0, chosen), labels, slots
+
+
+def _chunk_rows(num_rows: int, vocab_size: int, element_size: int, chunk_tokens: int | None) -> int:
+    """The chunk size: at most the limit, and as equal as multiples of ``ROWS_MULTIPLE`` allow."""
+    limit = chunk_tokens or default_chunk_tokens(vocab_size, element_size)
+    if num_rows <= limit:
+        return num_rows
+    num_chunks = -(-num_rows // limit)
+    equal = -(-num_rows // (num_chunks * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    return min(equal, limit)
+
+
+def _mm_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
+    """``out (+)= left @ right``, summed in the dtype of ``out``, which may be the wider one."""
+    if left.dtype == out.dtype:
+        torch.addmm(out, left, right, beta=float(add), out=out)
+    elif left.is_cuda:
+        if add:
+            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(left, right, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=float(add), out=out)
