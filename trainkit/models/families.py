@@ -24,11 +24,13 @@ class Swap:
         target: the Hugging Face class whose instances take the kernel.
         forward: the shared forward.
         settings: class attributes of that forward in which this family differs.
+        at: patch only the ``nn.Linear`` found under this name in the causal LM (its head).
     """
 
     target: str
     forward: type[KernelForward]
     settings: Mapping[str, object] = field(default_factory=dict)
+    at: str | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Nothing outside the model changes.
 """
 
 import importlib
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -46,16 +47,27 @@ class PatchReport:
     Attributes:
         family: the row of the table that was used.
         rows: one ``PatchRow`` per op, in the order of ``OPS``.
-        model: the patched model.
     """
 
     def __init__(
         self, model: nn.Module, family: Family, rows: list[PatchRow], swapped: set[type[nn.Module]]
     ) -> None:
-        self.model = model
+        self._model = weakref.ref(model)
         self.family = family
         self.rows = rows
         self._swapped = swapped
+
+    @property
+    def model(self) -> nn.Module:
+        """The patched model, which the report does not keep alive.
+
+        Raises:
+            PatchError: the model is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise PatchError("the patched model no longer exists")
+        return model
 
     @property
     def active(self) -> bool:
@@ -136,20 +148,19 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
     guards.refuse_liger(modeling)
 
     rows: list[PatchRow] = []
-    plan: dict[type[nn.Module], type[nn.Module]] = {}
-    by_class = _modules_by_class(model)
+    plan: dict[nn.Module, type[nn.Module]] = {}
     for op in OPS:
-        row, swaps = _plan_op(op, wanted[op], family, modeling, by_class)
-        if row.status == "off" and row.reason and wanted[op] == "named":
+        row, swaps = _plan_op(op, wanted[op], family, modeling, model)
+        if row.status == "off" and wanted[op] == "named":
             raise PatchError(f"{op} cannot be switched on for {family.name}: {row.reason}")
         taken = plan.keys() & swaps.keys()
         if taken:
-            raise PatchError(f"two ops of the {family.name} row claim {taken.pop().__name__}")
+            claimed = type(taken.pop()).__name__
+            raise PatchError(f"two ops of the {family.name} row claim {claimed}")
         plan.update(swaps)
         rows.append(row)
-    for original, subclass in plan.items():
-        for module in by_class[original]:
-            module.__class__ = subclass
+    for module, subclass in plan.items():
+        module.__class__ = subclass
     return PatchReport(model, family, rows, set(plan.values()))
 
 
@@ -190,12 +201,8 @@ def _switches(kernels: bool | Mapping[str, bool]) -> dict[str, str]:
 
 
 def _plan_op(
-    op: str,
-    switch: str,
-    family: Family,
-    modeling: ModuleType,
-    by_class: Mapping[type[nn.Module], list[nn.Module]],
-) -> tuple[PatchRow, dict[type[nn.Module], type[nn.Module]]]:
+    op: str, switch: str, family: Family, modeling: ModuleType, model: nn.Module
+) -> tuple[PatchRow, dict[nn.Module, type[nn.Module]]]:
     """The report's row for one op and the swaps it means; changes nothing."""
     if op not in family.ops:
         raise PatchError(
@@ -207,13 +214,15 @@ def _plan_op(
         return PatchRow(op, "off", "switched off"), {}
     if isinstance(entry, Unsupported):
         return PatchRow(op, "off", entry.reason), {}
-    swaps: dict[type[nn.Module], type[nn.Module]] = {}
-    num_modules = 0
+    swaps: dict[nn.Module, type[nn.Module]] = {}
     for swap in entry:
-        original = guards.find_class(modeling, swap.target, family.name)
+        if swap.at is None:
+            original = guards.find_class(modeling, swap.target, family.name)
+        else:
+            original = nn.Linear
         subclass = _subclass(original, swap.forward, modeling, swap.settings)
         guards.check_forward(original, subclass)
-        modules = by_class.get(original, [])
+        modules = _modules_of(model, original, swap.at, family)
         if not modules:
             raise PatchError(
                 f"the model has no {swap.target}, which the {family.name} row patches for {op}",
@@ -223,12 +232,22 @@ def _plan_op(
         guards.check_instances(modules, original)
         for module in modules:
             reason = subclass.unfit(module)
+            if type(module) is not original:  # a LoRA or quantised layer stands at `swap.at`
+                reason = f"{swap.at} is a {type(module).__name__}, not a plain Linear"
             if reason:
                 return PatchRow(op, "off", f"{swap.target}: {reason}"), {}
-        swaps[original] = subclass
-        num_modules += len(modules)
+        swaps.update(dict.fromkeys(modules, subclass))
     names = tuple(dict.fromkeys(name for swap in entry for name in swap.forward.uses))
-    return PatchRow(op, "on", "", names, num_modules), swaps
+    return PatchRow(op, "on", "", names, len(swaps)), swaps
+
+
+def _modules_of(
+    model: nn.Module, original: type[nn.Module], at: str | None, family: Family
+) -> list[nn.Module]:
+    if at is None:
+        return [module for module in model.modules() if type(module) is original]
+    heads = (module for module in model.modules() if type(module).__name__ == family.causal_lm)
+    return [head.get_submodule(at) for head in heads]
 
 
 _originals: dict[type[nn.Module], type[nn.Module]] = {}
@@ -270,10 +289,3 @@ def _patched_modules(model: nn.Module, generated: set[type[nn.Module]]) -> Itera
     """Modules whose class is one of ``generated`` or was derived from one."""
     parents = tuple(generated)
     return (module for module in model.modules() if isinstance(module, parents))
-
-
-def _modules_by_class(model: nn.Module) -> dict[type[nn.Module], list[nn.Module]]:
-    found: dict[type[nn.Module], list[nn.Module]] = {}
-    for module in model.modules():
-        found.setdefault(type(module), []).append(module)
-    return found
