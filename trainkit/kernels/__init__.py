@@ -1,1 +1,24 @@
-"""Triton kernels with their references; the public functions."""
+"""Triton kernels with their references; the public functions.
+
+On a CPU tensor an op runs its reference in plain torch, except under ``TRITON_INTERPRET=1``, where
+the Triton kernel runs. Nothing here mutates its inputs, saved tensors or incoming gradients.
+"""
+
+from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_chunk
+from trainkit.kernels.rms_norm.function import add_rms_norm, rms_norm
+from trainkit.kernels.rope.function import apply_rope
+from trainkit.kernels.row_reduce.function import row_max, row_min
+from trainkit.kernels.swiglu.function import geglu_tanh, swiglu, swiglu_packed
+
+__all__ = [
+    "add_rms_norm",
+    "apply_rope",
+    "cross_entropy",
+    "cross_entropy_chunk",
+    "geglu_tanh",
+    "rms_norm",
+    "row_max",
+    "row_min",
+    "swiglu",
+    "swiglu_packed",
+]

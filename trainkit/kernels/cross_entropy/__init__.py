@@ -1,0 +1,1 @@
+"""Cross entropy on logits: loss and gradient in one pass."""

@@ -1,0 +1,259 @@
+"""Cross entropy with its gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainkit.kernels.cross_entropy.reference import (
+    cross_entropy_reference,
+    token_losses_reference,
+)
+from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
+
+if HAS_TRITON:
+    from trainkit.kernels.cross_entropy import kernel
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    num_items: Tensor | int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """Cross entropy of logits against labels that are already aligned with their rows.
+
+    The kernel makes the gradient together with the loss, in one extra tensor of the logits' size,
+    and never waits for the device.
+
+    Args:
+        logits: (..., V), any strides.
+        labels: (...), the column each row should predict. A label outside [0, V) other than
+            ignore_index makes the loss NaN on a GPU and raises on a CPU.
+        num_items: the denominator, a number or a tensor of one element. Default: the number of
+            labels other than ignore_index.
+        ignore_index: label of the rows that are not trained.
+        label_smoothing: share of the loss spread evenly over all columns.
+        softcap: the logits become ``softcap * tanh(logits / softcap)`` first.
+        z_loss: weight of ``logsumexp(logits)^2``.
+
+    Returns:
+        A scalar, fp32 (fp64 for fp64 logits): the sum over rows divided by num_items. With no
+        trained row or num_items 0 it is 0, and so are the gradients.
+
+    Raises:
+        ValueError: logits and labels do not fit.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} misfit")
+    if not runs_kernel(logits) or logits.shape[-1] == 0:
+        return cross_entropy_reference(
+            logits,
+            labels,
+            num_items=num_items,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
+    options = kernel.LossOptions(ignore_index, label_smoothing, softcap, z_loss)
+    # fp16 training scales the loss, so the gradient's factor is known only in the backward pass,
+    # and gradients without it would underflow. A traced graph must not depend on ctx's state.
+    deferred = logits.dtype == torch.float16 or torch.compiler.is_compiling()
+    function = _DeferredCrossEntropy if deferred else _CrossEntropy
+    return function.apply(logits, labels, num_items, options)
+
+
+def cross_entropy_chunk(
+    logits: Tensor,
+    labels: Tensor,
+    losses_out: Tensor,
+    scale: Tensor | float,
+    *,
+    want_grad: bool = True,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    correct_out: Tensor | None = None,
+) -> None:
+    """Losses of a chunk of logits, and its gradients in place of the logits.
+
+    A building block without autograd, for a caller that owns the logits' buffer.
+
+    Args:
+        logits: (N, V), unit column stride, any row stride; overwritten with the scaled gradients
+            if want_grad.
+        labels: (N,).
+        losses_out: (N,), fp32 (fp64 for fp64 logits), receives the unscaled losses.
+        scale: factor of the gradients, a number or a 0-d tensor on the logits' device.
+        want_grad: make gradients.
+        ignore_index: see `cross_entropy`.
+        label_smoothing: see `cross_entropy`.
+        softcap: see `cross_entropy`.
+        z_loss: see `cross_entropy`.
+        correct_out: (N,), any dtype, receives 1 where the label's logit is the row's largest and
+            the label is not ignored, else 0.
+    """
+    if not runs_kernel(logits):
+        _chunk_reference(
+            logits,
+            labels,
+            losses_out,
+            scale if want_grad else None,
+            correct_out,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
+        return
+    with device_of(logits):
+        kernel.launch(
+            logits,
+            labels.contiguous(),
+            kernel.LossOptions(ignore_index, label_smoothing, softcap, z_loss),
+            scale=scale,
+            losses=losses_out,
+            dlogits=logits if want_grad else None,
+            correct=correct_out,
+        )
+
+
+def _chunk_reference(
+    logits: Tensor,
+    labels: Tensor,
+    losses_out: Tensor,
+    scale: Tensor | float | None,
+    correct_out: Tensor | None,
+    *,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float | None,
+    z_loss: float,
+) -> None:
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_(scale is not None)
+        losses = token_losses_reference(
+            leaf,
+            labels,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            z_loss=z_loss,
+        )
+    losses_out.copy_(losses.detach())
+    if correct_out is not None:
+        target = labels.where(labels != ignore_index, 0).unsqueeze(-1).long()
+        best = logits.gather(-1, target).squeeze(-1) >= logits.amax(-1)
+        correct_out.copy_(best & (labels != ignore_index))
+    if scale is not None:
+        weights = torch.as_tensor(scale, device=losses.device).to(losses.dtype)
+        (gradient,) = torch.autograd.grad(losses, leaf, weights.expand_as(losses))
+        logits.copy_(gradient)
+
+
+def _prepare(
+    logits: Tensor, labels: Tensor, num_items: Tensor | int | None, options: "kernel.LossOptions"
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
+    """Rows, labels (N,), the gradients' scale, and room for the losses (N,)."""
+    rows = as_rows(logits)
+    flat = labels.reshape(-1).contiguous()
+    scale: Tensor | float
+    if isinstance(num_items, Tensor) and num_items.device == logits.device:
+        scale = kernel.launch_scale(flat, num_items, options.ignore_index, logits)
+    elif num_items is not None:
+        scale = 1.0 / float(num_items) if float(num_items) > 0 else 0.0
+    else:
+        scale = kernel.launch_scale(flat, None, options.ignore_index, logits)
+    losses = logits.new_empty((rows.shape[0],), dtype=kernel.loss_dtype(logits))
+    return rows, flat, scale, losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Makes the gradient with the loss, as if the loss were the end of the graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        num_items: Tensor | int | None,
+        options: "kernel.LossOptions",
+    ) -> Tensor:
+        with device_of(logits):
+            rows, flat, scale, losses = _prepare(logits, labels, num_items, options)
+            dlogits = rows.new_empty(rows.shape) if ctx.needs_input_grad[0] else None
+            kernel.launch(rows, flat, options, scale=scale, losses=losses, dlogits=dlogits)
+            loss = kernel.launch_sum(losses, scale)
+        ctx.scale, ctx.options, ctx.handed_over = scale, options, False
+        ctx.save_for_backward(logits, flat, dlogits)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        logits, flat, dlogits = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        # The first backward gives the prepared gradient away, made again from the logits if the
+        # loss was scaled after all. A later one must not touch it, and makes its own.
+        fresh = ctx.handed_over
+        ctx.handed_over = True
+        rows = as_rows(logits)
+        if fresh:
+            dlogits = rows.new_empty(rows.shape)
+        with device_of(logits):
+            kernel.launch(
+                rows,
+                flat,
+                ctx.options,
+                scale=ctx.scale,
+                dlogits=dlogits,
+                grad_output=grad_output,
+                skip_unit_grad_output=not fresh,
+            )
+        return dlogits.view(logits.shape), None, None, None
+
+
+class _DeferredCrossEntropy(torch.autograd.Function):
+    """Makes the gradient in the backward pass: one more read of the logits, no state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        num_items: Tensor | int | None,
+        options: "kernel.LossOptions",
+    ) -> Tensor:
+        with device_of(logits):
+            rows, flat, scale, losses = _prepare(logits, labels, num_items, options)
+            kernel.launch(rows, flat, options, scale=scale, losses=losses)
+            loss = kernel.launch_sum(losses, scale)
+        on_device = isinstance(scale, Tensor)
+        ctx.scale, ctx.options = None if on_device else scale, options
+        ctx.save_for_backward(logits, flat, scale if on_device else None)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        logits, flat, scale = ctx.saved_tensors
+        rows = as_rows(logits)
+        dlogits = rows.new_empty(rows.shape)
+        with device_of(logits):
+            kernel.launch(
+                rows,
+                flat,
+                ctx.options,
+                scale=ctx.scale if scale is None else scale,
+                dlogits=dlogits,
+                grad_output=grad_output,
+            )
+        return dlogits.view(logits.shape), None, None, None

@@ -1,0 +1,357 @@
+"""The cross-entropy kernel. N rows, V columns.
+
+One program makes one row's loss and gradient. A perfect kernel reads the logits once and writes the
+gradient once; a row of a large vocabulary (300 kB) fits no register file, so part of it is read
+twice. The end of the row (RESIDENT columns) stays in registers between the passes; the rest is
+streamed, and the second pass walks it backwards, over what the L2 cache saw last.
+
+The sum over the other tokens is kept apart from the label's own term, so that ``p - 1`` and the
+loss of a token the model is sure of come out of a sum of small numbers, not of a difference of
+nearly equal ones.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
+
+
+@triton.jit
+def _cap(x, SOFTCAP: tl.constexpr):
+    # softcap * tanh(x / softcap), tanh(y) = 2 sigmoid(2y) - 1
+    if SOFTCAP > 0.0:
+        x = SOFTCAP * (2.0 / (1.0 + tl.exp(-2.0 / SOFTCAP * x)) - 1.0)
+    return x
+
+
+@triton.jit
+def _log1p(x):
+    # Exact for small x: the rounding of 1 + x cancels in the quotient.
+    w = 1.0 + x
+    return tl.where(w == 1.0, x, tl.log(w) * (x / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def _gradient(x, cols, label, top, factor, floor, label_gradient, SOFTCAP: tl.constexpr):
+    value = _cap(x, SOFTCAP)
+    gradient = tl.exp(value - top) * factor - floor
+    gradient = tl.where(cols == label, label_gradient, gradient)
+    if SOFTCAP > 0.0:
+        slope = value / SOFTCAP
+        gradient = gradient * (1.0 - slope * slope)
+    return gradient
+
+
+@triton.jit(do_not_specialize=["ignore_index", "scale_value"])
+def _cross_entropy(
+    logits_ptr,
+    dlogits_ptr,
+    labels_ptr,
+    losses_ptr,
+    correct_ptr,
+    scale_ptr,
+    grad_output_ptr,
+    logits_stride,
+    dlogits_stride,
+    ignore_index,
+    scale_value,
+    SCALE_IS_TENSOR: tl.constexpr,
+    HAS_GRAD_OUTPUT: tl.constexpr,
+    SKIP_UNIT_GRAD_OUTPUT: tl.constexpr,
+    WANT_LOSS: tl.constexpr,
+    WANT_CORRECT: tl.constexpr,
+    WANT_GRAD: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    NUM_STREAMED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    WIDE: tl.constexpr = tl.float64 if logits_ptr.dtype.element_ty == tl.float64 else tl.float32
+    dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * logits_stride
+    dlogits_ptr += row * dlogits_stride
+
+    scale = tl.load(scale_ptr).to(WIDE) if SCALE_IS_TENSOR else scale_value
+    if HAS_GRAD_OUTPUT:
+        grad_output = tl.load(grad_output_ptr).to(WIDE)
+        if SKIP_UNIT_GRAD_OUTPUT:
+            if grad_output == 1.0:
+                return
+        scale = scale * grad_output
+
+    label = tl.load(labels_ptr + row).to(tl.int32)
+    block_cols = tl.arange(0, BLOCK)
+    resident_start: tl.constexpr = NUM_STREAMED * BLOCK
+    resident_cols = resident_start + tl.arange(0, RESIDENT)
+    resident_mask = resident_cols < V
+    if label == ignore_index:
+        if WANT_LOSS:
+            tl.store(losses_ptr + row, tl.zeros([], dtype=losses_ptr.dtype.element_ty))
+        if WANT_CORRECT:
+            tl.store(correct_ptr + row, tl.zeros([], dtype=correct_ptr.dtype.element_ty))
+        if WANT_GRAD:
+            for index in range(NUM_STREAMED):
+                zeros = tl.zeros([BLOCK], dtype=dtype)
+                tl.store(dlogits_ptr + index * BLOCK + block_cols, zeros)
+            zeros = tl.zeros([RESIDENT], dtype=dtype)
+            tl.store(dlogits_ptr + resident_cols, zeros, mask=resident_mask)
+        return
+
+    # A label that names no column must not read out of bounds: its row becomes NaN, loudly.
+    known = (label >= 0) & (label < V)
+    label_logit = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
+    label_logit = _cap(label_logit, SOFTCAP)
+
+    # Pass 1. Each lane keeps a running maximum and the sum of exp(x - maximum) of its columns, with
+    # one exp a column: either the sum shrinks by exp(old - new) or the column adds that much.
+    lane_top = tl.full([BLOCK], -3.0e38, dtype=WIDE)
+    lane_sum = tl.zeros([BLOCK], dtype=WIDE)
+    if SMOOTHING > 0.0:
+        lane_total = tl.zeros([BLOCK], dtype=WIDE)
+    for index in tl.range(0, NUM_STREAMED, num_stages=STAGES):
+        start = index * BLOCK
+        x = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_last").to(WIDE)
+        x = _cap(x, SOFTCAP)
+        if SMOOTHING > 0.0:
+            lane_total += x
+        x = tl.where(block_cols == label - start, -float("inf"), x)
+        step = tl.exp(-tl.abs(x - lane_top))
+        rises = x > lane_top
+        lane_sum = tl.where(rises, lane_sum * step + 1.0, lane_sum + step)
+        lane_top = tl.where(rises, x, lane_top)
+    kept = tl.load(logits_ptr + resident_cols, mask=resident_mask, other=-float("inf"))
+    x = _cap(kept.to(WIDE), SOFTCAP)
+    others = tl.where(resident_cols == label, -float("inf"), x)
+    top = tl.maximum(tl.max(others, axis=0), label_logit)
+    if NUM_STREAMED > 0:
+        top = tl.maximum(top, tl.max(lane_top, axis=0))
+    sum_others = tl.sum(tl.exp(tl.where(resident_mask, others - top, -float("inf"))), axis=0)
+    if NUM_STREAMED > 0:
+        sum_others += tl.sum(lane_sum * tl.exp(lane_top - top), axis=0)
+    # maximum() may drop a NaN; the sums carry it on.
+    above = label_logit - top
+    total = sum_others + tl.exp(above)
+    log_total = tl.log(total)
+
+    if WANT_LOSS:
+        nll = tl.where(above == 0.0, _log1p(sum_others), log_total - above)
+        loss = nll
+        if SMOOTHING > 0.0:
+            mean = tl.sum(tl.where(resident_mask, x, 0.0), axis=0)
+            if NUM_STREAMED > 0:
+                mean += tl.sum(lane_total, axis=0)
+            mean = mean / V
+            loss = (1.0 - SMOOTHING) * nll + SMOOTHING * (log_total + (top - mean))
+        if Z_LOSS > 0.0:
+            lse = top + log_total
+            loss += Z_LOSS * lse * lse
+        tl.store(losses_ptr + row, loss.to(losses_ptr.dtype.element_ty))
+    if WANT_CORRECT:
+        tl.store(correct_ptr + row, (above == 0.0).to(correct_ptr.dtype.element_ty))
+
+    # Pass 2. d loss / d x_j = p_j (1 + 2 z lse) - e / V, and 1 - e less for the label.
+    if WANT_GRAD:
+        weight = scale
+        if Z_LOSS > 0.0:
+            weight = scale * (1.0 + 2.0 * Z_LOSS * (top + log_total))
+        factor = weight / total
+        floor = scale * (SMOOTHING / V)
+        # p - 1 = -sum_others / total
+        label_gradient = (weight - scale) - sum_others * factor - floor
+        if SMOOTHING > 0.0:
+            label_gradient += scale * SMOOTHING
+        gradient = _gradient(
+            kept.to(WIDE), resident_cols, label, top, factor, floor, label_gradient, SOFTCAP
+        )
+        tl.store(dlogits_ptr + resident_cols, gradient.to(dtype), mask=resident_mask)
+        for reverse in tl.range(0, NUM_STREAMED, num_stages=STAGES):
+            start = (NUM_STREAMED - 1 - reverse) * BLOCK
+            x = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_first").to(WIDE)
+            gradient = _gradient(
+                x, block_cols, label - start, top, factor, floor, label_gradient, SOFTCAP
+            )
+            tl.store(
+                dlogits_ptr + start + block_cols,
+                gradient.to(dtype),
+                eviction_policy="evict_first",
+            )
+
+
+@triton.jit(do_not_specialize=["num_rows", "ignore_index"])
+def _count_scale(
+    labels_ptr, scale_ptr, num_rows, ignore_index, GIVEN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """scale = 1 / number of trained labels (or 1 / the given number), 0 when there is none."""
+    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    if GIVEN:
+        count = tl.load(labels_ptr).to(dtype)
+    else:
+        lanes = tl.zeros([BLOCK], dtype=tl.int32)
+        for start in range(0, num_rows, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            label = tl.load(labels_ptr + at, mask=at < num_rows, other=0)
+            lanes += ((label != ignore_index) & (at < num_rows)).to(tl.int32)
+        count = tl.sum(lanes, axis=0).to(dtype)
+    tl.store(scale_ptr, tl.where(count > 0, 1.0 / tl.where(count > 0, count, 1.0), 0.0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "scale_value"])
+def _sum_losses(
+    losses_ptr,
+    scale_ptr,
+    loss_ptr,
+    num_rows,
+    scale_value,
+    SCALE_IS_TENSOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lanes = tl.zeros([BLOCK], dtype=losses_ptr.dtype.element_ty)
+    for start in range(0, num_rows, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        lanes += tl.load(losses_ptr + at, mask=at < num_rows, other=0.0)
+    scale = tl.load(scale_ptr) if SCALE_IS_TENSOR else scale_value
+    tl.store(loss_ptr, (tl.sum(lanes, axis=0) * scale).to(loss_ptr.dtype.element_ty))
+
+
+CROSS_ENTROPY = Kernel(_cross_entropy)
+COUNT_SCALE = Kernel(_count_scale)
+SUM_LOSSES = Kernel(_sum_losses)
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the loss is, apart from its inputs; hashable, part of the kernel's signature."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+
+@functools.cache
+def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK, RESIDENT, NUM_STREAMED, num_warps, STAGES) by row length and bytes an element."""
+    if INTERPRETING:
+        block, most, warps, stages = 4096, 8192, 4, 1
+    else:
+        block, most, warps, stages = 8192, 65536 // element_size, 16, 3
+    resident = min(next_power_of_2(vocab), most)
+    streamed = -(-max(0, vocab - resident) // block)
+    return block, resident, streamed, 4 if vocab <= 4096 else warps, stages
+
+
+def launch(
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    *,
+    scale: Tensor | float,
+    losses: Tensor | None = None,
+    dlogits: Tensor | None = None,
+    correct: Tensor | None = None,
+    grad_output: Tensor | None = None,
+    skip_unit_grad_output: bool = False,
+) -> None:
+    """Losses and gradients of the rows of logits (N, V), each only where an output is given.
+
+    Args:
+        logits: (N, V), unit column stride.
+        labels: (N,), contiguous.
+        options: the loss.
+        scale: factor of the gradients (not of the losses), a number or a 0-d tensor.
+        losses: (N,) receives the losses.
+        dlogits: (N, V), unit column stride, receives the gradients; may be logits itself.
+        correct: (N,) receives 1 where no other column exceeds the label's.
+        grad_output: 0-d, a further factor of the gradients.
+        skip_unit_grad_output: do nothing at all when grad_output is 1, decided on the device.
+    """
+    num_rows, vocab = logits.shape
+    if not num_rows:
+        return
+    block, resident, streamed, warps, stages = config(vocab, logits.element_size())
+    on_device = isinstance(scale, Tensor)
+    out = logits if dlogits is None else dlogits
+    filler = labels
+    CROSS_ENTROPY.launch(
+        (num_rows,),
+        (
+            logits,
+            out,
+            labels,
+            filler if losses is None else losses,
+            filler if correct is None else correct,
+            scale if isinstance(scale, Tensor) else filler,
+            filler if grad_output is None else grad_output,
+        ),
+        (logits.stride(0), out.stride(0)),
+        (options.ignore_index, 0.0 if on_device else float(scale)),
+        (
+            on_device,
+            grad_output is not None,
+            skip_unit_grad_output,
+            losses is not None,
+            correct is not None,
+            dlogits is not None,
+            options.label_smoothing,
+            options.softcap or 0.0,
+            options.z_loss,
+            vocab,
+            block,
+            resident,
+            streamed,
+            stages,
+        ),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def launch_scale(
+    labels: Tensor, num_items: Tensor | None, ignore_index: int, like: Tensor
+) -> Tensor:
+    """1 / num_items, or 1 / the number of labels that are not ignored; 0 instead of infinity."""
+    scale = like.new_empty((), dtype=_wide(like.dtype))
+    source = labels if num_items is None else num_items
+    COUNT_SCALE.launch(
+        (1,),
+        (source, scale),
+        (),
+        (labels.shape[0], ignore_index),
+        (num_items is not None, 2048),
+        num_warps=8,
+    )
+    return scale
+
+
+def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
+    """The sum of the losses (N,) times the scale, in a fixed order."""
+    loss = losses.new_empty(())
+    on_device = isinstance(scale, Tensor)
+    SUM_LOSSES.launch(
+        (1,),
+        (losses, scale if isinstance(scale, Tensor) else losses, loss),
+        (),
+        (losses.shape[0], 0.0 if on_device else float(scale)),
+        (on_device, 2048),
+        num_warps=8,
+    )
+    return loss
+
+
+def loss_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype losses are kept in: fp64 for fp64 logits, else fp32."""
+    return _wide(logits.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

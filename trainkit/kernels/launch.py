@@ -1,0 +1,163 @@
+"""Where an op runs, and how its kernel is launched with little host time.
+
+A Triton launch through ``kernel[grid](...)`` analyses every argument each time, about 15 us of host
+time. A small model pays that hundreds of times a step. `launch` asks Triton once per signature and
+calls the compiled kernel directly afterwards, as long as the arguments keep the properties Triton
+compiled for; otherwise it takes Triton's own road.
+"""
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+except ImportError:  # a machine without Triton runs the references
+    HAS_TRITON = False
+    INTERPRETING = False
+else:
+    HAS_TRITON = True
+    INTERPRETING = bool(triton.knobs.runtime.interpret)
+
+if INTERPRETING:
+    from trainkit.kernels import interpreter
+
+    interpreter.install()
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NO_GUARD = contextlib.nullcontext()
+
+
+def runs_kernel(*tensors: Tensor) -> bool:
+    """Whether an op on these tensors runs its Triton kernel; otherwise it runs its reference.
+
+    The reference serves CPU tensors (unless ``TRITON_INTERPRET=1``), machines without Triton,
+    dtypes a kernel does not know, and tensor subclasses such as DTensor, whose data a kernel
+    cannot address.
+    """
+    if not (HAS_TRITON and (INTERPRETING or tensors[0].is_cuda)):
+        return False
+    for tensor in tensors:
+        if tensor.dtype not in KERNEL_DTYPES:
+            return False
+        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            return False
+    return True
+
+
+def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A context in which the tensor's device is the current one; free when it already is."""
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return _NO_GUARD
+    if tensor.get_device() == torch.cuda.current_device():
+        return _NO_GUARD
+    return torch.cuda.device(tensor.get_device())
+
+
+@functools.cache
+def _num_multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def num_multiprocessors(tensor: Tensor) -> int:
+    """Multiprocessors of the tensor's GPU; two under the interpreter, to exercise the loops."""
+    return _num_multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def largest_power_of_2_dividing(n: int) -> int:
+    """The largest power of two that divides n."""
+    return n & -n
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """The tensor as (M, N) rows with unit column stride; a copy only where no such view exists."""
+    rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class Kernel:
+    """A jitted kernel with a short way to launch it.
+
+    Its parameters must come in this order: pointers, integers that Triton may specialise (strides),
+    free numbers that it must not (named in ``do_not_specialize``), constexprs.
+    """
+
+    # Triton specialises pointers and integers on divisibility by 16, integers on their width too.
+    _ALIGNMENT: ClassVar[int] = 15
+    _INT32_END: ClassVar[int] = 1 << 31
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+        self._compiled: dict[tuple, Any] = {}
+
+    def launch(
+        self,
+        grid: tuple[int],
+        pointers: Sequence[Tensor],
+        strides: Sequence[int],
+        free: Sequence[float],
+        constants: tuple,
+        *,
+        num_warps: int,
+        num_stages: int = 1,
+    ) -> None:
+        """Launch on the current device and stream.
+
+        Args:
+            grid: number of programs on the only axis.
+            pointers: tensors on the current device.
+            strides: integers Triton may specialise; the short way needs them divisible by 16.
+            free: numbers whose value does not change the code.
+            constants: constexpr values; part of the signature.
+            num_warps: warps of a program.
+            num_stages: depth of software pipelining.
+        """
+        if torch.compiler.is_compiling() or INTERPRETING:
+            self.jitted[grid](
+                *pointers, *strides, *free, *constants, num_warps=num_warps, num_stages=num_stages
+            )
+            return
+        mixed = 0
+        for pointer in pointers:
+            mixed |= pointer.data_ptr()
+        for stride in strides:
+            mixed |= stride
+            if stride >= self._INT32_END:
+                mixed |= 1
+        for number in free:
+            if number >= self._INT32_END:
+                mixed |= 1
+        device = pointers[0].get_device()
+        key = (device, constants, num_warps, num_stages, *[p.dtype for p in pointers])
+        compiled = None if mixed & self._ALIGNMENT else self._compiled.get(key)
+        if compiled is None:
+            compiled = self.jitted[grid](
+                *pointers, *strides, *free, *constants, num_warps=num_warps, num_stages=num_stages
+            )
+            if not mixed & self._ALIGNMENT:
+                self._compiled[key] = compiled
+            return
+        compiled.run(
+            grid[0],
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(device),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *pointers,
+            *strides,
+            *free,
+            *constants,
+        )

@@ -1,0 +1,160 @@
+"""RMSNorm and add + RMSNorm with their gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
+from trainkit.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+
+if HAS_TRITON:
+    from trainkit.kernels.rms_norm import kernel
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast: str = "llama"
+) -> Tensor:
+    """Root-mean-square normalisation over the last axis.
+
+    Args:
+        x: (..., H), any strides.
+        weight: (H,).
+        eps: added to the mean square.
+        offset: added to the weight (gemma: 1).
+        cast: where Hugging Face's module rounds. "llama": the normalised row is rounded to x's
+            dtype, then multiplied by the weight in the wider of the two dtypes. "gemma": all in
+            fp32, rounded once to x's dtype.
+
+    Returns:
+        y, shaped as x.
+
+    Raises:
+        ValueError: the weight does not fit x, or the cast is unknown.
+    """
+    _check(x, weight, cast)
+    if not runs_kernel(x, weight) or x.shape[-1] > kernel.MAX_HIDDEN:
+        return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
+    return _RMSNorm.apply(x, weight, eps, offset, cast == "gemma")
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    cast: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """``s = x + residual`` and its RMSNorm, in one pass.
+
+    The sum is rounded to its dtype before it is normalised, exactly as two separate modules would.
+
+    Args:
+        x: (..., H), any strides.
+        residual: shaped as x.
+        weight: (H,).
+        eps: added to the mean square.
+        offset: added to the weight (gemma: 1).
+        cast: see `rms_norm`.
+
+    Returns:
+        (rms_norm(s), s), both shaped as x.
+
+    Raises:
+        ValueError: shapes do not fit, or the cast is unknown.
+    """
+    _check(x, weight, cast)
+    if x.shape != residual.shape:
+        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape")
+    if not runs_kernel(x, residual, weight) or x.shape[-1] > kernel.MAX_HIDDEN:
+        return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
+    return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast == "gemma")
+
+
+def _check(x: Tensor, weight: Tensor, cast: str) -> None:
+    if weight.dim() != 1 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {x.shape[-1]}")
+    if cast not in ("llama", "gemma"):
+        raise ValueError(f"cast is {cast!r}; it must be 'llama' or 'gemma'")
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, gemma: bool
+    ) -> Tensor:
+        with device_of(x):
+            y, _, rstd = kernel.launch_forward(
+                as_rows(x), None, weight.contiguous(), eps, offset, gemma
+            )
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        want_dx, want_dw = ctx.needs_input_grad[:2]
+        with device_of(x):
+            dx, dw = kernel.launch_backward(
+                as_rows(x),
+                weight.contiguous(),
+                rstd,
+                as_rows(dy),
+                None,
+                ctx.offset,
+                want_dx,
+                want_dw,
+            )
+        return None if dx is None else dx.view(x.shape), dw, None, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        offset: float,
+        gemma: bool,
+    ) -> tuple[Tensor, Tensor]:
+        with device_of(x):
+            y, total, rstd = kernel.launch_forward(
+                as_rows(x), as_rows(residual), weight.contiguous(), eps, offset, gemma
+            )
+        total = total.view(x.shape)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.offset = offset
+        ctx.dtypes = (x.dtype, residual.dtype)
+        return y.view(x.shape), total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        total, weight, rstd = ctx.saved_tensors
+        want_x, want_residual, want_dw = ctx.needs_input_grad[:3]
+        with device_of(total):
+            ds, dw = kernel.launch_backward(
+                as_rows(total),
+                weight.contiguous(),
+                rstd,
+                as_rows(dy),
+                as_rows(dtotal),
+                ctx.offset,
+                want_x or want_residual,
+                want_dw,
+            )
+        if ds is None:
+            return None, None, dw, None, None, None
+        ds = ds.view(total.shape)
+        # Both branches get the same tensor: none of our ops writes into a gradient it was given.
+        x_dtype, residual_dtype = ctx.dtypes
+        dx = ds.to(x_dtype) if want_x else None
+        dresidual = ds.to(residual_dtype) if want_residual else None
+        return dx, dresidual, dw, None, None, None

@@ -1,0 +1,255 @@
+"""RMSNorm kernels. M rows, H hidden size, P programs of the backward pass.
+
+Bytes a perfect kernel moves, in elements: forward 2MH (4MH with the addition), backward 3MH (4MH).
+The forward keeps whole rows in registers. The backward is persistent: P programs walk over the rows
+with the next tiles in flight, because a reduction along the row otherwise leaves the memory idle;
+each keeps its share of dw in registers and leaves one fp32 row of a (P, H) buffer, which a second
+kernel sums in a fixed order. So dw is the same bits in every run.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2, num_multiprocessors
+
+MAX_HIDDEN = 65536  # one row must fit the registers of a program
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _forward(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    total_ptr,
+    rstd_ptr,
+    x_stride,
+    residual_stride,
+    num_rows,
+    eps: tl.constexpr,
+    offset: tl.constexpr,
+    GEMMA: tl.constexpr,
+    ADD: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    WIDE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    # The row that is normalised: x itself, or the rounded sum.
+    NARROW: tl.constexpr = total_ptr.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_H)
+    row_mask = rows < num_rows
+    mask = row_mask[:, None] & (cols < H)[None, :]
+
+    weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(WIDE) + offset
+    x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=mask, other=0.0).to(WIDE)
+    if ADD:
+        residual = tl.load(
+            residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=mask, other=0.0
+        )
+        total = (x + residual.to(WIDE)).to(NARROW)
+        tl.store(total_ptr + rows[:, None] * H + cols[None, :], total, mask=mask)
+        x = total.to(WIDE)
+
+    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=row_mask)
+    normal = x * rstd[:, None]
+    if not GEMMA:
+        normal = normal.to(NARROW).to(WIDE)
+    y = normal * weight[None, :]
+    tl.store(y_ptr + rows[:, None] * H + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_programs"])
+def _backward(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dy_ptr,
+    dtotal_ptr,
+    dx_ptr,
+    partial_ptr,
+    x_stride,
+    dy_stride,
+    dtotal_stride,
+    num_rows,
+    num_programs,
+    offset: tl.constexpr,
+    ADD: tl.constexpr,
+    WANT_DX: tl.constexpr,
+    WANT_DW: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    WIDE: tl.constexpr = tl.float64 if x_ptr.dtype.element_ty == tl.float64 else tl.float32
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_H)
+    col_mask = cols < H
+    weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(WIDE) + offset
+    if WANT_DW:
+        dw = tl.zeros([BLOCK_ROWS, BLOCK_H], dtype=WIDE)
+
+    num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    for tile in tl.range(program, num_tiles, num_programs, num_stages=STAGES):
+        rows = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+        row_mask = rows < num_rows
+        mask = row_mask[:, None] & col_mask[None, :]
+        at = rows[:, None]
+        x = tl.load(x_ptr + at * x_stride + cols[None, :], mask=mask, other=0.0).to(WIDE)
+        dy = tl.load(dy_ptr + at * dy_stride + cols[None, :], mask=mask, other=0.0).to(WIDE)
+        if ADD:
+            dtotal = tl.load(
+                dtotal_ptr + at * dtotal_stride + cols[None, :], mask=mask, other=0.0
+            ).to(WIDE)
+        rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        normal = x * rstd[:, None]
+        if WANT_DX:
+            # y = w * x * rstd(x), so with g = w * dy: dx = rstd * (g - normal * mean(g * normal)).
+            g = dy * weight[None, :]
+            mean = tl.sum(g * normal, axis=1) / H
+            dx = (g - normal * mean[:, None]) * rstd[:, None]
+            if ADD:
+                dx += dtotal
+            tl.store(dx_ptr + at * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WANT_DW:
+            dw += dy * normal
+
+    if WANT_DW:
+        share = tl.sum(dw, axis=0)
+        tl.store(partial_ptr + program.to(tl.int64) * H + cols, share, mask=col_mask)
+
+
+@triton.jit(do_not_specialize=["num_partials"])
+def _sum_partials(
+    partial_ptr,
+    dw_ptr,
+    num_partials,
+    H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    cols = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    total = tl.zeros([BLOCK_P, BLOCK_H], dtype=partial_ptr.dtype.element_ty)
+    for start in range(0, num_partials, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)
+        mask = (rows < num_partials)[:, None] & (cols < H)[None, :]
+        total += tl.load(partial_ptr + rows[:, None] * H + cols[None, :], mask=mask, other=0.0)
+    dw = tl.sum(total, axis=0).to(dw_ptr.dtype.element_ty)
+    tl.store(dw_ptr + cols, dw, mask=cols < H)
+
+
+FORWARD = Kernel(_forward)
+BACKWARD = Kernel(_backward)
+SUM_PARTIALS = Kernel(_sum_partials)
+
+
+@functools.cache
+def forward_config(hidden: int) -> tuple[int, int, int]:
+    """(BLOCK_H, BLOCK_ROWS, num_warps) by hidden size."""
+    block = next_power_of_2(hidden)
+    if INTERPRETING:
+        return block, max(1, min(64, 2**18 // block)), 4
+    rows = max(1, 2048 // block)
+    return block, rows, min(32, max(4, block // 1024))
+
+
+@functools.cache
+def backward_config(hidden: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK_H, BLOCK_ROWS, num_warps, STAGES, programs per multiprocessor) by hidden size."""
+    block = next_power_of_2(hidden)
+    if INTERPRETING:
+        return block, max(1, min(64, 2**18 // block)), 4, 1, 1
+    if block <= 1024:
+        return block, 2048 // block, 4, 3, 4
+    if block <= 2048:
+        return block, 1, 4, 3, 4
+    if block <= 4096:
+        return block, 1, 8, 3, 2
+    return block, 1, 16 if block <= 16384 else 32, 3 if block <= 8192 else 2, 1
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, gemma: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise the rows of x (M, H), or of x + residual.
+
+    Returns:
+        y (M, H), the rows that were normalised (x itself, or the sum), and rstd (M,).
+    """
+    num_rows, hidden = x.shape
+    add = residual is not None
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    total = x
+    if add:
+        total = x.new_empty((num_rows, hidden), dtype=_promote(x.dtype, residual.dtype))
+    y_dtype = total.dtype if gemma else _promote(total.dtype, weight.dtype)
+    y = x.new_empty((num_rows, hidden), dtype=y_dtype)
+    rstd = x.new_empty((num_rows,), dtype=wide)
+    if num_rows:
+        block, rows, warps = forward_config(hidden)
+        other = residual if add else x
+        FORWARD.launch(
+            (-(-num_rows // rows),),
+            (x, other, weight, y, total, rstd),
+            (x.stride(0), other.stride(0)),
+            (num_rows,),
+            (eps, offset, gemma, add, hidden, block, rows),
+            num_warps=warps,
+        )
+    return y, total, rstd
+
+
+def launch_backward(
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    offset: float,
+    want_dx: bool,
+    want_dw: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the normalised rows x (M, H) and of the weight; None where not wanted."""
+    num_rows, hidden = x.shape
+    if not num_rows:
+        return (torch.empty_like(x) if want_dx else None), (
+            torch.zeros_like(weight) if want_dw else None
+        )
+    block, rows, warps, stages, per_multiprocessor = backward_config(hidden)
+    programs = min(num_multiprocessors(x) * per_multiprocessor, -(-num_rows // rows))
+    dx = x.new_empty((num_rows, hidden)) if want_dx else x
+    partial = x.new_empty((programs, hidden), dtype=rstd.dtype) if want_dw else rstd
+    other = x if dtotal is None else dtotal
+    BACKWARD.launch(
+        (programs,),
+        (x, weight, rstd, dy, other, dx, partial),
+        (x.stride(0), dy.stride(0), other.stride(0)),
+        (num_rows, programs),
+        (offset, dtotal is not None, want_dx, want_dw, hidden, block, rows, stages),
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if not want_dw:
+        return dx, None
+    dw = torch.empty_like(weight)
+    block_p, block_h = (64, 512) if INTERPRETING else (64, 32)
+    SUM_PARTIALS.launch(
+        (-(-hidden // block_h),),
+        (partial, dw),
+        (),
+        (programs,),
+        (hidden, block_p, block_h),
+        num_warps=4,
+    )
+    return (dx if want_dx else None), dw
+
+
+def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    return left if left is right else torch.promote_types(left, right)

@@ -1,0 +1,77 @@
+"""Rotary position embedding with its gradient."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainkit.kernels.launch import HAS_TRITON, device_of, runs_kernel
+from trainkit.kernels.rope.reference import apply_rope_reference
+
+if HAS_TRITON:
+    from trainkit.kernels.rope import kernel
+
+
+def apply_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions, computed in fp32 and rounded once.
+
+    Args:
+        q: (B, q heads, S, D), any strides.
+        k: (B, k heads, S, D), any strides.
+        cos: (B or 1, S, R), R <= D even; columns from R on pass through. The second half of a row
+            repeats the first, as in every Hugging Face model. A constant: it gets no gradient.
+        sin: as cos.
+        interleaved: rotate the pairs (2j, 2j + 1), as glm does, instead of (j, j + R/2).
+
+    Returns:
+        (q, k) rotated, in the dtypes given. Where the kernel runs they are transposed views of
+        (B, S, heads, D)-contiguous memory.
+
+    Raises:
+        ValueError: the shapes do not fit each other.
+    """
+    _check(q, k, cos, sin)
+    if not runs_kernel(q, k, cos, sin):
+        return apply_rope_reference(q, k, cos, sin, interleaved=interleaved)
+    return _Rope.apply(q, k, cos, sin, interleaved)
+
+
+def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    batch, _, seq_len, head_dim = q.shape
+    fits = (
+        (k.shape[0], k.shape[2], k.shape[3]) == (batch, seq_len, head_dim)
+        and cos.shape == sin.shape
+        and cos.dim() == 3
+        and cos.shape[0] in (1, batch)
+        and cos.shape[1] == seq_len
+        and cos.shape[2] <= head_dim
+        and cos.shape[2] % 2 == 0
+    )
+    if not fits:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} and sin "
+            f"{tuple(sin.shape)} do not fit: want (B, heads, S, D) and (B or 1, S, R), R <= D even"
+        )
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        with device_of(q):
+            return kernel.launch(q, k, cos, sin, backward=False, interleaved=interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        with device_of(dq):
+            dq, dk = kernel.launch(dq, dk, cos, sin, backward=True, interleaved=ctx.interleaved)
+        want_q, want_k = ctx.needs_input_grad[:2]
+        return dq if want_q else None, dk if want_k else None, None, None, None

@@ -1,0 +1,234 @@
+"""The rotary kernel: queries and keys in one launch, forward and backward.
+
+B batch, S sequence, T = B * S tokens, D head size, R rotary size (R <= D; the rest passes through).
+The bytes are one read and one write of q and k. A program turns a tile of tokens and heads; half a
+row of cos and sin serves all its heads (the other half repeats the first in every family). There
+is no padding of head counts to powers of two: 14 query and 2 key heads are 8 groups of 2.
+The backward pass is the same rotation with sin negated: the transpose, not the inverse, because
+attention scaling may be folded into cos and sin.
+"""
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trainkit.kernels.launch import (
+    INTERPRETING,
+    Kernel,
+    largest_power_of_2_dividing,
+    next_power_of_2,
+)
+
+
+@triton.jit
+def _turn(
+    src_ptr,
+    dst_ptr,
+    src_rows,
+    dst_rows,
+    head_stride,
+    first_head,
+    token_mask,
+    cos,
+    sin,
+    INTERLEAVED: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    dtype: tl.constexpr = dst_ptr.dtype.element_ty
+    HALF: tl.constexpr = R // 2
+    heads = first_head + tl.arange(0, HEADS)
+    src = src_ptr + src_rows[:, None, None] + (heads * head_stride)[None, :, None]
+    dst = dst_ptr + dst_rows[:, None, None] + (heads * D)[None, :, None]
+    cos = cos[:, None, :]
+    sin = sin[:, None, :]
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * BLOCK_HALF)
+        mask = token_mask[:, None, None] & (cols < R)[None, None, :]
+        pairs = tl.load(src + cols[None, None, :], mask=mask, other=0.0).to(cos.dtype)
+        first, second = tl.split(tl.reshape(pairs, [BLOCK_T, HEADS, BLOCK_HALF, 2]))
+        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
+        turned = tl.reshape(turned, [BLOCK_T, HEADS, 2 * BLOCK_HALF])
+        tl.store(dst + cols[None, None, :], turned.to(dtype), mask=mask)
+    else:
+        cols = tl.arange(0, BLOCK_HALF)
+        mask = token_mask[:, None, None] & (cols < HALF)[None, None, :]
+        first = tl.load(src + cols[None, None, :], mask=mask, other=0.0).to(cos.dtype)
+        second = tl.load(src + HALF + cols[None, None, :], mask=mask, other=0.0).to(cos.dtype)
+        tl.store(dst + cols[None, None, :], (first * cos - second * sin).to(dtype), mask=mask)
+        tl.store(
+            dst + HALF + cols[None, None, :], (second * cos + first * sin).to(dtype), mask=mask
+        )
+    if R < D:
+        cols = R + tl.arange(0, BLOCK_REST)
+        mask = token_mask[:, None, None] & (cols < D)[None, None, :]
+        tl.store(
+            dst + cols[None, None, :],
+            tl.load(src + cols[None, None, :], mask=mask, other=0.0),
+            mask=mask,
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "seq_len"])
+def _rope(
+    q_ptr,
+    k_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_batch_stride,
+    q_head_stride,
+    q_seq_stride,
+    k_batch_stride,
+    k_head_stride,
+    k_seq_stride,
+    cos_batch_stride,
+    cos_seq_stride,
+    num_tokens,
+    seq_len,
+    BACKWARD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    WIDE: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
+    Q_GROUPS: tl.constexpr = Q_HEADS // HEADS
+    GROUPS: tl.constexpr = (Q_HEADS + K_HEADS) // HEADS
+    program = tl.program_id(0)
+    group = program % GROUPS
+    tokens = (program // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    token_mask = tokens < num_tokens
+    batch = tokens // seq_len
+    position = tokens % seq_len
+
+    cols = tl.arange(0, BLOCK_HALF)
+    angle = (batch * cos_batch_stride + position * cos_seq_stride)[:, None] + cols[None, :]
+    angle_mask = token_mask[:, None] & (cols < R // 2)[None, :]
+    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0).to(WIDE)
+    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0).to(WIDE)
+    if BACKWARD:
+        sin = -sin
+
+    if group < Q_GROUPS:
+        _turn(
+            q_ptr,
+            q_out_ptr,
+            batch * q_batch_stride + position * q_seq_stride,
+            tokens * (Q_HEADS * D),
+            q_head_stride,
+            group * HEADS,
+            token_mask,
+            cos,
+            sin,
+            INTERLEAVED,
+            R,
+            D,
+            HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+            BLOCK_T,
+        )
+    else:
+        _turn(
+            k_ptr,
+            k_out_ptr,
+            batch * k_batch_stride + position * k_seq_stride,
+            tokens * (K_HEADS * D),
+            k_head_stride,
+            (group - Q_GROUPS) * HEADS,
+            token_mask,
+            cos,
+            sin,
+            INTERLEAVED,
+            R,
+            D,
+            HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+            BLOCK_T,
+        )
+
+
+ROPE = Kernel(_rope)
+
+
+@functools.cache
+def config(q_heads: int, k_heads: int, head_dim: int, rotary_dim: int) -> tuple[int, ...]:
+    """(HEADS, BLOCK_HALF, BLOCK_REST, BLOCK_T, num_warps) by shape."""
+    half = next_power_of_2(rotary_dim // 2)
+    rest = next_power_of_2(max(1, head_dim - rotary_dim))
+    heads = min(
+        largest_power_of_2_dividing(q_heads), largest_power_of_2_dividing(k_heads), 512 // half, 8
+    )
+    heads = max(heads, 1)
+    tile = 2**16 if INTERPRETING else 2048
+    return heads, half, rest, max(1, tile // (heads * half)), 4
+
+
+def launch(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, backward: bool, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate q and k (B, heads, S, D), any strides.
+
+    Returns:
+        Tensors of q's and k's shape over (B, S, heads, D)-contiguous memory: what the projection
+        before and the attention after both want.
+    """
+    batch, q_heads, seq_len, head_dim = q.shape
+    k_heads = k.shape[1]
+    q_out = q.new_empty((batch, seq_len, q_heads, head_dim))
+    k_out = k.new_empty((batch, seq_len, k_heads, head_dim))
+    tokens = batch * seq_len
+    if tokens:
+        q, k = _dense_columns(q), _dense_columns(k)
+        cos, sin = _dense_columns(cos), _dense_columns(sin)
+        if cos.stride() != sin.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        rotary_dim = cos.shape[-1]
+        heads, half, rest, block_t, warps = config(q_heads, k_heads, head_dim, rotary_dim)
+        groups = (q_heads + k_heads) // heads
+        ROPE.launch(
+            (-(-tokens // block_t) * groups,),
+            (q, k, cos, sin, q_out, k_out),
+            (*_strides(q), *_strides(k), *_strides(cos)),
+            (tokens, seq_len),
+            (
+                backward,
+                interleaved,
+                rotary_dim,
+                head_dim,
+                q_heads,
+                k_heads,
+                heads,
+                half,
+                rest,
+                block_t,
+            ),
+            num_warps=warps,
+        )
+    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+
+def _dense_columns(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Strides of all axes but the last; 0 for an axis of one element, whose stride says nothing."""
+    return [
+        0 if size == 1 else stride
+        for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)
+    ]

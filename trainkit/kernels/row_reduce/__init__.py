@@ -1,0 +1,1 @@
+"""The largest or smallest element of each row."""
