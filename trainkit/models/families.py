@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from trainkit.models import forwards, rope_forwards
+from trainkit.models import forwards, loss_head, rope_forwards
 from trainkit.models.forwards import KernelForward
 
 OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
@@ -64,7 +64,7 @@ LATER = Unsupported("not available yet")
 _GEMMA_NORM = {"epsilon": "eps", "offset": 1.0, "cast": "gemma"}
 
 
-def _row(
+def row(
     name: str,
     prefix: str,
     *,
@@ -90,16 +90,19 @@ def _row(
             "add_rms_norm": (Swap(f"{prefix}DecoderLayer", forwards.DecoderLayer, fused),),
             "rope": (Swap(f"{prefix}Attention", attention, rope), *vision_rope),
             "swiglu": (Swap(mlp_class or f"{prefix}MLP", mlp),),
-            "linear_cross_entropy": LATER,
+            "linear_cross_entropy": (
+                Swap(causal_lm or f"{prefix}ForCausalLM", loss_head.CausalLM),
+                Swap("Linear", loss_head.LossHead, at="lm_head"),
+            ),
         },
     )
 
 
 _ROWS = (
-    _row("llama", "Llama"),
-    _row("mistral", "Mistral", rope={"window": "config"}),
-    _row("qwen2", "Qwen2", rope={"window": "module"}),
-    _row(
+    row("llama", "Llama"),
+    row("mistral", "Mistral", rope={"window": "config"}),
+    row("qwen2", "Qwen2", rope={"window": "module"}),
+    row(
         "qwen2_vl",
         "Qwen2VL",
         causal_lm="Qwen2VLForConditionalGeneration",
@@ -107,16 +110,16 @@ _ROWS = (
         vision_rope=(Swap("VisionAttention", rope_forwards.VisionAttention),),
         mlp_class="Qwen2MLP",
     ),
-    _row("qwen3", "Qwen3", attention=rope_forwards.NormedAttention, rope={"window": "module"}),
-    _row("glm", "Glm", rope={"interleaved": True}, mlp=forwards.PackedMLP),
-    _row(
+    row("qwen3", "Qwen3", attention=rope_forwards.NormedAttention, rope={"window": "module"}),
+    row("glm", "Glm", rope={"interleaved": True}, mlp=forwards.PackedMLP),
+    row(
         "glm4",
         "Glm4",
         layer={"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"},
         rope={"interleaved": True},
         mlp=forwards.PackedMLP,
     ),
-    _row(
+    row(
         "phi3",
         "Phi3",
         layer={"after_attention": "resid_attn_dropout", "after_mlp": "resid_mlp_dropout"},
@@ -124,7 +127,7 @@ _ROWS = (
         rope={"window": "config"},
         mlp=forwards.PackedMLP,
     ),
-    _row("gemma", "Gemma", norm=_GEMMA_NORM, mlp=forwards.GeluMLP),
+    row("gemma", "Gemma", norm=_GEMMA_NORM, mlp=forwards.GeluMLP),
 )
 
-FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
+FAMILIES: dict[str, Family] = {each.name: each for each in _ROWS}

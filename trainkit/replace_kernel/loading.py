@@ -1,7 +1,8 @@
 """Patches models as they come out of transformers' doors.
 
-``from_pretrained`` and ``from_config`` both end in a classmethod of ``PreTrainedModel``; each is wrapped here, and what they return is
-patched like any loaded model, so that the checks, the report and the revert are the same.
+``from_pretrained`` and ``from_config`` both end in a classmethod of ``PreTrainedModel``. Each is
+wrapped here, and what it returns is patched like any loaded model, so that the checks, the report
+and the revert are the same.
 """
 
 import functools

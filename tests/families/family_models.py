@@ -1,0 +1,127 @@
+"""Tiny random models and batches for any row of the table."""
+
+import functools
+import importlib
+
+import torch
+
+from trainkit.models.families import FAMILIES
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+IMAGE = 120
+# Only what a family's configuration needs beyond SIZES.
+QWEN2_VL = {
+    "text_config": {
+        **SIZES,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [2, 3, 3],
+        },
+    },
+    "vision_config": {
+        "depth": 1,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "hidden_size": 64,
+        "patch_size": 4,
+        "mlp_ratio": 2,
+    },
+    "image_token_id": IMAGE,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+}
+
+
+def make(name, *, dtype=torch.float32, seed=0, **overrides):
+    """The row's causal LM, tiny, with every vector (norms, biases) away from its neutral value."""
+    family = FAMILIES[name]
+    causal_lm = getattr(importlib.import_module(family.modeling), family.causal_lm)
+    values = QWEN2_VL if name == "qwen2_vl" else {**SIZES, **overrides}
+    torch.manual_seed(seed)
+    model = causal_lm(causal_lm.config_class(**values))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype).train()
+
+
+def exact(model):
+    """The same model in fp64 throughout; Hugging Face's norms would round to fp32 inside."""
+    model = model.double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_exact_norm, module)
+    return model
+
+
+def _exact_norm(module, x):
+    gemma = type(module).__name__.startswith("Gemma")
+    epsilon = module.eps if gemma else module.variance_epsilon
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+    return normed * (1 + module.weight if gemma else module.weight)
+
+
+def make_batch(name, *, seed=1, rows=2, length=13):
+    """Right-padded text with labels; for qwen2_vl one image in each row."""
+    torch.manual_seed(seed)
+    input_ids = torch.randint(3, 119, (rows, length))
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[-1, length - 3 :] = 0
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if name == "qwen2_vl":
+        input_ids[:, 1:6] = torch.tensor([122, IMAGE, IMAGE, IMAGE, IMAGE])
+        batch |= {
+            "pixel_values": torch.randn(rows * 16, 3 * 2 * 4 * 4),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * rows),
+            "mm_token_type_ids": (input_ids == IMAGE).int(),
+        }
+    labels = input_ids.masked_fill(attention_mask == 0, -100)
+    labels[:, :4] = -100
+    return batch | {"labels": labels}
+
+
+def in_dtype(batch, dtype):
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def run(model, batch, **arguments):
+    """Loss, logits and every gradient of one forward and backward pass."""
+    model.zero_grad(set_to_none=True)
+    dtype = next(model.parameters()).dtype
+    output = model(**in_dtype(batch, dtype), **arguments)
+    output.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": output.loss.detach(), "logits": output.logits.detach(), **gradients}
+
+
+def excess_errors(plain, patched, truth):
+    """Where the patched result is further from the fp64 truth than twice the plain one.
+
+    Both round in the same dtype at about the same number of places, so their largest errors are
+    alike; twice that, and eight roundings of the tensor's largest entry where the plain one
+    happens to be exact, is what another order of the same sums can cost.
+    """
+    bad = {}
+    for name, exact in truth.items():
+        hair = 8 * torch.finfo(plain[name].dtype).eps * exact.abs().max().item()
+        allowed = 2 * (plain[name].double() - exact).abs().max().item() + hair
+        error = (patched[name].double() - exact).abs().max().item()
+        if not error <= allowed:
+            bad[name] = (error, allowed)
+    return bad

@@ -1,0 +1,245 @@
+"""Every row of the table: patched computes what plain computes, and revert gives plain back."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from families.family_models import exact, excess_errors, make, make_batch, run
+from peft import LoraConfig, get_peft_model
+from ranks import run_ranks
+
+import trainkit
+from trainkit import kernels
+from trainkit.models.families import FAMILIES, OPS, Unsupported
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+LAYERS = 2
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts the calls of every kernel of the table."""
+    counts = Counter()
+
+    def counting(name, function):
+        def call(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    names = {
+        name
+        for family in FAMILIES.values()
+        for entry in family.ops.values()
+        if not isinstance(entry, Unsupported)
+        for swap in entry
+        for name in swap.forward.uses
+    }
+    for name in names:
+        monkeypatch.setattr(kernels, name, counting(name, getattr(kernels, name)))
+    return counts
+
+
+@every_family
+def test_logits_loss_and_every_gradient(name, calls):
+    truth = run(exact(make(name)), make_batch(name))
+    model = make(name)
+    plain = run(model, make_batch(name))
+    assert not calls
+    report = trainkit.patch(model)
+    patched = run(model, make_batch(name))
+    assert patched.keys() == plain.keys() == truth.keys()
+    assert not excess_errors(plain, patched, truth)
+    # Each norm is called once, but for the one in every layer that is fused with the addition.
+    assert calls["rms_norm"] == report.row("rms_norm").num_modules - LAYERS
+    assert calls["add_rms_norm"] == LAYERS
+    assert calls["apply_rope"] == report.row("rope").num_modules
+    (gate,) = report.row("swiglu").kernels
+    assert calls[gate] == LAYERS
+
+
+@every_family
+def test_every_op_alone(name):
+    """Ops do not lean on one another: each one switched on by itself is right."""
+    model = make(name)
+    plain = run(model, make_batch(name))
+    truth = run(exact(make(name)), make_batch(name))
+    for op in OPS:
+        if isinstance(FAMILIES[name].ops[op], Unsupported):
+            continue
+        report = trainkit.patch(model, {other: other == op for other in OPS})
+        assert [row.op for row in report.rows if row.status == "on"] == [op]
+        assert not excess_errors(plain, run(model, make_batch(name)), truth), op
+        report.revert()
+
+
+@every_family
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_recomputes_every_layer_once(name, reentrant):
+    model = make(name)
+    trainkit.patch(model)
+    expected = run(model, make_batch(name))
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    assert len(layers) == LAYERS
+    counts = Counter()
+    for layer in layers:
+        # Before the block: a recomputation stops as soon as it has what the backward pass needs.
+        layer.mlp.register_forward_pre_hook(lambda *_: counts.update(["mlp"]))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = run(model, make_batch(name))
+    assert counts["mlp"] == 2 * LAYERS
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def with_lora(model):
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    with torch.no_grad():
+        for key, parameter in adapted.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.02)
+    return adapted
+
+
+@every_family
+def test_patch_before_and_after_peft(name):
+    plain = run(with_lora(make(name)), make_batch(name))
+    truth = run(exact(with_lora(make(name))), make_batch(name))
+    assert any("lora_A" in key for key in plain)
+
+    after = with_lora(make(name))
+    trainkit.patch(after)
+    before = make(name)
+    trainkit.patch(before)
+    before = with_lora(before)
+    found = run(after, make_batch(name))
+    assert not excess_errors(plain, found, truth)
+    other = run(before, make_batch(name))
+    assert all(torch.equal(found[key], other[key]) for key in found)
+
+
+@every_family
+def test_norms_trained_through_peft(name):
+    """``modules_to_save`` copies norms and wraps them: the copies count, and revert finds them."""
+
+    def adapt(model):
+        config = LoraConfig(
+            r=2, target_modules=["o_proj"], modules_to_save=["post_attention_layernorm"]
+        )
+        adapted = get_peft_model(model, config)
+        with torch.no_grad():
+            for key, parameter in adapted.named_parameters():
+                if "modules_to_save" in key:
+                    parameter.mul_(1.5)
+        return adapted
+
+    plain = run(adapt(make(name)), make_batch(name))
+    truth = run(exact(adapt(make(name))), make_batch(name))
+    model = make(name)
+    report = trainkit.patch(model)
+    adapted = adapt(model)
+    assert not excess_errors(plain, run(adapted, make_batch(name)), truth)
+    report.revert()
+    again = run(adapted, make_batch(name))
+    assert all(torch.equal(again[key], plain[key]) for key in plain)
+
+
+@every_family
+def test_revert_leaves_the_plain_model(name):
+    model = make(name)
+    plain = run(model, make_batch(name))
+    classes = [type(module) for module in model.modules()]
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    report = trainkit.patch(model)
+    assert [type(module) for module in model.modules()] != classes
+    assert [type(module).__name__ for module in model.modules()] == [c.__name__ for c in classes]
+    report.revert()
+    report.revert()
+    assert not report.active
+    assert [type(module) for module in model.modules()] == classes
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    again = run(model, make_batch(name))
+    assert all(torch.equal(again[key], plain[key]) for key in plain)
+
+
+@every_family
+def test_generation_with_a_cache_is_unchanged(name, calls):
+    model = make(name).eval()
+    batch = make_batch(name)
+    del batch["labels"]
+    batch["attention_mask"].fill_(1)
+    batch["attention_mask"][-1, 0] = 0  # left padding, as generation wants it
+    settings = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "use_cache": True,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
+    plain = model.generate(**batch, **settings)
+    patched = copy.deepcopy(model)
+    trainkit.patch(patched)
+    found = patched.generate(**batch, **settings)
+    assert torch.equal(found.sequences, plain.sequences)
+    prompt = Counter(calls)
+    assert prompt["apply_rope"] > 0
+    patched(**batch, use_cache=False)  # the prompt alone makes as many calls: decoding makes none
+    assert calls == {key: 2 * count for key, count in prompt.items()}
+    for new, old in zip(found.logits, plain.logits, strict=True):
+        # fp32, two layers: prompts differ in their last bits, the steps after only through them.
+        torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-5)
+
+
+@every_family
+def test_accumulation_is_invariant_to_how_a_batch_is_cut(name):
+    """Eight ragged samples at once, and one by one: the same loss and gradients.
+
+    The model is fp64, but Hugging Face's loss is taken in fp32: a few of its roundings remain. The
+    mean of the eight means, what accumulation computes without the count, is far off.
+    """
+    lengths = [3, 12, 5, 9, 4, 11, 7, 6]
+    torch.manual_seed(5)
+    ids = torch.randint(3, 119, (8, max(lengths)))
+    mask = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
+    labels = ids.masked_fill(~mask, -100)
+    count = int((labels[:, 1:] != -100).sum())
+    model = make(name, dtype=torch.float64)
+    trainkit.patch(model)
+
+    whole = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+    at_once = run(model, whole, num_items_in_batch=count)
+    model.zero_grad(set_to_none=True)
+    losses, means = [], []
+    for row, length in enumerate(lengths):
+        one = {"input_ids": ids[row : row + 1, :length], "labels": labels[row : row + 1, :length]}
+        loss = model(**one, num_items_in_batch=count).loss
+        loss.backward()
+        losses.append(loss.item())
+        means.append(model(**one).loss.item())
+    assert sum(losses) == pytest.approx(at_once["loss"].item(), rel=1e-6)
+    assert sum(means) / 8 != pytest.approx(at_once["loss"].item(), rel=1e-4)
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            scale = at_once[key].abs().max().item()
+            torch.testing.assert_close(parameter.grad, at_once[key], rtol=0, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_ranks_of_zero_equal_one_process(stage):
+    """fp32, two SGD steps of every family: another order of sums, a few roundings of a weight."""
+    first, second = run_ranks("families.family_cases:zero", stage=stage, timeout=240)
+    assert first == second
+    assert first.keys() == FAMILIES.keys()
+    assert max(first.values()) < 2e-6, first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "glm4", "gemma", "qwen2_vl"])
+def test_the_kernels_themselves_through_the_interpreter(name):
+    """Each kernel of the table at least once: on a CPU tensor the ops are their references."""
+    (bad,) = run_ranks("families.family_cases:interpreted", world_size=1, interpret=True, name=name)
+    assert bad == {}
