@@ -13,18 +13,16 @@ others the path; all write; each may hash its own files with ``record_files``; a
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import re
 import shutil
-import socket
-import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.leftovers import clean_leftovers, discard, owner_file, write_owner
 from trainkit.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -50,11 +48,6 @@ __all__ = [
     "verify_directory",
 ]
 
-_LEFTOVER = re.compile(r"^\.(?P<name>.+)\.(staging|trash)-[0-9a-f]{32}$")
-_OWNER_SUFFIX = ".owner"
-# A leftover whose owner cannot be asked: it ran on another host, or died within the microseconds
-# between two system calls. No save takes a day.
-_STALE_SECONDS = 24 * 3600.0
 _DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NEARLY_FULL_BYTES = 16 << 20
 
@@ -111,7 +104,7 @@ def stage(target: Path, *, replace: bool = False) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         clean_leftovers(target.parent)
         # The owner is written first: a staging directory without one is never a fresh one.
-        _owner_file(staging).write_text(json.dumps(_this_process()), encoding="utf-8")
+        write_owner(staging)
         staging.mkdir()
     except OSError as error:
         if _is_disk_full(error, target.parent):
@@ -175,12 +168,6 @@ def commit(
     return manifest
 
 
-def discard(staging: Path) -> None:
-    """Remove a staging directory that will not be committed. Never raises on what is gone."""
-    shutil.rmtree(staging, ignore_errors=True)
-    _owner_file(staging).unlink(missing_ok=True)
-
-
 def remove_directory(directory: Path) -> None:
     """Delete a finished directory so that a kill half-way leaves nothing that looks finished."""
     directory = Path(directory)
@@ -188,25 +175,6 @@ def remove_directory(directory: Path) -> None:
     directory.rename(trash)
     _fsync_path(directory.parent)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-def clean_leftovers(parent: Path) -> list[Path]:
-    """Remove the staging and trash directories of processes that are gone.
-
-    Returns:
-        What was removed. A directory of a living process is left alone; so is one of another host,
-        until it is a day old.
-    """
-    removed = []
-    for path in sorted(Path(parent).iterdir()):
-        owner_file = path.name.endswith(_OWNER_SUFFIX)
-        work = path.with_name(path.name.removesuffix(_OWNER_SUFFIX)) if owner_file else path
-        match = _LEFTOVER.match(work.name)
-        if match is None or not os.path.lexists(path) or _is_owner_alive(work):
-            continue
-        discard(work)
-        removed.append(work)
-    return removed
 
 
 @dataclass(frozen=True)
@@ -289,7 +257,7 @@ def _publish(staging: Path, target: Path, *, replace: bool) -> None:
                 raise
             raise CheckpointError("it appeared while it was written", where=str(target)) from error
     _fsync_path(target.parent)
-    _owner_file(staging).unlink(missing_ok=True)
+    owner_file(staging).unlink(missing_ok=True)
 
 
 def _exchange(new: Path, old: Path) -> None:
@@ -331,47 +299,6 @@ def _fsync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _owner_file(staging: Path) -> Path:
-    return staging.with_name(staging.name + _OWNER_SUFFIX)
-
-
-def _this_process() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "pid": os.getpid(), "start": _start_time(os.getpid())}
-
-
-def _start_time(pid: int) -> str | None:
-    """When a process started, in clock ticks since boot: a pid may be used again, the pair not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return fields.rpartition(")")[2].split()[19]
-
-
-def _is_owner_alive(staging: Path) -> bool:
-    if ".trash-" in staging.name:
-        return False
-    owner_file = _owner_file(staging)
-    try:
-        evidence = owner_file if owner_file.exists() else staging
-        is_recent = time.time() - evidence.stat().st_mtime < _STALE_SECONDS
-        owner = json.loads(owner_file.read_text(encoding="utf-8"))
-        host, pid, start = str(owner["host"]), int(owner["pid"]), owner["start"]
-    except FileNotFoundError:
-        return staging.exists() and is_recent
-    except (ValueError, KeyError, TypeError):
-        return is_recent
-    if host != socket.gethostname():
-        return is_recent
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # alive, and somebody else's
-    return start is None or _start_time(pid) == start
 
 
 def _order(path: Path) -> tuple[int, str]:

@@ -1,0 +1,92 @@
+"""What travels with the weights: tokenizer, chat template, stop tokens, generation settings.
+
+None of it is code: remote-code entries are taken out, and a tokenizer that exists only as remote
+code over a tiktoken vocabulary is rebuilt as a plain ``tokenizer.json``.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.reader import plain_file, read_json
+from trainkit.checkpoint.tiktoken_vocabulary import build_tokenizer_json
+from trainkit.errors import CheckpointError
+
+_COPIED = (
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "LICENSE",
+)
+_STOPS = ("eos_token_id", "pad_token_id", "bos_token_id")
+
+
+def carry_companions(
+    source: Path, target: Path, config: Mapping[str, Any], new_config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Bring the tokenizer and the generation settings over.
+
+    Args:
+        source: model directory.
+        target: directory to write into.
+        config: the source's config.json.
+        new_config: the target's.
+
+    Returns:
+        File name to how it came: ``copied``, ``written``, ``built from tokenizer.model``.
+
+    Raises:
+        CheckpointError: the tokenizer is there in a form that cannot be carried.
+    """
+    came: dict[str, str] = {}
+    for name in _COPIED:
+        if (source / name).exists():
+            (target / name).write_bytes(plain_file(source, name).read_bytes())
+            came[name] = "copied"
+    if (source / "tokenizer_config.json").exists():
+        settings = _object(source, "tokenizer_config.json")
+        if "tokenizer.json" not in came and (source / "tokenizer.model").exists():
+            text = build_tokenizer_json(plain_file(source, "tokenizer.model"), settings)
+            (target / "tokenizer.json").write_text(text, encoding="utf-8")
+            came["tokenizer.json"] = "built from tokenizer.model"
+        _write(target / "tokenizer_config.json", _without_remote_code(settings))
+        came["tokenizer_config.json"] = "copied without remote code"
+    _write(target / "generation_config.json", _generation_config(source, config, new_config))
+    came["generation_config.json"] = "written"
+    return came
+
+
+def _without_remote_code(settings: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in settings.items() if key != "auto_map"}
+    # The generic class reads tokenizer.json as it is. A model's own class would rebuild the
+    # pipeline with that model's rules.
+    kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return kept
+
+
+def _generation_config(
+    source: Path, config: Mapping[str, Any], new_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if (source / "generation_config.json").exists():
+        settings = _object(source, "generation_config.json")
+    for key in _STOPS:
+        value = settings.get(key, config.get(key, new_config.get(key)))
+        if value is not None:
+            settings[key] = value
+    return settings
+
+
+def _object(directory: Path, name: str) -> dict[str, Any]:
+    content = read_json(plain_file(directory, name))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name} is not a JSON object", where=str(directory))
+    return content
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

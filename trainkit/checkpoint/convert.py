@@ -1,0 +1,302 @@
+"""Converts a checkpoint tensor by tensor, and writes down what it did.
+
+The result is written beside the target and renamed when complete, so a full disk or a kill leaves
+no directory that looks finished. ``conversion.json`` in the result maps every tensor to its
+sources with both digests; it also keeps what the target has no place for, so that the way back
+gives the source's own bytes.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint.atomic import free_space_check, staged_directory
+from trainkit.checkpoint.companions import carry_companions
+from trainkit.checkpoint.glm4_to_qwen2 import keymap_to_qwen2, qwen2_shape
+from trainkit.checkpoint.glm_formats import FORMATS, Geometry, detect_format
+from trainkit.checkpoint.keymap import Keymap, Step
+from trainkit.checkpoint.proof import Proof, prove_same_function
+from trainkit.checkpoint.reader import TensorInfo, WeightsReader, plain_file, read_json
+from trainkit.checkpoint.writer import WeightsWriter, tensor_bytes, tensor_sha256
+from trainkit.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "conversion.json"
+_MAX_KEPT_BYTES = 1 << 16
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to write the result.
+
+    Attributes:
+        dtype: ``float32``, ``bfloat16``, ``float16``; None keeps each tensor's own.
+        max_shard_bytes: size of a weights file.
+        verify: compare the function of source and result layer by layer.
+    """
+
+    dtype: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    verify: bool = True
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A finished conversion.
+
+    Attributes:
+        target: the directory.
+        num_tensors: written.
+        proof: what the comparison found; None when it was not asked for.
+    """
+
+    target: Path
+    num_tensors: int
+    proof: Proof | None
+
+
+def convert_model(
+    source: Path,
+    target: Path,
+    target_format: str,
+    options: ConvertOptions,
+    progress: Callable[[str], None] = logger.info,
+) -> Conversion:
+    """Convert a model directory between a GLM layout and Qwen2.
+
+    Args:
+        source: holds config.json and the weights.
+        target: must not exist.
+        target_format: a key of ``FORMATS``. One side of the conversion must be ``qwen2``.
+        options: dtype, shard size, proof.
+        progress: told in a line what happens.
+
+    Raises:
+        CheckpointError: the source cannot be converted exactly, is hostile or damaged, the disk is
+            full, or the proof fails. The target does not exist then.
+    """
+    source, target = Path(source), Path(target)
+    config = read_config(source)
+    source_format = detect_format(config)
+    geometry = FORMATS[source_format].geometry(config)
+    keymap = keymap_between(source_format, target_format, geometry)
+    old_record = _read_record(source)
+    with WeightsReader(source) as reader:
+        steps = keymap.steps(geometry.num_layers, reader.tensors)
+        plan = _plan(steps, reader, _dtype(options.dtype))
+        _check_shapes(plan if target_format == "qwen2" else reader.tensors.values(), geometry)
+        kept = _kept_before(old_record, target_format)
+        plan += [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
+        free_space_check(target, sum(info.num_bytes for info in plan))
+        metadata = {"kind": "conversion", "from": source_format, "to": target_format}
+        with staged_directory(target, metadata=metadata) as staging:
+            progress(f"writing {len(plan)} tensors")
+            rows = _write(steps, kept, reader, staging, plan, options.max_shard_bytes)
+            new_config = _new_config(config, old_record, target_format, geometry, plan)
+            (staging / "config.json").write_text(_pretty(new_config), encoding="utf-8")
+            companions = carry_companions(source, staging, config, new_config)
+            proof = None
+            if options.verify:
+                sides = (source, staging) if target_format == "qwen2" else (staging, source)
+                proof = prove_same_function(*sides, geometry, _dtype(options.dtype), progress)
+            record = {
+                "schema_version": 1,
+                "from": source_format,
+                "to": target_format,
+                "dtype": options.dtype or "as in the source",
+                "source_config": config,
+                "left_out": _left_out(keymap, reader),
+                "companions": companions,
+                "proof": proof.to_dict() if proof else None,
+                "tensors": rows,
+            }
+            (staging / RECORD_NAME).write_text(_pretty(record), encoding="utf-8")
+    return Conversion(target, len(plan), proof)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a model directory.
+
+    Raises:
+        CheckpointError: there is none, or it is not a JSON object.
+    """
+    config = read_json(plain_file(directory, "config.json"))
+    if not isinstance(config, dict):
+        raise CheckpointError("config.json is not a JSON object", where=str(directory))
+    return config
+
+
+def keymap_between(source_format: str, target_format: str, geometry: Geometry) -> Keymap:
+    """The keymap from one layout to another, one of which is Qwen2.
+
+    Raises:
+        CheckpointError: neither or both are.
+    """
+    if target_format == "qwen2" and source_format != "qwen2":
+        return keymap_to_qwen2(source_format, geometry)
+    if source_format == "qwen2" and target_format != "qwen2":
+        return keymap_to_qwen2(target_format, geometry).inverted()
+    raise CheckpointError(f"from {source_format} to {target_format} there is nothing to convert")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype {name!r} is none of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _plan(
+    steps: Sequence[Step], reader: WeightsReader, dtype: torch.dtype | None
+) -> list[TensorInfo]:
+    """The shapes of the result, from the shapes of the source.
+
+    Raises:
+        CheckpointError: the shapes do not fit the config.
+    """
+    plan = []
+    for step in steps:
+        shadows = [
+            torch.empty(info.shape, dtype=dtype or info.dtype, device="meta")
+            for info in (reader.tensors[name] for name in step.source)
+        ]
+        try:
+            results = step.transform.forward(shadows)
+        except (RuntimeError, ValueError) as error:
+            shapes = ", ".join(f"{name} {list(reader.tensors[name].shape)}" for name in step.source)
+            raise CheckpointError(
+                f"{shapes} does not fit the sizes of config.json ({error})",
+                where=str(reader.directory),
+            ) from None
+        plan += [
+            TensorInfo(name, result.dtype, tuple(result.shape))
+            for name, result in zip(step.target, results, strict=True)
+        ]
+    return plan
+
+
+def _check_shapes(qwen2_side: Iterable[TensorInfo], geometry: Geometry) -> None:
+    """Every tensor on Qwen2's side has the shape that the config promises.
+
+    Raises:
+        CheckpointError: names the first that has not.
+    """
+    for info in qwen2_side:
+        wanted = qwen2_shape(info.name, geometry)
+        if info.shape != wanted:
+            raise CheckpointError(
+                f"{info.name} would have shape {list(info.shape)}; the sizes of config.json "
+                f"make it {list(wanted)}",
+                fix="check that config.json and the weights belong together",
+            )
+
+
+def _write(
+    steps: Sequence[Step],
+    kept: Sequence[tuple[str, torch.Tensor]],
+    reader: WeightsReader,
+    staging: Path,
+    plan: Sequence[TensorInfo],
+    max_shard_bytes: int,
+) -> list[dict[str, Any]]:
+    dtypes = {info.name: info.dtype for info in plan}
+    rows: list[dict[str, Any]] = []
+    with WeightsWriter(staging, plan, max_shard_bytes=max_shard_bytes) as writer:
+        for step in steps:
+            sources = [reader.load(name) for name in step.source]
+            digests = {
+                name: tensor_sha256(tensor)
+                for name, tensor in zip(step.source, sources, strict=True)
+            }
+            results = step.transform.forward(sources)
+            for name, result in zip(step.target, results, strict=True):
+                writer.write(name, result.to(dtypes[name]))
+            rows.append(
+                {
+                    "from": digests,
+                    "to": {name: writer.sha256[name] for name in step.target},
+                    "transform": type(step.transform).__name__,
+                }
+            )
+        for name, tensor in kept:
+            writer.write(name, tensor)
+    return rows
+
+
+def _new_config(
+    config: Mapping[str, Any],
+    old_record: Mapping[str, Any] | None,
+    target_format: str,
+    geometry: Geometry,
+    plan: Sequence[TensorInfo],
+) -> dict[str, Any]:
+    """The result's config: the source's original one on the way back, else a fresh one."""
+    row = FORMATS[target_format]
+    original = (old_record or {}).get("source_config")
+    if (
+        isinstance(original, dict)
+        and original.get("model_type") == target_format
+        and row.geometry(original) == geometry
+    ):
+        return original
+    fresh = row.config(geometry)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"):
+        if config.get(key) is not None:
+            fresh[key] = config[key]
+    fresh["attention_dropout"] = config.get("attention_dropout", 0.0)
+    dtypes = {info.dtype for info in plan}
+    if len(dtypes) == 1:
+        fresh["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    return fresh
+
+
+def _left_out(keymap: Keymap, reader: WeightsReader) -> list[dict[str, Any]]:
+    """The source's tensors without a place in the target, with their bytes."""
+    rows = []
+    for name, info in reader.tensors.items():
+        reason = keymap.left_reason(name)
+        if reason is None:
+            continue
+        if info.num_bytes > _MAX_KEPT_BYTES:
+            raise CheckpointError(f"{name} has {info.num_bytes} bytes: too large for {reason!r}")
+        data = tensor_bytes(reader.load(name)).hex()
+        dtype = str(info.dtype).removeprefix("torch.")
+        shape = list(info.shape)
+        rows.append({"name": name, "reason": reason, "dtype": dtype, "shape": shape, "hex": data})
+    return rows
+
+
+def _kept_before(
+    record: Mapping[str, Any] | None, target_format: str
+) -> list[tuple[str, torch.Tensor]]:
+    """What an earlier conversion left out of its source, when this one goes back to it."""
+    if record is None or record.get("from") != target_format:
+        return []
+    kept = []
+    try:
+        for row in record["left_out"]:
+            data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
+            dtype = _DTYPES[row["dtype"]]
+            kept.append((str(row["name"]), data.view(dtype).reshape(row["shape"])))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{RECORD_NAME} of the source is damaged: {error}") from None
+    return kept
+
+
+def _read_record(source: Path) -> dict[str, Any] | None:
+    if not (source / RECORD_NAME).exists():
+        return None
+    record = read_json(plain_file(source, RECORD_NAME))
+    return record if isinstance(record, dict) else None
+
+
+def _pretty(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
