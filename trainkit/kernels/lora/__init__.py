@@ -1,0 +1,1 @@
+"""Low-rank adapters on frozen linear layers, with every backward product through the rank."""

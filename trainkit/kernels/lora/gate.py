@@ -1,0 +1,201 @@
+"""The gate of a feed-forward block with its adapters folded in, forward and backward.
+
+M tokens, F feed-forward, R rank. Only the kernels fold; `folds` says whether they serve.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainkit.kernels.launch import HAS_TRITON, INTERPRETING, device_of
+from trainkit.kernels.lora.products import pad_rank, precision, split_rows, takes_kernel, total
+
+if HAS_TRITON:
+    from trainkit.kernels.lora import kernel
+
+MAX_GATE_RANK = 64
+"""Above it the three sums of the backward pass no longer fit the registers."""
+
+
+@dataclass(frozen=True)
+class GateOperands:
+    """What the gate reads in both directions.
+
+    Attributes:
+        gate: (M, F), the frozen projection's output, bias included.
+        up: (M, F), same row stride.
+        xa_gate: (M, R) inner product of the gate's adapter, or None.
+        xa_up: the same of up's.
+        b_gate: (F, R) contiguous, scaled, in gate's dtype, or None.
+        b_up: the same of up's.
+        a_down: (R, F) contiguous, in gate's dtype, or None.
+        tanh_gelu: the activation is the tanh GELU instead of SiLU.
+    """
+
+    gate: Tensor
+    up: Tensor
+    xa_gate: Tensor | None
+    xa_up: Tensor | None
+    b_gate: Tensor | None
+    b_up: Tensor | None
+    a_down: Tensor | None
+    tanh_gelu: bool
+
+    def ranks(self) -> tuple[int, int, int]:
+        """R of gate, up and down; 0 where there is no adapter."""
+        return (
+            0 if self.b_gate is None else self.b_gate.shape[1],
+            0 if self.b_up is None else self.b_up.shape[1],
+            0 if self.a_down is None else self.a_down.shape[0],
+        )
+
+    def stride_of(self, inner: Tensor | None) -> int:
+        """Row stride of an inner product, 0 where there is none."""
+        return 0 if inner is None else inner.stride(0)
+
+
+def folds(largest_rank: int, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the gate's kernels serve a block of these adapters on x, computing in dtype."""
+    return largest_rank <= MAX_GATE_RANK and takes_kernel(largest_rank, dtype, x)
+
+
+def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
+    """(h, h a_down^T): (M, F) contiguous and (M, R), or None without a down adapter."""
+    num_rows, num_cols = ops.gate.shape
+    r_gate, r_up, r_down = ops.ranks()
+    h = ops.gate.new_empty((num_rows, num_cols))
+    block_m, block_f = (64, 64) if ops.gate.element_size() == 2 else (32, 32)
+    if INTERPRETING:
+        block_m, block_f = 128, 256
+    num_blocks = -(-num_rows // block_m)
+    splits, per_split = 1, num_cols
+    if num_blocks:
+        splits, per_split = split_rows(num_cols, num_blocks, block_f, ops.gate)
+    parts = h.new_empty((splits, num_rows, r_down), dtype=torch.float32) if r_down else h
+    if h.numel():
+        with device_of(h):
+            kernel.gate_forward_kernel[(num_blocks, splits)](
+                ops.gate,
+                ops.up,
+                ops.xa_gate if ops.xa_gate is not None else h,
+                ops.xa_up if ops.xa_up is not None else h,
+                ops.b_gate if ops.b_gate is not None else h,
+                ops.b_up if ops.b_up is not None else h,
+                ops.a_down if ops.a_down is not None else h,
+                h,
+                parts,
+                ops.gate.stride(0),
+                ops.stride_of(ops.xa_gate),
+                ops.stride_of(ops.xa_up),
+                num_cols,
+                num_rows,
+                per_split,
+                R_GATE=r_gate,
+                R_UP=r_up,
+                R_DOWN=r_down,
+                R_GATE_PAD=pad_rank(r_gate),
+                R_UP_PAD=pad_rank(r_up),
+                R_DOWN_PAD=pad_rank(r_down),
+                TANH_GELU=ops.tanh_gelu,
+                PRECISION=precision(h.dtype),
+                BLOCK_M=block_m,
+                BLOCK_F=block_f,
+                STAGES=3,
+                num_warps=4,
+            )
+    return h, total(parts).to(h.dtype) if r_down else None
+
+
+@dataclass(frozen=True)
+class GateGradients:
+    """What the gate's backward pass gives; the factors' gradients are fp32, None without adapter.
+
+    Attributes:
+        db_gate: (F, R).
+        db_up: (F, R).
+        da_down: (R, F).
+    """
+
+    db_gate: Tensor | None
+    db_up: Tensor | None
+    da_down: Tensor | None
+
+
+def gate_backward(
+    ops: GateOperands,
+    dh: Tensor,
+    p_down: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor,
+    scales: tuple[float, float],
+) -> GateGradients:
+    """Write dgate and dup, and give the gradients of three factors.
+
+    Args:
+        ops: what the forward pass read.
+        dh: (M, F), dy W_down, without the down adapter's share.
+        p_down: (M, R) contiguous, s dy B_down, or None without a down adapter.
+        dgate: (M, F), written.
+        dup: (M, F) of dgate's row stride, written; may be dh itself.
+        scales: scalings of the gate's and up's adapters.
+    """
+    num_rows, num_cols = ops.gate.shape
+    r_gate, r_up, r_down = ops.ranks()
+    widest = pad_rank(max(r_gate, r_up, r_down))
+    block_f, block_m = (64, 64) if widest == 16 else (64, 32)
+    if INTERPRETING:
+        block_f, block_m = 256, 128
+    num_blocks = -(-num_cols // block_f)
+    splits, per_split = split_rows(num_rows, num_blocks, block_m, ops.gate)
+    # With no rows the kernel still runs, and writes zero sums.
+    new = {"device": dh.device, "dtype": torch.float32}
+    db_gate = torch.empty((splits, num_cols, r_gate), **new) if r_gate else None
+    db_up = torch.empty((splits, num_cols, r_up), **new) if r_up else None
+    da_down = torch.empty((splits, r_down, num_cols), **new) if r_down else None
+    with device_of(dh):
+        kernel.gate_backward_kernel[(num_blocks, splits)](
+            ops.gate,
+            ops.up,
+            dh,
+            ops.xa_gate if ops.xa_gate is not None else dh,
+            ops.xa_up if ops.xa_up is not None else dh,
+            p_down if p_down is not None else dh,
+            ops.b_gate if ops.b_gate is not None else dh,
+            ops.b_up if ops.b_up is not None else dh,
+            ops.a_down if ops.a_down is not None else dh,
+            dgate,
+            dup,
+            db_gate if db_gate is not None else dh,
+            db_up if db_up is not None else dh,
+            da_down if da_down is not None else dh,
+            ops.gate.stride(0),
+            dgate.stride(0),
+            dh.stride(0),
+            ops.stride_of(ops.xa_gate),
+            ops.stride_of(ops.xa_up),
+            num_cols,
+            num_rows,
+            per_split,
+            float(scales[0]),
+            float(scales[1]),
+            R_GATE=r_gate,
+            R_UP=r_up,
+            R_DOWN=r_down,
+            R_GATE_PAD=pad_rank(r_gate),
+            R_UP_PAD=pad_rank(r_up),
+            R_DOWN_PAD=pad_rank(r_down),
+            TANH_GELU=ops.tanh_gelu,
+            PRECISION=precision(dh.dtype),
+            BLOCK_F=block_f,
+            BLOCK_M=block_m,
+            STAGES=2,
+            num_warps=4,
+        )
+    return GateGradients(
+        None if db_gate is None else total(db_gate),
+        None if db_up is None else total(db_up),
+        None if da_down is None else total(da_down),
+    )

@@ -1,0 +1,338 @@
+"""A feed-forward block with adapters on any of its projections, as one backward pass.
+
+``y = down(act(gate(x)) * up(x))``, each projection frozen with an adapter or without one; ``gate``
+and ``up`` may be one packed layer. The backward pass is one sweep: dy through down's weight and
+rank, the gate's kernel (`gate.py`), and both branches accumulated into dx.
+
+The block is two autograd functions, and that is what makes checkpointing cheap. The first one
+computes everything up to h and saves all that the backward pass needs; it hands on a token of y's
+shape (no memory) whose gradient is dy. The second one computes ``down(h)`` and saves nothing.
+Non-reentrant checkpointing stops its recomputation at the last saved tensor, so it never computes
+``down`` a second time: a fifth to a third of a layer's work.
+
+M tokens, H hidden, F feed-forward, R rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainkit.kernels.launch import as_rows
+from trainkit.kernels.lora import products
+from trainkit.kernels.lora.function import (
+    NOT_TENSORS,
+    TENSORS_PER_LAYER,
+    Layer,
+    compute_dtype,
+    inner_products,
+    input_gradient,
+    layers_of,
+    no_autocast,
+)
+from trainkit.kernels.lora.gate import (
+    GateGradients,
+    GateOperands,
+    folds,
+    gate_backward,
+    gate_forward,
+)
+from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.reference import activate
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def lora_mlp(
+    x: Tensor,
+    gate: Projection,
+    up: Projection | None,
+    down: Projection,
+    *,
+    activation: str = "silu",
+) -> Tensor:
+    """A gated feed-forward block with adapters; see `lora_linear` for dtypes.
+
+    Args:
+        x: (..., H).
+        gate: H to F; or H to 2F, the gate's half first, when ``up`` is None.
+        up: H to F, or None for a packed gate.
+        down: F to H.
+        activation: "silu", or "gelu_tanh" (gemma).
+
+    Returns:
+        (..., H) in the dtype of the computation.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    projections = (gate, down) if up is None else (gate, up, down)
+    largest = max(each.lora_rank for each in projections)
+    dtype = compute_dtype(x)
+    settings = _Settings(
+        dtype=dtype,
+        extras=tuple((each.scaling, each.unpack) for each in projections),
+        activation=activation,
+        folded=folds(largest, x, dtype),
+    )
+    tensors = [tensor for each in projections for tensor in each.tensors()]
+    token, h, xa_down = _UpToDown.apply(x, settings, *tensors)
+    down_tensors = [None if t is None else t.detach() for t in down.tensors()]
+    return _Down.apply(token, h, xa_down, settings, *down_tensors)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    dtype: torch.dtype
+    extras: tuple[NOT_TENSORS, ...]
+    activation: str
+    folded: bool
+    """The kernels add the adapters' shares inside the gate; else gate and up hold them."""
+
+
+@dataclass(frozen=True)
+class _Branches:
+    """What comes back through the gate.
+
+    Attributes:
+        douts: gradient of each first layer's output, (M, F) each, or one (M, 2F).
+        pair: the (2, M, F) buffer that two of them share, if they do.
+        factors: gradients of three of the adapters' factors.
+    """
+
+    douts: list[Tensor]
+    pair: Tensor | None
+    factors: GateGradients
+
+
+class _UpToDown(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, settings: _Settings, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        with no_autocast(x):
+            *first, down = layers_of(tensors, settings.extras)
+            x_rows = as_rows(x).to(settings.dtype)
+            inner = inner_products(x_rows, first)
+            if settings.folded:
+                outputs = [layer.base(x_rows) for layer in first]
+                ops = _operands(outputs, inner, first, down, settings)
+                h, xa_down = gate_forward(ops)
+            else:
+                outputs = [
+                    layer.adapted(x_rows, xa) for layer, xa in zip(first, inner, strict=True)
+                ]
+                gate, up = _halves(outputs)
+                h = activate(gate, settings.activation) * up
+                (xa_down,) = inner_products(h, [down])
+        ctx.save_for_backward(x, xa_down, *inner, *outputs, *tensors)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        out_features = x.shape[-1]
+        token = h.new_empty(1).expand(*x.shape[:-1], out_features)
+        ctx.mark_non_differentiable(*(t for t in (h, xa_down) if t is not None))
+        return token, h, xa_down
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtoken: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        settings: _Settings = ctx.settings
+        x, xa_down, *rest = ctx.saved_tensors
+        number = len(settings.extras) - 1
+        inner, outputs = rest[:number], rest[number : 2 * number]
+        *first, down = layers_of(rest[2 * number :], settings.extras)
+        result: list[Tensor | None] = [None] * (2 + TENSORS_PER_LAYER * (number + 1))
+        if dtoken is None:
+            return tuple(result)
+        with no_autocast(x):
+            dy = as_rows(dtoken).to(settings.dtype)
+            p_down = None
+            if down.lora_b is not None and xa_down is not None:
+                p_down = products.rows(dy, down.scaled_b(dy.dtype).t())
+                result[-1] = products.columns(dy, xa_down, down.lora_b.dtype, scale=down.scaling)
+            back = _back_folded if settings.folded else _back_plain
+            branches = back(dy, p_down, inner, outputs, first, down, settings)
+            da_down = branches.factors.da_down
+            if da_down is not None and down.lora_a is not None:
+                result[-2] = da_down.to(down.lora_a.dtype)
+            for index, db in enumerate(_db_of_layers(branches.factors, first)):
+                result[2 + TENSORS_PER_LAYER * index + 3] = db
+            p, a = _through_the_rank(branches, first)
+            if p is not None:
+                x_rows = as_rows(x).to(settings.dtype)
+                sums = products.sum_dtype(p.dtype)
+                _put_da(result, products.columns(x_rows, p, sums, transposed=True), first)
+            if ctx.needs_input_grad[0]:
+                dx = input_gradient(p, a, list(zip(branches.douts, first, strict=True)))
+                result[0] = dx.view(x.shape).to(x.dtype)
+        wanted = ctx.needs_input_grad
+        return tuple(grad if want else None for grad, want in zip(result, wanted, strict=True))
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: Tensor,
+        h: Tensor,
+        xa_down: Tensor | None,
+        settings: _Settings,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.num_inputs = 4 + len(tensors)
+        with no_autocast(token):
+            (down,) = layers_of(tensors, settings.extras[-1:])
+            return down.adapted(h, xa_down).view(token.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, *[None] * (ctx.num_inputs - 1)
+
+
+def _halves(outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Gate and up: two outputs, or the halves of a packed one."""
+    if len(outputs) == 2:
+        return outputs[0], outputs[1]
+    gate, up = outputs[0].chunk(2, dim=-1)
+    return gate, up
+
+
+def _operands(
+    outputs: list[Tensor],
+    inner: list[Tensor | None],
+    first: list[Layer],
+    down: Layer,
+    settings: _Settings,
+) -> GateOperands:
+    gate, up = _halves(outputs)
+    factors = [None if layer.lora_b is None else layer.scaled_b(gate.dtype) for layer in first]
+    if len(first) == 1:
+        packed = factors[0]
+        b_gate, b_up = (None, None) if packed is None else packed.chunk(2)
+        inner = [inner[0], inner[0]]
+    else:
+        b_gate, b_up = factors
+    a_down = None if down.lora_a is None else products.cast_stacked([down.lora_a], gate.dtype)
+    return GateOperands(
+        gate,
+        up,
+        inner[0],
+        inner[1],
+        b_gate,
+        b_up,
+        None if a_down is None else a_down.contiguous(),
+        settings.activation == "gelu_tanh",
+    )
+
+
+def _back_folded(
+    dy: Tensor,
+    p_down: Tensor | None,
+    inner: list[Tensor | None],
+    outputs: list[Tensor],
+    first: list[Layer],
+    down: Layer,
+    settings: _Settings,
+) -> _Branches:
+    """Back through the gate by the kernel, which adds the adapters' shares on the way."""
+    ops = _operands(outputs, inner, first, down, settings)
+    num_rows, num_cols = ops.gate.shape
+    weight = down.read(dy.dtype)
+    pair = None
+    if len(first) == 2:
+        # One buffer for both gradients; dup takes the place of dh, element by element.
+        pair = dy.new_empty((2, num_rows, num_cols))
+        dgate, dup = pair
+        dh = torch.mm(dy, weight, out=dup)
+        douts = [dgate, dup]
+    else:
+        dh = torch.mm(dy, weight)
+        packed = dy.new_empty((num_rows, 2 * num_cols))
+        dgate, dup = packed.chunk(2, dim=-1)
+        douts = [packed]
+    del weight
+    scales = (first[0].scaling, first[-1].scaling)
+    return _Branches(douts, pair, gate_backward(ops, dh, p_down, dgate, dup, scales))
+
+
+def _back_plain(
+    dy: Tensor,
+    p_down: Tensor | None,
+    inner: list[Tensor | None],
+    outputs: list[Tensor],
+    first: list[Layer],
+    down: Layer,
+    settings: _Settings,
+) -> _Branches:
+    """As `_back_folded`, in torch, on outputs that hold the adapters' shares."""
+    gate, up = _halves(outputs)
+    sums = products.sum_dtype(dy.dtype)
+    a_down = None if down.lora_a is None else products.cast_stacked([down.lora_a], dy.dtype)
+    dh = input_gradient(p_down, a_down, [(dy, down)])
+    activated = activate(gate, settings.activation)
+    da_down = None
+    if p_down is not None:
+        da_down = products.columns(activated * up, p_down, sums, transposed=True)
+    if settings.activation == "silu":
+        dgate = torch.ops.aten.silu_backward(dh * up, gate)
+    else:
+        dgate = torch.ops.aten.gelu_backward(dh * up, gate, approximate="tanh")
+    douts = [dgate, dh * activated]
+    dbs = [
+        None
+        if (xa := inner[min(index, len(inner) - 1)]) is None
+        else products.columns(dout, xa, sums, scale=layer.scaling)
+        for index, (dout, layer) in enumerate(zip(douts, (first[0], first[-1]), strict=True))
+    ]
+    if len(first) == 1:
+        douts = [torch.cat(douts, dim=-1)]
+    return _Branches(douts, None, GateGradients(dbs[0], dbs[1], da_down))
+
+
+def _db_of_layers(grads: GateGradients, first: list[Layer]) -> list[Tensor | None]:
+    """Each first layer's dB, in its parameter's dtype."""
+    halves = [grads.db_gate, grads.db_up]
+    if len(first) == 1:
+        present = [half for half in halves if half is not None]
+        halves = [torch.cat(present) if present else None]
+    return [
+        None if db is None or layer.lora_b is None else db.to(layer.lora_b.dtype)
+        for db, layer in zip(halves, first, strict=True)
+    ]
+
+
+def _through_the_rank(
+    branches: _Branches, first: list[Layer]
+) -> tuple[Tensor | None, Tensor | None]:
+    """P (M, sum of R) of the first layers and their stacked A; None without adapters."""
+    douts = branches.douts
+    adapted = [(dout, layer) for dout, layer in zip(douts, first, strict=True) if layer.lora_rank]
+    if not adapted:
+        return None, None
+    dtype = douts[0].dtype
+    factors = [layer.lora_a for _, layer in adapted if layer.lora_a is not None]
+    sizes = [layer.lora_rank for _, layer in adapted]
+    p = douts[0].new_empty((douts[0].shape[0], sum(sizes)))
+    if branches.pair is not None and len(adapted) == 2 and sizes[0] == sizes[1]:
+        factors_b = torch.stack([layer.scaled_b(dtype).t() for _, layer in adapted])
+        products.rows_pair(branches.pair, factors_b, p)
+    else:
+        for (dout, layer), place in zip(adapted, p.split(sizes, dim=1), strict=True):
+            products.rows(dout, layer.scaled_b(dtype).t(), out=place)
+    return p, products.cast_stacked(factors, dtype)
+
+
+def _put_da(result: list[Tensor | None], stacked: Tensor, first: list[Layer]) -> None:
+    """Cut the stacked dA (sum of R, H) into the layers' places of the result."""
+    parts = iter(stacked.split([layer.lora_rank for layer in first if layer.lora_rank]))
+    for index, layer in enumerate(first):
+        if layer.lora_a is not None:
+            place = 2 + TENSORS_PER_LAYER * index + 2
+            result[place] = next(parts).to(layer.lora_a.dtype)

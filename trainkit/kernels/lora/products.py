@@ -1,0 +1,223 @@
+"""Products with a skinny result, and where they run.
+
+A skinny product has the adapter's rank on one side: (M, K) by (K, R), or (N, M) by (M, R). Matrix
+libraries size their tiles for square work and leave most of a GPU idle on these; ours stream the
+wide operand once. Wide ranks, fp64 and CPU tensors go to torch.
+
+M tokens, K inputs, N outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainkit.kernels.launch import (
+    HAS_TRITON,
+    INTERPRETING,
+    device_of,
+    next_power_of_2,
+    num_multiprocessors,
+    runs_kernel,
+)
+
+if HAS_TRITON:
+    from trainkit.kernels.lora import kernel
+
+MAX_RANK = 128
+"""The widest stack of adapters that the kernels take."""
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PROGRAMS_PER_MULTIPROCESSOR = 3
+
+
+def takes_kernel(lora_rank: int, dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether the kernels serve these operands at this rank, in this dtype."""
+    return lora_rank <= MAX_RANK and dtype in _KERNEL_DTYPES and runs_kernel(*tensors)
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums over tokens are kept in: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pad_rank(lora_rank: int) -> int:
+    """The rank as a tile dimension: a power of two that tensor cores accept."""
+    return max(16, next_power_of_2(lora_rank))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How fp32 operands are multiplied: as TF32 where torch is allowed to, else exactly."""
+    if dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return "ieee"
+    return "tf32"
+
+
+def rows(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+    """``x w^T``: (M, K) by (R, K) to (M, R), in x's dtype.
+
+    Args:
+        x: rows with unit column stride.
+        w: any strides, x's dtype.
+        out: where to put the result; any row stride, unit column stride.
+    """
+    if out is None:
+        out = x.new_empty((x.shape[0], w.shape[0]))
+    if takes_kernel(w.shape[0], x.dtype, x, w):
+        _launch_rows(x, w, out, batch=1, batch_strides=(0, 0, 0))
+        return out
+    return torch.mm(x, w.t(), out=out)
+
+
+def rows_pair(pair: Tensor, w_pair: Tensor, out: Tensor) -> Tensor:
+    """Two products in one launch: out[:, i] = pair[i] w_pair[i]^T.
+
+    Args:
+        pair: (2, M, K), unit stride on the last axis.
+        w_pair: (2, R, K), any strides.
+        out: (M, 2R) contiguous.
+    """
+    lora_rank = w_pair.shape[1]
+    if takes_kernel(lora_rank, pair.dtype, pair, w_pair):
+        strides = (pair.stride(0), w_pair.stride(0), lora_rank)
+        _launch_rows(pair[0], w_pair[0], out, batch=2, batch_strides=strides)
+        return out
+    for index in range(2):
+        place = out[:, index * lora_rank : (index + 1) * lora_rank]
+        torch.mm(pair[index], w_pair[index].t(), out=place)
+    return out
+
+
+def columns(
+    y: Tensor, p: Tensor, dtype: torch.dtype, *, scale: float = 1.0, transposed: bool = False
+) -> Tensor:
+    """``scale y^T p``: (M, N) by (M, R) to (N, R), summed in fp32; (R, N) when transposed.
+
+    Args:
+        y: rows with unit column stride.
+        p: rows with unit column stride, y's dtype.
+        dtype: of the result.
+        scale: factor of the result.
+        transposed: give the result's transpose, contiguous.
+    """
+    lora_rank = p.shape[1]
+    if takes_kernel(lora_rank, y.dtype, y, p):
+        return _launch_columns(y, p, scale, transposed).to(dtype)
+    left, right = (p.t(), y) if transposed else (y.t(), p)
+    if y.is_cuda and y.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+        product = torch.mm(left, right, out_dtype=torch.float32)
+    else:
+        product = torch.mm(left, right)
+    return (product * scale if scale != 1.0 else product).to(dtype)
+
+
+def _launch_rows(
+    x: Tensor, w: Tensor, out: Tensor, *, batch: int, batch_strides: tuple[int, int, int]
+) -> None:
+    num_rows, num_inner = x.shape
+    if num_rows == 0:
+        return
+    lora_rank = w.shape[0]
+    padded = pad_rank(lora_rank)
+    block_m = 64 if padded <= 64 else 128
+    block_k = 128 if x.element_size() == 2 else 64
+    if INTERPRETING:
+        block_m, block_k = 128, 512
+    grid = (-(-num_rows // block_m), batch)
+    with device_of(x):
+        kernel.rows_kernel[grid](
+            x,
+            w,
+            out,
+            batch_strides[0],
+            x.stride(0),
+            batch_strides[1],
+            w.stride(0),
+            w.stride(1),
+            batch_strides[2],
+            out.stride(0),
+            num_inner,
+            num_rows,
+            R=lora_rank,
+            R_PAD=padded,
+            PRECISION=precision(x.dtype),
+            BLOCK_M=block_m,
+            BLOCK_K=block_k,
+            STAGES=4 if padded <= 64 else 3,
+            num_warps=4 if block_m == 64 else 8,
+        )
+
+
+def split_rows(num_rows: int, num_blocks: int, block: int, like: Tensor) -> tuple[int, int]:
+    """(splits, rows a split) that fill the GPU, each split a whole number of blocks.
+
+    The number depends on shapes and the GPU only, so the order of sums never changes.
+    """
+    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(like) // max(num_blocks, 1))
+    most = max(1, num_rows // (4 * block))  # a split shorter than four blocks only adds sums
+    splits = max(1, min(wanted, most, 64))
+    per_split = max(1, math.ceil(math.ceil(num_rows / splits) / block)) * block
+    return max(1, math.ceil(num_rows / per_split)), per_split
+
+
+def total(parts: Tensor) -> Tensor:
+    """The sum of the splits, in order."""
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+
+
+def _launch_columns(y: Tensor, p: Tensor, scale: float, transposed: bool) -> Tensor:
+    num_rows, num_cols = y.shape
+    lora_rank = p.shape[1]
+    padded = pad_rank(lora_rank)
+    block_n, block_m = (128, 64) if y.element_size() == 2 else (64, 32)
+    if INTERPRETING:
+        block_n, block_m = 256, 128
+    num_blocks = -(-num_cols // block_n)
+    splits, per_split = split_rows(num_rows, num_blocks, block_m, y)
+    shape = (splits, lora_rank, num_cols) if transposed else (splits, num_cols, lora_rank)
+    parts = torch.empty(shape, device=y.device, dtype=torch.float32)
+    if num_cols:
+        with device_of(y):
+            kernel.columns_kernel[(num_blocks, splits)](
+                y,
+                p,
+                parts,
+                y.stride(0),
+                p.stride(0),
+                num_cols,
+                1 if transposed else lora_rank,
+                num_cols if transposed else 1,
+                num_rows,
+                per_split,
+                scale,
+                R=lora_rank,
+                R_PAD=padded,
+                PRECISION=precision(y.dtype),
+                BLOCK_N=block_n,
+                BLOCK_M=block_m,
+                STAGES=4 if padded <= 64 else 2,
+                num_warps=4,
+            )
+    return total(parts)
+
+
+def cast_stacked(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Factors (R_i, K) below each other, in a dtype, by one launch."""
+    if len(factors) == 1:
+        return factors[0].to(dtype)
+    sizes = [factor.shape[0] for factor in factors]
+    stack = factors[0].new_empty((sum(sizes), factors[0].shape[1]), dtype=dtype)
+    torch._foreach_copy_(list(stack.split(sizes)), [factor.detach() for factor in factors])
+    return stack
+
+
+def cast_scaled(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """``scale factor`` in a dtype, by one launch; the factor itself when nothing changes."""
+    if scale == 1.0:
+        return factor.detach().to(dtype)
+    if factor.dtype == dtype:
+        return factor.detach() * scale
+    return torch.mul(factor.detach(), scale, out=factor.new_empty(factor.shape, dtype=dtype))
