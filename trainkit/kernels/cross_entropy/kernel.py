@@ -20,6 +20,8 @@ from torch import Tensor
 
 from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
 
+ON_GPU = tl.constexpr(not INTERPRETING)
+
 
 @triton.jit
 def _cap(x, SOFTCAP: tl.constexpr):
@@ -34,6 +36,18 @@ def _log1p(x):
     # Exact for small x: the rounding of 1 + x cancels in the quotient.
     w = 1.0 + x
     return tl.where(w == 1.0, x, tl.log(w) * (x / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def _opaque(x):
+    # Hides from the compiler that x is known: it would keep the widened copy of a row in registers
+    # (and spill) instead of widening 16-bit values again. There is no assembler to run on a CPU.
+    if ON_GPU:
+        if x.dtype.primitive_bitwidth == 16:
+            x = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+            )
+    return x
 
 
 @triton.jit
@@ -120,21 +134,24 @@ def _cross_entropy(
         lane_total = tl.zeros([BLOCK], dtype=WIDE)
     for index in tl.range(0, NUM_STREAMED, num_stages=STAGES):
         start = index * BLOCK
-        x = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_last").to(WIDE)
-        x = _cap(x, SOFTCAP)
+        streamed = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_last").to(WIDE)
+        streamed = _cap(streamed, SOFTCAP)
         if SMOOTHING > 0.0:
-            lane_total += x
-        x = tl.where(block_cols == label - start, -float("inf"), x)
-        step = tl.exp(-tl.abs(x - lane_top))
-        rises = x > lane_top
+            lane_total += streamed
+        streamed = tl.where(block_cols == label - start, -float("inf"), streamed)
+        step = tl.exp(-tl.abs(streamed - lane_top))
+        rises = streamed > lane_top
         lane_sum = tl.where(rises, lane_sum * step + 1.0, lane_sum + step)
-        lane_top = tl.where(rises, x, lane_top)
+        lane_top = tl.where(rises, streamed, lane_top)
     kept = tl.load(logits_ptr + resident_cols, mask=resident_mask, other=-float("inf"))
     x = _cap(kept.to(WIDE), SOFTCAP)
     others = tl.where(resident_cols == label, -float("inf"), x)
+    kept = _opaque(kept)
     top = tl.maximum(tl.max(others, axis=0), label_logit)
     if NUM_STREAMED > 0:
         top = tl.maximum(top, tl.max(lane_top, axis=0))
+    x = _cap(kept.to(WIDE), SOFTCAP)
+    others = tl.where(resident_cols == label, -float("inf"), x)
     sum_others = tl.sum(tl.exp(tl.where(resident_mask, others - top, -float("inf"))), axis=0)
     if NUM_STREAMED > 0:
         sum_others += tl.sum(lane_sum * tl.exp(lane_top - top), axis=0)
@@ -170,19 +187,22 @@ def _cross_entropy(
         label_gradient = (weight - scale) - sum_others * factor - floor
         if SMOOTHING > 0.0:
             label_gradient += scale * SMOOTHING
+        kept = _opaque(kept)
         gradient = _gradient(
             kept.to(WIDE), resident_cols, label, top, factor, floor, label_gradient, SOFTCAP
         )
         tl.store(dlogits_ptr + resident_cols, gradient.to(dtype), mask=resident_mask)
         for reverse in tl.range(0, NUM_STREAMED, num_stages=STAGES):
             start = (NUM_STREAMED - 1 - reverse) * BLOCK
-            x = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_first").to(WIDE)
-            gradient = _gradient(
-                x, block_cols, label - start, top, factor, floor, label_gradient, SOFTCAP
+            streamed = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_first").to(
+                WIDE
+            )
+            dstreamed = _gradient(
+                streamed, block_cols, label - start, top, factor, floor, label_gradient, SOFTCAP
             )
             tl.store(
                 dlogits_ptr + start + block_cols,
-                gradient.to(dtype),
+                dstreamed.to(dtype),
                 eviction_policy="evict_first",
             )
 
