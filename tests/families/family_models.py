@@ -100,14 +100,20 @@ def in_dtype(batch, dtype):
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
-def run(model, batch, **arguments):
-    """Loss, logits and every gradient of one forward and backward pass."""
+def run(model, batch, *, want_logits=True, **arguments):
+    """Loss, logits and every gradient."""
     model.zero_grad(set_to_none=True)
     dtype = next(model.parameters()).dtype
-    output = model(**in_dtype(batch, dtype), **arguments)
-    output.loss.backward()
+    batch = in_dtype(batch, dtype)
+    loss = model(**batch, **arguments).loss
+    loss.backward()
+    results = {"loss": loss.detach()}
+    if want_logits:  # with labels, the patched model computes a loss and no logits
+        with torch.no_grad():
+            text = {key: value for key, value in batch.items() if key != "labels"}
+            results["logits"] = model(**text).logits
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"loss": output.loss.detach(), "logits": output.logits.detach(), **gradients}
+    return results | gradients
 
 
 def excess_errors(plain, patched, truth):

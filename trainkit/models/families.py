@@ -59,8 +59,6 @@ class Family:
     ops: Mapping[str, tuple[Swap, ...] | Unsupported]
 
 
-LATER = Unsupported("not available yet")
-
 _GEMMA_NORM = {"epsilon": "eps", "offset": 1.0, "cast": "gemma"}
 
 
@@ -76,6 +74,7 @@ def row(
     vision_rope: tuple[Swap, ...] = (),
     mlp: type[KernelForward] = forwards.SplitMLP,
     mlp_class: str | None = None,
+    loss: Mapping[str, object] = MappingProxyType({}),
 ) -> Family:
     """A row of the common shape: every class is ``prefix`` plus its role."""
     norm_class = f"{prefix}RMSNorm"
@@ -91,7 +90,7 @@ def row(
             "rope": (Swap(f"{prefix}Attention", attention, rope), *vision_rope),
             "swiglu": (Swap(mlp_class or f"{prefix}MLP", mlp),),
             "linear_cross_entropy": (
-                Swap(causal_lm or f"{prefix}ForCausalLM", loss_head.CausalLM),
+                Swap(causal_lm or f"{prefix}ForCausalLM", loss_head.CausalLM, loss),
                 Swap("Linear", loss_head.LossHead, at="lm_head"),
             ),
         },
@@ -109,6 +108,8 @@ _ROWS = (
         rope={"window": "module"},
         vision_rope=(Swap("VisionAttention", rope_forwards.VisionAttention),),
         mlp_class="Qwen2MLP",
+        # transformers 5.17 hands the positions' offset back for a later generate().
+        loss={"also_knows": forwards.names("Qwen2VLCausalLMOutputWithPast rope_deltas")},
     ),
     row("qwen3", "Qwen3", attention=rope_forwards.NormedAttention, rope={"window": "module"}),
     row("glm", "Glm", rope={"interleaved": True}, mlp=forwards.PackedMLP),

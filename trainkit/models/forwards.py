@@ -41,6 +41,9 @@ class KernelForward(nn.Module):
     knows: ClassVar[frozenset[str]] = frozenset()
     """Every name that the replaced forward may use and this one accounts for."""
 
+    also_knows: ClassVar[frozenset[str]] = frozenset()
+    """Names from the family's row that its forward uses besides, and training can do without."""
+
     modeling: ClassVar[Any] = None
     """The family's modeling module in transformers."""
 

@@ -56,11 +56,11 @@ def check_forward(original: type[nn.Module], forward: type[KernelForward]) -> No
     Raises:
         PatchError: naming the class, the transformers version and the unknown names.
     """
-    unknown = names_used(original.forward) - forward.known_names()
+    unknown = names_used(original.forward) - forward.known_names() - forward.also_knows
     if unknown:
         raise PatchError(
             f"{original.__name__}.forward also uses {', '.join(sorted(unknown))}, which trainkit's "
-            f"{forward.__name__} does not know of; patching would drop that step",
+            f"{forward.__base__.__name__} does not know of; patching would drop that step",
             where=f"transformers {transformers.__version__}, {original.__module__}",
             fix="switch this op off in `kernels:`, and report the transformers version",
         )
