@@ -123,9 +123,11 @@ class CausalLM(KernelForward):
 
     uses = ("linear_cross_entropy",)
     knows = frozenset(
-        "model last_hidden_state slice_logits_to_keep slice isinstance int lm_head loss_function "
-        "config text_config vocab_size CausalLMOutputWithPast past_key_values hidden_states "
-        "attentions".split()
+        (
+            *("model", "last_hidden_state", "slice_logits_to_keep", "slice", "isinstance", "int"),
+            *("lm_head", "loss_function", "config", "text_config", "vocab_size"),
+            *("CausalLMOutputWithPast", "past_key_values", "hidden_states", "attentions"),
+        )
     )
 
     model: nn.Module

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.linear_cross_entropy.reference import (
-    accumulation_dtype,
-    cross_entropy_chunk_reference,
-    denominator,
-)
+from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
+from trainkit.kernels.launch import device_of
 
 ROWS_MULTIPLE = 256
 """Chunks and the compacted rows are multiples of this: whole tiles for the matrix products."""
@@ -186,9 +183,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         settings: _Settings,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants = [settings.wants_gradients and wanted for wanted in ctx.needs_input_grad[:3]]
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
             result = _compute(hidden, weight, bias, labels, settings, *wants)
-        items = denominator(result.num_trained if num_items is None else num_items, result.total)
+        items = _denominator(result.num_trained if num_items is None else num_items, result.total)
         ctx.save_for_backward(
             result.dhidden, result.dweight, result.dbias, result.slots, items * result.grad_scale
         )
@@ -212,6 +209,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if dbias is not None:
             dbias = _scaled(dbias, scale, bias_dtype)
         return dhidden, dweight, dbias, None, None, None
+
+
+def _denominator(num_items: Tensor | int, like: Tensor) -> Tensor:
+    """``num_items`` as a 0-d tensor beside ``like``; 1 in place of 0: no label means loss 0."""
+    if not isinstance(num_items, Tensor):  # a fill on the device, not a copy from the host
+        return like.new_full((), num_items or 1)
+    items = num_items.to(device=like.device, dtype=like.dtype).reshape(())
+    return items.where(items != 0, 1)
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -243,7 +248,7 @@ def _compute(
     want_dbias: bool,
 ) -> _Result:
     dtype = settings.compute_dtype
-    wide = accumulation_dtype(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])
     num_trained = torch.count_nonzero(labels != settings.ignore_index)
     rows, labels, slots = _keep_trained(rows, labels, num_trained, settings)
@@ -258,7 +263,7 @@ def _compute(
     dweight = torch.empty_like(matrix, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
     losses = rows.new_empty(num_rows, dtype=wide)
-    correct = torch.empty(num_rows, dtype=torch.bool, device=rows.device)
+    correct = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
     if dhidden is not None:
         dhidden[num_rows].zero_()
 
@@ -272,14 +277,17 @@ def _compute(
             torch.mm(rows[part], matrix.t(), out=logits)
         else:
             torch.addmm(offset, rows[part], matrix.t(), out=logits)
-        losses[part], correct[part] = cross_entropy_chunk_reference(
+        cross_entropy_chunk(
             logits,
             labels[part],
+            losses[part],
+            grad_scale,
+            want_grad=wants_gradients,
             ignore_index=settings.ignore_index,
             softcap=settings.softcap,
             label_smoothing=settings.label_smoothing,
             z_loss=settings.z_loss,
-            grad_scale=grad_scale if wants_gradients else None,
+            correct_out=correct[part],
         )
         if dhidden is not None:
             _mm_into(dhidden[part], logits, matrix)
