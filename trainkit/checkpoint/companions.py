@@ -22,6 +22,11 @@ _COPIED = (
     "chat_template.jinja",
     "LICENSE",
 )
+# transformers 5 gives every model of type qwen2 Qwen2's own tokenizer class, whatever the files
+# say, and that class keeps the vocabulary but cuts text by Qwen2's rules (each digit by itself,
+# where GLM takes three at a time). An entry under auto_map makes it believe tokenizer_class
+# again. It is never followed: with trust_remote_code it fails on the missing file, loudly.
+_NOT_QWEN2S_OWN = {"AutoTokenizer": ["no_remote_code_needed.PreTrainedTokenizerFast", None]}
 _STOPS = ("eos_token_id", "pad_token_id", "bos_token_id")
 
 
@@ -53,18 +58,19 @@ def carry_companions(
             text = build_tokenizer_json(plain_file(source, "tokenizer.model"), settings)
             (target / "tokenizer.json").write_text(text, encoding="utf-8")
             came["tokenizer.json"] = "built from tokenizer.model"
-        _write(target / "tokenizer_config.json", _without_remote_code(settings))
+        is_qwen2 = new_config.get("model_type") == "qwen2"
+        _write(target / "tokenizer_config.json", _plain_tokenizer(settings, is_qwen2=is_qwen2))
         came["tokenizer_config.json"] = "copied without remote code"
     _write(target / "generation_config.json", _generation_config(source, config, new_config))
     came["generation_config.json"] = "written"
     return came
 
 
-def _without_remote_code(settings: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in settings.items() if key != "auto_map"}
-    # The generic class reads tokenizer.json as it is. A model's own class would rebuild the
-    # pipeline with that model's rules.
-    kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+def _plain_tokenizer(settings: Mapping[str, Any], *, is_qwen2: bool) -> dict[str, Any]:
+    kept = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+    kept.pop("auto_map", None)
+    if is_qwen2:
+        kept["auto_map"] = _NOT_QWEN2S_OWN
     return kept
 
 

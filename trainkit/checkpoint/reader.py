@@ -38,6 +38,16 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 16
+# What torch's weights-only unpickler raises on code, on damage, and on opcodes out of order.
+_UNPICKLING_FAILURES = (
+    pickle.UnpicklingError,
+    RuntimeError,
+    EOFError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+)
 _PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
 _BLOB_NAME = re.compile(r"^[0-9a-f]{40,64}$")
 
@@ -243,7 +253,7 @@ class PickledFile:
                 content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except RuntimeError:  # the layout before torch 1.6, which cannot be mapped
                 content = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except _UNPICKLING_FAILURES as error:
             raise CheckpointError(
                 "this pickle is refused: it is damaged or holds more than plain tensors "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",

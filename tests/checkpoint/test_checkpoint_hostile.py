@@ -1,0 +1,238 @@
+"""Checkpoints that lie, lead out, or want to run code: refused before any harm."""
+
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainkit.checkpoint.reader import WeightsReader, plain_file, read_json
+from trainkit.errors import CheckpointError
+
+BODY = bytes(range(32))
+
+
+def write_raw(path: Path, header, body: bytes = BODY, *, claimed=None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if claimed is None else claimed) + text + body)
+
+
+def entry(dtype="F32", shape=(2, 4), offsets=(0, 32)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def load_all(directory: Path) -> None:
+    with WeightsReader(directory) as reader:
+        for name in reader.tensors:
+            reader.load(name)
+
+
+def test_honest_file_is_read(tmp_path):
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.arange(4, dtype=torch.int8),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "none": torch.empty(0, 7),
+        "flag": torch.tensor([True, False]),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    with WeightsReader(tmp_path) as reader:
+        assert reader.tensors.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            loaded = reader.load(name)
+            assert loaded.dtype == tensor.dtype
+            assert torch.equal(loaded, tensor)
+
+
+@pytest.mark.parametrize(
+    ("header", "word"),
+    [
+        ({"w": entry(shape=(2, 5))}, "claims shape"),
+        ({"w": entry(shape=(2**40, 2**40))}, "claims shape"),
+        ({"w": entry(shape=(-2, -4))}, "malformed"),
+        ({"w": entry(shape=(2.0, 4))}, "malformed"),
+        ({"w": entry(shape=(True, 8))}, "malformed"),
+        ({"w": entry(dtype="F99")}, "malformed"),
+        ({"w": entry(dtype=["F32"])}, "malformed"),
+        ({"w": entry(offsets=(0, 64), shape=(16,))}, "was cut"),
+        ({"w": entry(offsets=(16, 48))}, "overlaps another tensor or leaves a hole"),
+        ({"w": entry(offsets=(32, 0))}, "claims shape"),
+        ({"w": entry(offsets=(0,))}, "malformed"),
+        ({"w": entry(offsets=(0, 16), shape=(4,))}, "bytes were added"),
+        ({"w": entry(), "v": entry()}, "overlaps"),
+        ({"w": "F32"}, "malformed"),
+        ({"w": entry(shape=(1,) * 20 + (8,))}, "claims shape"),
+        ([], "not a JSON object"),
+        (b"{", "not valid JSON"),
+        (b"[" * 5000, "not valid JSON"),
+        (b'{"w":' + json.dumps(entry()).encode() + b"," * 0 + b',"w":1}', "twice"),
+    ],
+)
+def test_lying_header(tmp_path, header, word):
+    write_raw(tmp_path / "model.safetensors", header)
+    with pytest.raises(CheckpointError, match=word):
+        load_all(tmp_path)
+
+
+@pytest.mark.parametrize("claimed", [2**63, 10**9, 101, 40])
+def test_header_longer_than_the_file(tmp_path, claimed):
+    write_raw(tmp_path / "model.safetensors", b"{}", b"x" * 30, claimed=claimed)
+    with pytest.raises(CheckpointError):
+        load_all(tmp_path)
+
+
+def test_file_cut_after_it_was_opened(tmp_path):
+    write_raw(tmp_path / "model.safetensors", {"w": entry()})
+    with WeightsReader(tmp_path) as reader:
+        os.truncate(tmp_path / "model.safetensors", 90)
+        with pytest.raises(CheckpointError, match="ended inside w"):
+            reader.load("w")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../outside.safetensors",
+        "/etc/passwd",
+        "sub/model.safetensors",
+        "..",
+        ".hidden.safetensors",
+        "a\x00.safetensors",
+        "model.bin",
+        7,
+        None,
+    ],
+)
+def test_index_that_names_a_path(tmp_path, file):
+    save_file({"w": torch.zeros(2)}, tmp_path / "outside.safetensors")
+    inside = tmp_path / "model"
+    inside.mkdir()
+    (inside / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CheckpointError, match="which is not a"):
+        load_all(inside)
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": {}}', '{"weight_map": []}', "[]", "{,}"])
+def test_index_without_a_map(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError):
+        load_all(tmp_path)
+
+
+def test_index_and_shard_disagree(tmp_path):
+    save_file({"w": torch.zeros(2), "extra": torch.zeros(1)}, tmp_path / "s.safetensors")
+    weight_map = {"w": "s.safetensors", "v": "s.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"missing \['v'\], not listed \['extra'\]"):
+        load_all(tmp_path)
+
+
+def test_missing_shard_and_missing_weights(tmp_path):
+    with pytest.raises(CheckpointError, match="no weights"):
+        load_all(tmp_path)
+    weight_map = {"w": "gone.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
+        load_all(tmp_path)
+
+
+def test_link_out_of_the_directory(tmp_path):
+    save_file({"w": torch.zeros(2)}, tmp_path / "secret.safetensors")
+    inside = tmp_path / "model"
+    inside.mkdir()
+    (inside / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    with pytest.raises(CheckpointError, match="leads out"):
+        load_all(inside)
+
+
+def test_pipe_and_device_and_folder_are_no_files(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a file"):
+        load_all(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match="not a file"):
+        plain_file(tmp_path, "config.json")
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    blob = blobs / ("0" * 64)
+    save_file({"w": torch.ones(2)}, blob)
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs") / blob.name)
+    load_all(snapshot)
+    (snapshot / "config.json").symlink_to(Path("../../blobs") / "../../elsewhere")
+    with pytest.raises(CheckpointError):
+        plain_file(snapshot, "config.json")
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1, "a": 2}', "[" * 100_000, "\xff"])
+def test_bad_json(tmp_path, text):
+    (tmp_path / "c.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_json(tmp_path / "c.json")
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("form", ["torch", "legacy", "pickle", "inside", "index"])
+def test_pickles_never_run(tmp_path, form):
+    canary = tmp_path / "canary"
+    path = tmp_path / "pytorch_model.bin"
+    content = {"w": torch.zeros(2), "evil": Evil(canary)} if form == "inside" else Evil(canary)
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(content))
+    elif form == "legacy":
+        torch.save(content, path, _use_new_zipfile_serialization=False)
+    else:
+        torch.save(content, path)
+    if form == "index":
+        weight_map = {"w": "pytorch_model.bin"}
+        index = tmp_path / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="refused"):
+        load_all(tmp_path)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("content", [[torch.zeros(2)], {"w": 3}, {3: torch.zeros(1)}, "text"])
+def test_pickle_of_something_else(tmp_path, content):
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="more than named tensors"):
+        load_all(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04junk", b"\x80\x02."])
+def test_damaged_pickle(tmp_path, damage):
+    (tmp_path / "pytorch_model.bin").write_bytes(damage)
+    with pytest.raises(CheckpointError):
+        load_all(tmp_path)
+
+
+def test_remote_code_beside_the_weights_is_never_imported(glm, tmp_path):
+    from conftest import write_chatglm
+
+    from trainkit.checkpoint.convert import ConvertOptions, convert_model
+
+    source = write_chatglm(glm, tmp_path / "source")
+    code = f"open({str(tmp_path / 'canary')!r}, 'w')"
+    for name in ("configuration_chatglm.py", "modeling_chatglm.py", "tokenization_chatglm.py"):
+        (source / name).write_text(code)
+    convert_model(source, tmp_path / "target", "qwen2", ConvertOptions())
+    assert not (tmp_path / "canary").exists()
+    assert not list((tmp_path / "target").glob("*.py"))
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert "auto_map" not in config
