@@ -33,17 +33,7 @@ def vocabulary():
     """All bytes, then a few merged tokens, some of them reachable in more ways than one."""
     tokens = [bytes([byte]) for byte in range(256)]
     tokens += [b"th", b"he", b"the", b"er", b"ere", b"there", b" t", b" th", b" the", b"in", b"an"]
-    tokens += [
-        b"12",
-        b"23",
-        b"123",
-        "中".encode(),
-        "中文".encode(),
-        b"\n\n",
-        b"  ",
-        b"theme",
-        b"ll",
-    ]
+    tokens += [b"12", b"23", b"123", "中".encode(), "中文".encode(), b"\n\n", b"  "]
     tokens += [b"theme", b"ll"]
     return {token: rank for rank, token in enumerate(tokens)}
 
