@@ -1,1 +1,24 @@
 """Recipes: the schema, the YAML loader and overrides. No torch here."""
+
+from trainkit.recipe.accumulation import resolve_accumulation
+from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
+from trainkit.recipe.options import SftOptions
+from trainkit.recipe.presets import DEFAULT_PRESET, PRESETS, deepspeed_path
+from trainkit.recipe.problems import InvalidRecipe, Problem
+from trainkit.recipe.resolved import dump_resolved
+from trainkit.recipe.schema import Recipe
+
+__all__ = [
+    "DEFAULT_PRESET",
+    "PRESETS",
+    "InvalidRecipe",
+    "LoadedRecipe",
+    "Problem",
+    "Recipe",
+    "ResolvedValue",
+    "SftOptions",
+    "deepspeed_path",
+    "dump_resolved",
+    "load_recipe",
+    "resolve_accumulation",
+]

@@ -1,0 +1,45 @@
+"""Gradient accumulation from the global batch size, once the number of processes is known."""
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.schema import Recipe
+from trainkit.recipe.training_fields import training_fields
+
+
+def resolve_accumulation(recipe: Recipe, world_size: int) -> int:
+    """Micro-batches per optimizer step.
+
+    ``global_batch_size`` = ``per_device_train_batch_size`` x processes x this number, in rows (a
+    packed row holds several samples).
+
+    Args:
+        recipe: the recipe.
+        world_size: processes of the run, one a GPU.
+
+    Raises:
+        RecipeError: the global batch size cannot be divided so, or a given
+            ``gradient_accumulation_steps`` disagrees with it.
+    """
+    name = "per_device_train_batch_size"
+    micro = recipe.training.get(name, training_fields().fields[name].default)
+    given = recipe.training.get("gradient_accumulation_steps")
+    total = recipe.global_batch_size
+    if total is None:
+        return 1 if given is None else int(given)
+    a_pass = micro * world_size
+    if total % a_pass:
+        smaller, larger = total - total % a_pass, total - total % a_pass + a_pass
+        raise RecipeError(
+            f"global_batch_size {total} cannot be made of {world_size} processes x {micro} rows: "
+            f"it is no multiple of {a_pass}",
+            where="global_batch_size",
+            fix=f"take {smaller or larger} or {larger}, or change training.{name}",
+        )
+    steps = total // a_pass
+    if given is not None and given != steps:
+        raise RecipeError(
+            f"global_batch_size {total} and gradient_accumulation_steps {given} disagree: "
+            f"{world_size} processes x {micro} rows x {given} = {a_pass * given}",
+            where="global_batch_size",
+            fix=f"remove one of them, or set gradient_accumulation_steps to {steps}",
+        )
+    return steps

@@ -1,0 +1,196 @@
+"""From a recipe file, overrides and options to a checked ``Recipe``, or to every error in it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.document import Document, read_document
+from trainkit.recipe.foreign import REFUSED
+from trainkit.recipe.options import option_values
+from trainkit.recipe.overrides import parse_override
+from trainkit.recipe.presets import check_deepspeed
+from trainkit.recipe.schema import TRAINING_DEFAULTS, Recipe
+from trainkit.recipe.settings import Origin, Settings
+from trainkit.recipe.training_fields import training_fields
+from trainkit.recipe.validation import validate
+
+DEFAULT = "default"
+TRAINKIT_DEFAULT = "trainkit default"
+TRANSFORMERS_DEFAULT = "transformers default"
+
+
+@dataclass(frozen=True)
+class ResolvedValue:
+    """One value of a run and where it came from."""
+
+    key: str
+    value: Any
+    origin: str
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nobody chose it."""
+        return self.origin in (DEFAULT, TRAINKIT_DEFAULT, TRANSFORMERS_DEFAULT)
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A recipe, and where each of its values came from.
+
+    Attributes:
+        recipe: the values.
+        origins: dotted key to origin: ``qwen2.yaml:14``, ``override``, ``--deepspeed``,
+            ``default``, ``trainkit default`` or ``transformers default``.
+        source_text: the recipe file as it was given.
+        path: that file.
+    """
+
+    recipe: Recipe
+    origins: Mapping[str, str]
+    source_text: str
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name: the recipe's, or else its file's."""
+        return self.recipe.name or self.path.stem
+
+    def values(self) -> Iterator[ResolvedValue]:
+        """Every value, in the order of the schema; ``training`` with transformers' defaults."""
+        for key, value in _leaves(self.recipe):
+            yield ResolvedValue(key, value, self.origins[key])
+
+
+def load_recipe(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    cli: Mapping[str, Any] | None = None,
+) -> LoadedRecipe:
+    """Read, merge and check a recipe. Imports neither torch nor transformers, touches no data.
+
+    Args:
+        path: the recipe file. It may name another with ``base: FILE`` (relative to itself), whose
+            values it then replaces key by key.
+        overrides: ``section.key=value``; they win over the file.
+        cli: options of the command line, ``{"--deepspeed": "zero2"}``; they win over all.
+
+    Raises:
+        RecipeError: with all that is wrong, each with file and line.
+    """
+    path = Path(path)
+    settings = Settings()
+    documents = _with_bases(path)
+    for document in documents:
+        settings.merge(document)
+    for text in overrides:
+        keys, value = parse_override(text)
+        _check_sections(settings, keys, text)
+        settings.assign(keys, value, Origin("override", f"override {text!r}"))
+    for option, (key, value) in option_values(cli or {}, settings.values).items():
+        settings.assign(tuple(key.split(".")), value, Origin(option, option))
+    recipe = validate(settings)
+    deepspeed = settings.origin(("deepspeed",))
+    check_deepspeed(recipe.deepspeed, deepspeed.where if deepspeed else None)
+    origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
+    return LoadedRecipe(recipe, origins, documents[-1].text, path)
+
+
+def _with_bases(path: Path) -> list[Document]:
+    """The recipe and those it builds on, the deepest base first."""
+    documents: list[Document] = []
+    seen: set[Path] = set()
+    while True:
+        document = read_document(path)
+        seen.add(path.resolve())
+        documents.insert(0, document)
+        if "base" not in document.values:
+            return documents
+        base = document.values.pop("base")
+        where = f"{path}:{document.lines[('base',)]}"
+        if not isinstance(base, str):
+            raise RecipeError(
+                "base must be one recipe file", where=where, fix="write base: other.yaml"
+            )
+        path = path.parent / base
+        if path.resolve() in seen:
+            raise RecipeError(
+                f"base: {base} comes back to a recipe that builds on it",
+                where=where,
+                fix="remove one base",
+            )
+        if not path.is_file():
+            raise RecipeError(
+                f"base: there is no recipe at {path.absolute()}",
+                where=where,
+                fix="give a path relative to the recipe that names it",
+            )
+
+
+def _check_sections(settings: Settings, keys: tuple[str, ...], text: str) -> None:
+    """Refuse to set a key inside a list or a single value, which would replace it unseen."""
+    target: Any = settings.values
+    for depth, key in enumerate(keys[:-1]):
+        target = target.get(key)
+        if target is None or (keys[0] == "kernels" and isinstance(target, bool)):
+            return
+        if not isinstance(target, dict):
+            dotted = ".".join(keys[: depth + 1])
+            raise RecipeError(
+                f"{dotted} is a {'list' if isinstance(target, list) else 'single value'}, "
+                f"so {'.'.join(keys)} cannot be set in it",
+                where=f"override {text!r}",
+                fix=f"give {dotted} as a whole",
+            )
+
+
+def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in a recipe."""
+    for name in Recipe.model_fields:
+        value = getattr(recipe, name)
+        if name == "training":
+            yield from _training_leaves(value, derived_accumulation=bool(recipe.global_batch_size))
+        elif isinstance(value, BaseModel):
+            for key in type(value).model_fields:
+                yield f"{name}.{key}", _plain(getattr(value, key))
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
+        else:
+            yield name, value
+
+
+def _training_leaves(
+    training: Mapping[str, Any], *, derived_accumulation: bool
+) -> Iterator[tuple[str, Any]]:
+    """What was given or is trainkit's default, then the rest of TrainingArguments."""
+    for key, value in training.items():
+        yield f"training.{key}", value
+    for key, field in training_fields().fields.items():
+        if key in training or key in REFUSED:
+            continue
+        if derived_accumulation and key == "gradient_accumulation_steps":
+            continue  # global_batch_size decides it
+        yield f"training.{key}", field.default
+
+
+def _plain(value: Any) -> Any:
+    """Sources as they are written: a path, or a mapping of what was given."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, BaseModel):
+        given = value.model_dump(exclude_defaults=True)
+        return given["path"] if set(given) == {"path"} else given
+    return value
+
+
+def _origin_label(key: str, settings: Settings) -> str:
+    path = tuple(key.split("."))
+    found = settings.origins.get(path)
+    if found is not None:
+        return found.label
+    if path[0] != "training":
+        return DEFAULT
+    return TRAINKIT_DEFAULT if path[1] in TRAINING_DEFAULTS else TRANSFORMERS_DEFAULT

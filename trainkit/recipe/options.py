@@ -1,0 +1,56 @@
+"""What the options of ``trainkit sft`` mean: recipe values some, the rest ``SftOptions``."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SftOptions:
+    """What a run is told beside its recipe.
+
+    Attributes:
+        resume: None for a new run, ``"auto"`` for the last checkpoint, or a run directory or
+            checkpoint.
+        dry_run: check everything up to one forward and backward, then stop.
+        output_dir: the run directory to make, or None for a new one under ``train_model/``.
+        command: the command line, to be kept in ``command.sh``.
+        json: print one JSON object a line instead of text for people.
+    """
+
+    resume: str | None = None
+    dry_run: bool = False
+    output_dir: Path | None = None
+    command: tuple[str, ...] = ()
+    json: bool = False
+
+
+def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe values that command-line options set.
+
+    Args:
+        options: option to value: ``{"--deepspeed": "zero2", "--replace-kernel": True}``. None means
+            not given.
+        recipe: the values so far. ``--replace-kernel`` leaves a mapping of single ops alone.
+
+    Returns:
+        Option to ``(dotted key, value)``, only for those that change something.
+    """
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        if value is None:
+            continue
+        if option == "--replace-kernel":
+            if not (value and isinstance(recipe.get("kernels"), Mapping)):
+                values[option if value else "--no-replace-kernel"] = ("kernels", value)
+        elif option == "--pretrain":
+            if value:
+                values[option] = ("data.mask", "none")
+        elif option == "--deepspeed":
+            values[option] = ("deepspeed", value)
+        elif option == "--output-dir":
+            values[option] = ("training.output_dir", str(value))
+        else:
+            raise ValueError(f"no option called {option}")
+    return values

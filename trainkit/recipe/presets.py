@@ -1,0 +1,58 @@
+"""The DeepSpeed configurations that have a name.
+
+The files lie beside this module, so that an installed trainkit has them; ``configs/deepspeed`` in
+the repository is a link to that directory.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.suggest import nearest
+
+DEFAULT_PRESET = "zero2"
+"""What a bare ``--deepspeed`` means."""
+
+_DIRECTORY = Path(__file__).with_name("deepspeed")
+
+PRESETS: Mapping[str, Path] = {
+    name: _DIRECTORY / f"{name}.json" for name in ("zero1", "zero2", "zero3", "zero3_offload")
+}
+"""Preset to file."""
+
+
+def deepspeed_path(choice: str) -> Path:
+    """The file of a preset, or the path itself."""
+    return PRESETS.get(choice) or Path(choice).expanduser()
+
+
+def check_deepspeed(choice: str | None, where: str | None = None) -> None:
+    """Refuse a configuration that is not there or not a JSON object.
+
+    Args:
+        choice: a preset's name, a path, or None.
+        where: the place to name in the error.
+
+    Raises:
+        RecipeError: with the nearest preset.
+    """
+    if choice is None:
+        return
+    path = deepspeed_path(choice)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        close = nearest(choice, PRESETS)
+        raise RecipeError(
+            f"deepspeed: there is no preset {choice!r} and no file {path.absolute()}",
+            where=where,
+            fix=(f"did you mean {close}? " if close else "")
+            + f"The presets are {', '.join(PRESETS)}",
+        ) from error
+    except ValueError as error:
+        raise RecipeError(
+            f"deepspeed: not JSON: {error}", where=str(path), fix="mend the file"
+        ) from error
+    if not isinstance(content, dict):
+        raise RecipeError("deepspeed: not a JSON object", where=str(path), fix="mend the file")

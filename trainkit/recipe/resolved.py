@@ -1,0 +1,51 @@
+"""The resolved recipe as YAML: every value with its origin beside it, secrets left out."""
+
+import re
+from typing import Any
+
+import yaml
+
+from trainkit.recipe.load import LoadedRecipe, ResolvedValue
+
+REDACTED = "<redacted>"
+
+# Fields like hub_token. Not `num_input_tokens_seen`: the word must end the name.
+_SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_key|access_key|credentials)$")
+
+
+def shown_value(value: ResolvedValue) -> Any:
+    """The value, or ``<redacted>`` where its key says that it is a secret."""
+    return _redacted(value.key.rpartition(".")[2], value.value)
+
+
+def yaml_text(value: Any) -> str:
+    """A value on one line, as YAML that reads the same under 1.1 and 1.2."""
+    text = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**31
+    )
+    return text.removesuffix("...\n").strip()
+
+
+def dump_resolved(loaded: LoadedRecipe) -> str:
+    """Write every value of a run and where it came from.
+
+    The text is itself a recipe: it loads again to the same values.
+    """
+    lines = [f"# Every value of this run and where it came from; made from {loaded.path.name}."]
+    open_section = ""
+    for value in loaded.values():
+        section, _, key = value.key.rpartition(".")
+        if section and section != open_section:
+            lines.append(f"{section}:")
+        open_section = section
+        indent = "  " if section else ""
+        lines.append(f"{indent}{key}: {yaml_text(shown_value(value))}  # {value.origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _redacted(key: str, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _redacted(str(name), item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_redacted(key, item) for item in value]
+    return REDACTED if value is not None and _SECRET.search(key) else value

@@ -1,0 +1,321 @@
+"""The recipe: frozen sections with their defaults, units and rules.
+
+Every default of trainkit stands here and nowhere else. A rule about two keys of one section stands
+in that section; a rule across sections stands in ``Recipe``.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from trainkit.recipe.document import read_scalar
+from trainkit.recipe.training import check_training
+
+TRAINING_DEFAULTS: Mapping[str, Any] = {
+    # A curve with a point for every step; a point costs one host sync.
+    "logging_steps": 1,
+    # No account is asked for; tensorboard and wandb are opt-in.
+    "report_to": "none",
+    # Each checkpoint of a 7B model with its optimizer is about 90 GB.
+    "save_total_limit": 2,
+}
+"""Where trainkit's defaults for ``training`` differ from TrainingArguments' own."""
+
+KERNEL_OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
+"""The switches of ``kernels:``; a test holds them equal to ``trainkit.models.families.OPS``."""
+
+
+def broken_rule(key: str, what: str, fix: str) -> PydanticCustomError:
+    """A rule about more than one key, reported at the line of ``key``."""
+    return PydanticCustomError("rule", "{what}", {"key": key, "what": what, "fix": fix})
+
+
+class Section(BaseModel):
+    """A part of the recipe: unknown keys and wrong types are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+
+class ModelSection(Section):
+    """What is trained."""
+
+    name_or_path: str = Field(
+        min_length=1, description="A directory, a .gguf file, or a name on the Hugging Face hub."
+    )
+    dtype: Literal["bfloat16", "float16", "float32", "auto"] = Field(
+        "bfloat16", description="Of the weights in memory; auto keeps what the files hold."
+    )
+    attn_implementation: str = Field(
+        "auto",
+        description="auto picks the fastest that isolates packed samples; or HF's own names.",
+    )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="random builds the model from its config.json alone."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub repository.")
+    gguf_file: str | None = Field(None, description="The .gguf file inside name_or_path to read.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model. Off unless you trust it."
+    )
+
+    @model_validator(mode="after")
+    def _random_has_no_weights(self) -> "ModelSection":
+        if self.init == "random" and self.gguf_file is not None:
+            raise broken_rule(
+                "model.gguf_file",
+                "model.init random reads no weights, so gguf_file has no use",
+                "remove one of the two",
+            )
+        return self
+
+
+class SourceSpec(Section):
+    """One place to read conversations from."""
+
+    path: str = Field(min_length=1, description="A file, a directory or a glob.")
+    weight: float | None = Field(
+        None, ge=0, description="Share of the mixture, relative to the other sources' weights."
+    )
+    max_samples: int | None = Field(
+        None, ge=1, description="Rows to draw, by a seeded choice; also written FILE#N."
+    )
+    epochs: float = Field(1.0, gt=0, description="How often its rows appear in one epoch.")
+    format: str = Field("auto", description="Of the rows; auto looks at them.")
+    name: str | None = Field(None, description="For logs; the file's name without it.")
+    split: str = Field("train", description="Of a hub data set.")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Our column name to the file's: {messages: dialog}."
+    )
+    roles: list[str] = Field(
+        default_factory=list, description="Trained roles of this source; empty is data.roles."
+    )
+
+
+def _source(value: Any) -> Any:
+    """``FILE#N`` is ``{path: FILE, max_samples: N}``."""
+    if isinstance(value, str):
+        value = {"path": value}
+    if isinstance(value, dict) and isinstance(value.get("path"), str):
+        path, mark, count = value["path"].rpartition("#")
+        if mark and path and count.isdecimal():
+            if "max_samples" in value:
+                raise broken_rule(
+                    "max_samples",
+                    f"{value['path']} already says how many samples",
+                    "remove #N or max_samples",
+                )
+            value = {**value, "path": path, "max_samples": int(count)}
+    return value
+
+
+def _sources(value: Any) -> Any:
+    """One source may stand without a list."""
+    return [value] if isinstance(value, str | dict) else value
+
+
+def _count_or_share(value: Any) -> Any:
+    """``1%`` is 0.01; a count stays whole."""
+    if isinstance(value, str) and value.endswith("%"):
+        share = read_scalar(value[:-1].strip())
+        value = share / 100 if isinstance(share, int | float) else value
+    is_share = isinstance(value, float) and 0 <= value <= 1
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not (value is None or is_share or is_count):
+        raise ValueError("must be a count such as 20, a share such as 1%, or null")
+    return value
+
+
+MaxDropped = Annotated[int | float | None, BeforeValidator(_count_or_share)]
+Source = Annotated[SourceSpec, BeforeValidator(_source)]
+Sources = Annotated[list[Source], BeforeValidator(_sources)]
+
+
+class DataSection(Section):
+    """What it is trained on, and how conversations become batches.
+
+    Relative paths start at the directory the command is typed in. The order of the samples follows
+    ``training.seed`` and ``training.data_seed``.
+    """
+
+    train: Sources = Field(min_length=1, description="Files to train on.")
+    eval: Sources = Field(default_factory=list, description="Held-out files; they turn eval on.")
+    max_length: int = Field(2048, ge=2, description="Longest sample, and packed row, in tokens.")
+    packing: bool = Field(
+        True, description="Put several whole samples into one row; they do not see each other."
+    )
+    mask: Literal["assistant", "last_assistant", "none"] = Field(
+        "assistant", description="Which turns are trained; none trains every token (pretraining)."
+    )
+    truncation: Literal["drop_turns", "drop", "error", "right", "left_turns"] = Field(
+        "drop_turns",
+        description="For samples over max_length: leave out the last turns, drop the sample, stop, "
+        "cut at the right, or leave out the first turns.",
+    )
+    format: str = Field("auto", description="Of the rows, for sources that do not say their own.")
+    thinking: Literal["template", "split", "preserve"] = Field(
+        "template",
+        description="Earlier turns' <think> parts: as the chat template shows them, one sample a "
+        "turn, or kept.",
+    )
+    roles: list[str] = Field(
+        default_factory=lambda: ["assistant"], min_length=1, description="The roles trained."
+    )
+    system_policy: str = Field(
+        "keep", description="keep, none (remove system turns), or a text for all conversations."
+    )
+    chat_template: str | None = Field(
+        None, description="A Jinja template, or a file with one, in place of the tokenizer's own."
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="For the chat template: {enable_thinking: false}."
+    )
+    max_dropped: MaxDropped = Field(
+        None,
+        description="Unusable rows allowed before the run stops: a count, a share (1% or 0.01), "
+        "or null to only report them.",
+    )
+    cache_dir: str | None = Field(
+        None, description="Where tokenised data is kept; null is the user's cache directory."
+    )
+    num_workers: int | None = Field(
+        None, ge=0, description="Processes that tokenise; null is one a core."
+    )
+    streaming: bool = Field(False, description="Read while training, for data beyond the disk.")
+
+
+class LoraSection(Section):
+    """Adapters. A recipe without this section trains all weights."""
+
+    r: int = Field(16, ge=1, description="Rank of each adapter.")
+    alpha: float = Field(32, gt=0, description="The adapter is scaled by alpha / r.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of adapter inputs dropped; above 0 is slower."
+    )
+    target_modules: str | list[str] = Field(
+        "all-linear", description="all-linear (without lm_head), names, or a regular expression."
+    )
+    exclude_modules: str | list[str] | None = Field(None, description="Names to leave out.")
+    quantize: Literal["nf4"] | None = Field(
+        None, description="nf4 keeps the frozen base in 4 bits (QLoRA)."
+    )
+    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
+    use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
+    modules_to_save: list[str] = Field(
+        default_factory=list, description="Modules trained and saved whole beside the adapters."
+    )
+    init_lora_weights: bool | str = Field(True, description="true, gaussian, pissa, olora, ...")
+    lora_bias: bool = Field(False, description="Give the adapter's second matrix a bias.")
+    adapter_dtype: Literal["float32", "model"] = Field(
+        "float32", description="Of the adapters: float32, or the base's dtype."
+    )
+    lora_plus_ratio: float | None = Field(
+        None, gt=0, description="Learning rate of B over that of A (LoRA+, usually 16)."
+    )
+
+
+class GenerationEvalSection(Section):
+    """After training, answer held-out conversations greedily and count exact matches."""
+
+    data: Sources = Field(min_length=1, description="Files of conversations with their answers.")
+    max_new_tokens: int = Field(128, ge=1, description="Longest answer, in tokens.")
+    max_samples: int | None = Field(None, ge=1, description="Answers to ask for; null is all.")
+    batch_size: int = Field(16, ge=1, description="Conversations answered at once.")
+
+
+class Recipe(Section):
+    """Everything a run is made of."""
+
+    name: str | None = Field(
+        None,
+        pattern=r"^[\w][\w.-]*$",
+        description="Of the run directory; null takes the recipe file's name.",
+    )
+    model: ModelSection
+    data: DataSection
+    lora: LoraSection | None = None
+    kernels: bool | dict[str, bool] = Field(
+        False, description="trainkit's kernels: all, none, or per op; ops not named are on."
+    )
+    deepspeed: str | None = Field(
+        None, description="zero1, zero2, zero3, zero3_offload, or a JSON file; null is DDP."
+    )
+    generation_eval: GenerationEvalSection | None = None
+    global_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="Rows an optimizer step, over all GPUs; sets gradient_accumulation_steps.",
+    )
+    training: dict[str, Any] = Field(
+        default_factory=dict,
+        validate_default=True,
+        description="TrainingArguments, field for field.",
+    )
+
+    @field_validator("kernels")
+    @classmethod
+    def _known_ops(cls, value: bool | dict[str, bool]) -> bool | dict[str, bool]:
+        unknown = [] if isinstance(value, bool) else [op for op in value if op not in KERNEL_OPS]
+        if unknown:
+            raise ValueError(f"has no op {unknown[0]!r}; the ops are {', '.join(KERNEL_OPS)}")
+        return value
+
+    @field_validator("training")
+    @classmethod
+    def _fits_training_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        problems = check_training(value)
+        if problems:
+            raise ValueError("; ".join(problem.what for problem in problems))
+        return {**TRAINING_DEFAULTS, **value}
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Recipe":
+        training = self.training
+        if self.lora and self.lora.quantize and self.model.init == "random":
+            raise broken_rule(
+                "lora.quantize",
+                "a randomly initialised base has no weights to quantize",
+                "remove lora.quantize or model.init",
+            )
+        if self.deepspeed and training.get("fsdp"):
+            raise broken_rule(
+                "training.fsdp", "deepspeed and fsdp both shard the model", "keep one of them"
+            )
+        if self.kernels and training.get("use_liger_kernel"):
+            raise broken_rule(
+                "training.use_liger_kernel",
+                "trainkit's kernels and Liger's replace the same modules",
+                "remove use_liger_kernel, or write kernels: false",
+            )
+        if not self.data.eval:
+            self._needs_no_eval_data()
+        self._batch_sizes_agree()
+        return self
+
+    def _needs_no_eval_data(self) -> None:
+        for key in ("eval_strategy", "load_best_model_at_end"):
+            if self.training.get(key, "no") not in ("no", False):
+                raise broken_rule(
+                    f"training.{key}",
+                    f"training.{key} needs evaluation data, and data.eval is empty",
+                    f"give files in data.eval, or remove {key}",
+                )
+
+    def _batch_sizes_agree(self) -> None:
+        total, micro = self.global_batch_size, self.training.get("per_device_train_batch_size")
+        if total is None:
+            return
+        if self.training.get("auto_find_batch_size"):
+            raise broken_rule(
+                "training.auto_find_batch_size",
+                "auto_find_batch_size changes the batch that global_batch_size fixes",
+                "remove one of the two",
+            )
+        if micro is not None and total % micro:
+            raise broken_rule(
+                "global_batch_size",
+                f"global_batch_size {total} is no multiple of "
+                f"training.per_device_train_batch_size {micro}",
+                f"take {total - total % micro or micro} or {total - total % micro + micro}",
+            )

@@ -1,0 +1,90 @@
+"""The rules of the ``training`` section: the names and types of the installed TrainingArguments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.recipe.document import read_scalar
+from trainkit.recipe.foreign import REFUSED
+from trainkit.recipe.suggest import nearest
+from trainkit.recipe.training_fields import TrainingField, training_fields
+
+_AT_LEAST_ONE = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+)
+_ABOVE_ZERO = ("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon")
+_NOT_NEGATIVE = (
+    "learning_rate",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "dataloader_num_workers",
+    "seed",
+    "data_seed",
+)
+
+
+@dataclass(frozen=True)
+class TrainingProblem:
+    """A field that is unknown, set elsewhere, or of the wrong type.
+
+    Attributes:
+        name: the field.
+        what: the rule it breaks, with its value; None where the name itself is unknown.
+        fix: what to write instead.
+    """
+
+    name: str
+    what: str
+    fix: str | None = None
+    is_unknown: bool = False
+
+
+def check_training(training: Mapping[str, Any]) -> list[TrainingProblem]:
+    """Hold a ``training`` section against the installed TrainingArguments."""
+    fields = training_fields().fields
+    problems = []
+    for name, value in training.items():
+        if name not in fields or name in REFUSED:
+            what = f"training has no key {name}"
+            problems.append(TrainingProblem(name, what, is_unknown=True))
+        elif not fields[name].accepts(value):
+            problems.append(_wrong_type(fields[name], value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            problems += _out_of_range(name, value)
+    if not problems and training.get("bf16") and training.get("fp16"):
+        problems.append(
+            TrainingProblem("fp16", "training.bf16 and training.fp16 are both on", "keep one")
+        )
+    return problems
+
+
+def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:
+    fix = None
+    if isinstance(value, str):
+        number = read_scalar(value)
+        close = nearest(value, field.choices)
+        if close:
+            fix = f"did you mean {close}?"
+        elif number is not value and field.accepts(number):
+            fix = f"write {value} without quotes"
+    elif isinstance(value, float) and value.is_integer() and field.accepts(int(value)):
+        fix = f"write {int(value)}"
+    return TrainingProblem(
+        field.name, f"training.{field.name}: {value!r} must be {field.rule}", fix
+    )
+
+
+def _out_of_range(name: str, value: float) -> list[TrainingProblem]:
+    if name in _AT_LEAST_ONE and value < 1:
+        rule = "at least 1"
+    elif name in _ABOVE_ZERO and value <= 0:
+        rule = "above 0"
+    elif name in _NOT_NEGATIVE and not value >= 0:  # nan is not
+        rule = "0 or more"
+    else:
+        return []
+    return [TrainingProblem(name, f"training.{name}: {value} must be {rule}")]

@@ -1,0 +1,210 @@
+"""Hold the merged values against the schema and say everything that is wrong, with its line."""
+
+import types
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainkit.recipe.document import KeyPath, read_scalar
+from trainkit.recipe.foreign import REFUSED
+from trainkit.recipe.problems import InvalidRecipe, Problem
+from trainkit.recipe.schema import Recipe
+from trainkit.recipe.settings import Settings
+from trainkit.recipe.suggest import (
+    Vocabulary,
+    dotted_key,
+    explain_unknown_key,
+    nearest,
+)
+from trainkit.recipe.training import check_training
+from trainkit.recipe.training_fields import training_fields
+
+# pydantic's error types in words; {name} comes from the error's context.
+_RULES: Mapping[str, str] = {
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "may hold letters, digits, `_`, `-` and `.` only",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "too_short": "must not be empty",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "model_type": "must be a section, which is a mapping",
+    "model_attributes_type": "must be a section, which is a mapping",
+}
+
+
+def validate(settings: Settings) -> Recipe:
+    """Make the recipe.
+
+    Raises:
+        InvalidRecipe: with every problem, in the order of the lines.
+    """
+    problems = _training_problems(settings)
+    # A field of `training` with a problem is left out, so that the rest is checked as well.
+    values = dict(settings.values)
+    training = values.get("training")
+    if isinstance(training, dict):
+        bad = {problem_path[-1] for problem_path, _ in problems}
+        values["training"] = {key: item for key, item in training.items() if key not in bad}
+    elif training is None:
+        values.pop("training", None)
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        problems += _schema_problems(error.errors(include_url=False), settings)
+    else:
+        if not problems:
+            return recipe
+    order = list(settings.origins)
+    problems.sort(key=lambda found: order.index(found[0]) if found[0] in order else -1)
+    raise InvalidRecipe([problem for _, problem in problems])
+
+
+@lru_cache(maxsize=1)
+def vocabulary() -> Vocabulary:
+    """Every key of the schema and of the installed TrainingArguments."""
+    fields = training_fields()
+    sections: dict[str, tuple[str, ...]] = {"": ("base",)}
+    _collect(Recipe, "", sections)
+    sections["training"] = tuple(name for name in fields.fields if name not in REFUSED)
+    return Vocabulary(sections, fields.version)
+
+
+def _collect(model: type[BaseModel], prefix: str, sections: dict[str, tuple[str, ...]]) -> None:
+    sections[prefix] = (*sections.get(prefix, ()), *model.model_fields)
+    for name, field in model.model_fields.items():
+        dotted = f"{prefix}.{name}" if prefix else name
+        found = _section_in(field.annotation)
+        if found is not None:
+            section, in_list = found
+            _collect(section, f"{dotted}[]" if in_list else dotted, sections)
+
+
+def _section_in(annotation: Any, *, in_list: bool = False) -> tuple[type[BaseModel], bool] | None:
+    """The section class inside an annotation, and whether it is the item of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, in_list
+    origin = get_origin(annotation)
+    if origin in (Annotated, list, Union, types.UnionType):
+        for part in get_args(annotation):
+            found = _section_in(part, in_list=in_list or origin is list)
+            if found is not None:
+                return found
+    return None
+
+
+def _training_problems(settings: Settings) -> list[tuple[KeyPath, Problem]]:
+    training = settings.values.get("training")
+    if not isinstance(training, dict):
+        return []
+    problems = []
+    for found in check_training(training):
+        path: KeyPath = ("training", found.name)
+        where = _where(settings, path)
+        if found.is_unknown:
+            problem = explain_unknown_key(path, training[found.name], vocabulary(), where)
+        else:
+            problem = Problem(found.what, where, found.fix)
+        problems.append((path, problem))
+    return problems
+
+
+def _schema_problems(
+    errors: list[ErrorDetails], settings: Settings
+) -> list[tuple[KeyPath, Problem]]:
+    problems: dict[KeyPath, Problem] = {}
+    for error in errors:
+        path = _existing(error["loc"], settings.values)
+        if error["type"] == "rule":
+            context = error["ctx"]
+            key = tuple(context["key"].split("."))
+            path = key if "." in context["key"] or not path else (*path, *key)
+            problem = Problem(context["what"], _where(settings, path), context["fix"])
+        elif error["type"] == "extra_forbidden":
+            where = _where(settings, path)
+            problem = explain_unknown_key(path, error["input"], vocabulary(), where)
+        elif error["type"] == "missing":
+            problem = _missing(error, settings)
+        else:
+            problem = _wrong_value(error, path, settings)
+        problems.setdefault(path, problem)
+    return list(problems.items())
+
+
+def _existing(location: tuple[str | int, ...], values: Any) -> KeyPath:
+    """The part of pydantic's location that is a key; it adds the members of unions to it."""
+    path: list[str | int] = []
+    for part in location:
+        if (isinstance(values, dict) and part in values) or (
+            isinstance(values, list) and isinstance(part, int) and part < len(values)
+        ):
+            values = values[part]
+        elif isinstance(values, dict | str) and part == 0:
+            continue  # one source without a list
+        else:
+            break
+        path.append(part)
+    return tuple(path)
+
+
+def _missing(error: ErrorDetails, settings: Settings) -> Problem:
+    path = error["loc"]
+    parent = _existing(path[:-1], settings.values)
+    fix = {
+        ("model",): "add `model: {name_or_path: DIRECTORY}`",
+        ("data",): "add `data: {train: [FILE]}`",
+    }.get(path, f"add {dotted_key(path)}")
+    where = _where(settings, parent) if parent else settings.file
+    return Problem(f"{dotted_key(path)} is missing", where, fix)
+
+
+def _wrong_value(error: ErrorDetails, path: KeyPath, settings: Settings) -> Problem:
+    value, context = error["input"], error.get("ctx", {})
+    rule = _RULES.get(error["type"], "").format(**context)
+    if not rule:
+        rule = str(context["error"]) if "error" in context else error["msg"]
+    dotted = dotted_key(path)
+    shown = "" if isinstance(value, dict | list) else f" {value!r}"
+    return Problem(
+        f"{dotted}:{shown} {rule}", _where(settings, path), _advice(error, dotted, value)
+    )
+
+
+def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
+    """What to write instead, where that is plain from the value."""
+    kind = error["type"]
+    if kind == "literal_error" and isinstance(value, str):
+        close = nearest(
+            value, error["ctx"]["expected"].replace("'", "").split(" or ")[0].split(", ")
+        )
+        return f"did you mean {close}?" if close else None
+    if kind in ("model_type", "model_attributes_type"):
+        if value is None:
+            return f"put its keys under `{dotted}:`, indented by two spaces"
+        return f"write {dotted}: {{name_or_path: {value}}}" if dotted == "model" else None
+    if kind == "list_type":
+        return f"write {dotted}: [{value}]"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        plain = read_scalar(value)
+        if isinstance(plain, int | float):
+            return f"write {value} without quotes"
+        if value.lower() in ("yes", "on", "no", "off"):
+            return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return None
+
+
+def _where(settings: Settings, path: KeyPath) -> str | None:
+    origin = settings.origin(path)
+    return origin.where if origin else settings.file
