@@ -191,7 +191,8 @@ class _Reader:
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
                 return [self._item(item, (*path, i)) for i, item in enumerate(node.value)]
-            return node.value if node.style else read_scalar(node.value)
+            is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
+            return read_scalar(node.value) if is_plain else node.value
         finally:
             self._open.pop()
 

@@ -4,24 +4,13 @@ Every default of trainkit stands here and nowhere else. A rule about two keys of
 in that section; a rule across sections stands in ``Recipe``.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from trainkit.recipe.document import read_scalar
-from trainkit.recipe.training import check_training
-
-TRAINING_DEFAULTS: Mapping[str, Any] = {
-    # A curve with a point for every step; a point costs one host sync.
-    "logging_steps": 1,
-    # No account is asked for; tensorboard and wandb are opt-in.
-    "report_to": "none",
-    # Each checkpoint of a 7B model with its optimizer is about 90 GB.
-    "save_total_limit": 2,
-}
-"""Where trainkit's defaults for ``training`` differ from TrainingArguments' own."""
+from trainkit.recipe.training import check_training, complete_training
 
 KERNEL_OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
 """The switches of ``kernels:``; a test holds them equal to ``trainkit.models.families.OPS``."""
@@ -267,7 +256,7 @@ class Recipe(Section):
         problems = check_training(value)
         if problems:
             raise ValueError("; ".join(problem.what for problem in problems))
-        return {**TRAINING_DEFAULTS, **value}
+        return complete_training(value)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":

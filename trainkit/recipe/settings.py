@@ -55,7 +55,7 @@ class Settings:
         tree: Any = value
         for key in reversed(path):
             tree = {key: tree}
-        origins = {path[: depth + 1]: origin for depth in range(len(path))}
+        origins: dict[KeyPath, Origin] = {path[:end]: origin for end in range(1, len(path) + 1)}
         self._merge(self.values, tree, (), origins)
 
     def origin(self, path: KeyPath) -> Origin | None:

@@ -9,6 +9,23 @@ from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.suggest import nearest
 from trainkit.recipe.training_fields import TrainingField, training_fields
 
+TRAINING_DEFAULTS: Mapping[str, Any] = {
+    # A curve with a point for every step; a point costs one host sync.
+    "logging_steps": 1,
+    # No account is asked for; tensorboard and wandb are opt-in.
+    "report_to": "none",
+    # Each checkpoint of a 7B model with its optimizer is about 90 GB.
+    "save_total_limit": 2,
+}
+"""Where trainkit's defaults for ``training`` differ from TrainingArguments' own."""
+
+TRAINING_FIXED: Mapping[str, tuple[Any, str]] = {
+    "remove_unused_columns": (False, "trainkit hands the model exactly what it takes"),
+    "logging_nan_inf_filter": (False, "a loss that is no number must be seen, not filtered out"),
+    "disable_tqdm": (True, "trainkit shows the progress itself"),
+}
+"""Fields of ``training`` that have one value here, and why."""
+
 _AT_LEAST_ONE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
@@ -53,6 +70,9 @@ def check_training(training: Mapping[str, Any]) -> list[TrainingProblem]:
             problems.append(TrainingProblem(name, what, is_unknown=True))
         elif not fields[name].accepts(value):
             problems.append(_wrong_type(fields[name], value))
+        elif name in TRAINING_FIXED and value != TRAINING_FIXED[name][0]:
+            what = f"training.{name} cannot be changed: {TRAINING_FIXED[name][1]}"
+            problems.append(TrainingProblem(name, what, "remove it"))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             problems += _out_of_range(name, value)
     if not problems and training.get("bf16") and training.get("fp16"):
@@ -60,6 +80,12 @@ def check_training(training: Mapping[str, Any]) -> list[TrainingProblem]:
             TrainingProblem("fp16", "training.bf16 and training.fp16 are both on", "keep one")
         )
     return problems
+
+
+def complete_training(training: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``training`` section with trainkit's own defaults and fixed values in it."""
+    fixed = {name: value for name, (value, _) in TRAINING_FIXED.items()}
+    return {**TRAINING_DEFAULTS, **fixed, **training}
 
 
 def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:

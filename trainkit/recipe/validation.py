@@ -1,5 +1,6 @@
 """Hold the merged values against the schema and say everything that is wrong, with its line."""
 
+import re
 import types
 from collections.abc import Mapping
 from functools import lru_cache
@@ -145,11 +146,11 @@ def _existing(location: tuple[str | int, ...], values: Any) -> KeyPath:
     """The part of pydantic's location that is a key; it adds the members of unions to it."""
     path: list[str | int] = []
     for part in location:
-        if (isinstance(values, dict) and part in values) or (
-            isinstance(values, list) and isinstance(part, int) and part < len(values)
-        ):
+        is_key = isinstance(values, dict) and part in values
+        is_item = isinstance(values, list) and isinstance(part, int) and part < len(values)
+        if is_key or is_item:
             values = values[part]
-        elif isinstance(values, dict | str) and part == 0:
+        elif part == 0 and isinstance(values, dict | str):
             continue  # one source without a list
         else:
             break
@@ -160,12 +161,13 @@ def _existing(location: tuple[str | int, ...], values: Any) -> KeyPath:
 def _missing(error: ErrorDetails, settings: Settings) -> Problem:
     path = error["loc"]
     parent = _existing(path[:-1], settings.values)
+    dotted = dotted_key(path)
     fix = {
-        ("model",): "add `model: {name_or_path: DIRECTORY}`",
-        ("data",): "add `data: {train: [FILE]}`",
-    }.get(path, f"add {dotted_key(path)}")
+        "model": "add `model: {name_or_path: DIRECTORY}`",
+        "data": "add `data: {train: [FILE]}`",
+    }.get(dotted, f"add {dotted}")
     where = _where(settings, parent) if parent else settings.file
-    return Problem(f"{dotted_key(path)} is missing", where, fix)
+    return Problem(f"{dotted} is missing", where, fix)
 
 
 def _wrong_value(error: ErrorDetails, path: KeyPath, settings: Settings) -> Problem:
@@ -184,9 +186,8 @@ def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
     """What to write instead, where that is plain from the value."""
     kind = error["type"]
     if kind == "literal_error" and isinstance(value, str):
-        close = nearest(
-            value, error["ctx"]["expected"].replace("'", "").split(" or ")[0].split(", ")
-        )
+        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        close = nearest(value, choices)
         return f"did you mean {close}?" if close else None
     if kind in ("model_type", "model_attributes_type"):
         if value is None:
