@@ -1,0 +1,118 @@
+"""Proof at start that packed documents do not see one another.
+
+One document of a packed batch is replaced by other tokens; the logits of every other document must
+stay the very same numbers, and its own must not.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import TrainkitError
+
+_ROW_LENGTH = 64
+_LENGTHS = ((24, 17, 9), (31, 19))
+"""Documents of two packed rows of `_ROW_LENGTH`; both end in padding."""
+
+
+def leak_test(model: nn.Module, *, attention: str, vocab_size: int, seed: int = 0) -> float:
+    """Change single documents of a packed batch and watch the others' logits.
+
+    Runs three forward passes over 128 tokens in evaluation mode, without gradients.
+
+    Args:
+        model: takes a packed batch as the collator makes it; on the device it trains on.
+        attention: the implementation's name, for the error.
+        vocab_size: tokens are drawn below it.
+        seed: of the tokens.
+
+    Returns:
+        The largest change of a logit of the changed documents, which shows the test could see one.
+
+    Raises:
+        TrainkitError: a document saw another one, or the test saw nothing at all.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(_LENGTHS), _ROW_LENGTH)
+    tokens = torch.randint(0, vocab_size, shape, generator=generator)
+    others = torch.randint(0, vocab_size, shape, generator=generator)
+    documents = _documents()
+    was_training = model.training
+    model.eval()
+    try:
+        before = _logits(model, tokens, device)
+        seen = 0.0
+        for changed in (documents[0], documents[2]):  # the first and the last of a row
+            row, start, stop = changed
+            replaced = tokens.clone()
+            replaced[row, start:stop] = others[row, start:stop]
+            moved = (_logits(model, replaced, device) - before).abs().amax(-1)
+            own = moved[row, start:stop].max().item()
+            seen = max(seen, own)
+            for each in documents:
+                row, start, stop = each
+                change = moved[row, start:stop].max().item()
+                if each != changed and not change == 0.0:
+                    raise TrainkitError(
+                        f"packed documents leak: changing document {documents.index(changed)} "
+                        f"moved the logits of document {documents.index(each)} by {change:.3g} "
+                        f"(its own moved by {own:.3g})",
+                        where=f"attention {attention}",
+                        fix="set model.attn_implementation to auto, or data.packing to false",
+                    )
+    finally:
+        model.train(was_training)
+    if not seen > 0.0:
+        raise TrainkitError(
+            "the leak test saw no change where it made one; the model ignores its input",
+            where=f"attention {attention}",
+        )
+    return seen
+
+
+def _documents() -> list[tuple[int, int, int]]:
+    """(row, start, stop) of every document."""
+    found = []
+    for row, lengths in enumerate(_LENGTHS):
+        start = 0
+        for length in lengths:
+            found.append((row, start, start + length))
+            start += length
+    return found
+
+
+def packed_bounds(lengths: Sequence[Sequence[int]], row_length: int) -> tuple[Tensor, Tensor, int]:
+    """What a packing collator says about rows of documents.
+
+    Args:
+        lengths: of the documents in each row.
+        row_length: rows are padded to it; the padding counts as one more document.
+
+    Returns:
+        position_ids (B, row_length), cu_seqlens (documents + 1,) int32 over the flattened batch,
+        and the length of the longest document.
+    """
+    all_lengths: list[int] = []
+    for row in lengths:
+        tail = row_length - sum(row)
+        all_lengths += [*row, tail] if tail else row
+    positions = torch.cat([torch.arange(length) for length in all_lengths])
+    bounds = torch.tensor([0, *all_lengths]).cumsum(0, dtype=torch.int32)
+    return positions.view(len(lengths), row_length), bounds, max(all_lengths)
+
+
+def _logits(model: nn.Module, tokens: Tensor, device: torch.device) -> Tensor:
+    positions, bounds, longest = packed_bounds(_LENGTHS, _ROW_LENGTH)
+    batch: dict[str, Any] = {
+        "input_ids": tokens.to(device),
+        "position_ids": positions.to(device),
+        "cu_seq_lens_q": bounds.to(device),
+        "cu_seq_lens_k": bounds.to(device),
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    with torch.no_grad():
+        return model(**batch, use_cache=False).logits.float()
