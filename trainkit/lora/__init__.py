@@ -1,6 +1,14 @@
 """Adapters: attach, save, merge, and the fused backward."""
 
 from trainkit.lora.adapter import LoraOptions, attach, load_adapter
+from trainkit.lora.fused import FuseReport, fuse
 from trainkit.lora.quant import quantization_config
 
-__all__ = ["LoraOptions", "attach", "load_adapter", "quantization_config"]
+__all__ = [
+    "FuseReport",
+    "LoraOptions",
+    "attach",
+    "fuse",
+    "load_adapter",
+    "quantization_config",
+]

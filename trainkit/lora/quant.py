@@ -6,13 +6,16 @@ FSDP shard only parameters of a floating dtype.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from trainkit.errors import RecipeError
+from trainkit.kernels.lora.projection import Unpack
 
 QUANTIZATIONS = ("nf4",)
 
@@ -54,4 +57,26 @@ def quantization_config(
 
 def is_quantized(linear: nn.Module) -> bool:
     """Whether a linear layer's weight is packed by bitsandbytes in 4 bits."""
-    return getattr(linear.weight, "quant_state", None) is not None
+    return type(linear).__name__ == "Linear4bit" and type(linear).__module__.startswith(
+        "bitsandbytes"
+    )
+
+
+def unpacker(linear: Any) -> Unpack:
+    """How to read a 4-bit layer's weight: packed storage in, (N, K) in the wanted dtype out.
+
+    The quantisation state is taken now, the storage when the weight is used: under ZeRO-3 the
+    storage is sharded and the state is not. The kernel writes the wanted dtype directly.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = linear.weight.quant_state or linear.quant_state
+
+    def unpack(storage: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        wanted = state
+        if state.dtype != dtype:
+            wanted = copy.copy(state)
+            wanted.dtype = dtype
+        return dequantize_4bit(storage, wanted)
+
+    return unpack

@@ -21,7 +21,7 @@ from trainkit.models.forwards import KernelForward, names
 class Attention(KernelForward):
     """Attention of the Llama shape around ``apply_rope``.
 
-    ``project`` is the seam where families (and fused adapters) differ.
+    ``project`` is the seam where families differ, ``read_qkv`` the one where fused adapters enter.
     """
 
     uses = ("apply_rope",)
@@ -51,15 +51,26 @@ class Attention(KernelForward):
             return cls.knows
         return cls.knows | {"sliding_window" if cls.window == "module" else "getattr"}
 
+    def read_qkv(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The outputs of the three projections, (B, S, heads * D) each."""
+        return (
+            self.q_proj(hidden_states),
+            self.k_proj(hidden_states),
+            self.v_proj(hidden_states),
+        )
+
     def project(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v as (B, heads, S, D) from hidden states (B, S, H)."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = self.read_qkv(hidden_states)
         return (
-            self.q_proj(hidden_states).view(shape).transpose(1, 2),
-            self.k_proj(hidden_states).view(shape).transpose(1, 2),
-            self.v_proj(hidden_states).view(shape).transpose(1, 2),
+            query.view(shape).transpose(1, 2),
+            key.view(shape).transpose(1, 2),
+            value.view(shape).transpose(1, 2),
         )
 
     def attention_settings(self) -> dict[str, Any]:
@@ -120,10 +131,11 @@ class NormedAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v as (B, heads, S, D), q and k normalised."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = self.read_qkv(hidden_states)
         return (
-            self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2),
-            self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2),
-            self.v_proj(hidden_states).view(shape).transpose(1, 2),
+            self.q_norm(query.view(shape)).transpose(1, 2),
+            self.k_norm(key.view(shape)).transpose(1, 2),
+            value.view(shape).transpose(1, 2),
         )
 
 

@@ -6,6 +6,7 @@ M tokens, F feed-forward, R rank. Only the kernels fold; `folds` says whether th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,25 @@ if HAS_TRITON:
 
 MAX_GATE_RANK = 64
 """Above it the three sums of the backward pass no longer fit the registers."""
+
+
+class Tile(NamedTuple):
+    """One way to run a kernel of the gate: features and tokens a tile, warps, loads ahead."""
+
+    features: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+FORWARD_TILES = {2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 4, 2)}
+BACKWARD_TILES = {2: Tile(64, 32, 4, 2), 4: Tile(32, 32, 4, 2)}
+"""By bytes of an element. Under the interpreter a program costs milliseconds, so few large ones."""
+_INTERPRETED = Tile(256, 128, 4, 1)
+
+
+def _tile(tiles: dict[int, Tile], like: Tensor) -> Tile:
+    return _INTERPRETED if INTERPRETING else tiles[like.element_size()]
 
 
 @dataclass(frozen=True)
@@ -67,13 +87,9 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
     num_rows, num_cols = ops.gate.shape
     r_gate, r_up, r_down = ops.ranks()
     h = ops.gate.new_empty((num_rows, num_cols))
-    block_m, block_f = (64, 64) if ops.gate.element_size() == 2 else (32, 32)
-    if INTERPRETING:
-        block_m, block_f = 128, 256
-    num_blocks = -(-num_rows // block_m)
-    splits, per_split = 1, num_cols
-    if num_blocks:
-        splits, per_split = split_rows(num_cols, num_blocks, block_f, ops.gate)
+    tile = _tile(FORWARD_TILES, h)
+    num_blocks = -(-num_rows // tile.tokens)
+    splits, per_split = split_rows(num_cols, num_blocks, tile.features, h)
     parts = h.new_empty((splits, num_rows, r_down), dtype=torch.float32) if r_down else h
     if h.numel():
         with device_of(h):
@@ -92,7 +108,7 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
                 ops.stride_of(ops.xa_up),
                 num_cols,
                 num_rows,
-                per_split,
+                per_split // tile.features,
                 R_GATE=r_gate,
                 R_UP=r_up,
                 R_DOWN=r_down,
@@ -101,10 +117,10 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
                 R_DOWN_PAD=pad_rank(r_down),
                 TANH_GELU=ops.tanh_gelu,
                 PRECISION=precision(h.dtype),
-                BLOCK_M=block_m,
-                BLOCK_F=block_f,
-                STAGES=3,
-                num_warps=4,
+                BLOCK_M=tile.tokens,
+                BLOCK_F=tile.features,
+                STAGES=tile.stages,
+                num_warps=tile.warps,
             )
     return h, total(parts).to(h.dtype) if r_down else None
 
@@ -144,17 +160,14 @@ def gate_backward(
     """
     num_rows, num_cols = ops.gate.shape
     r_gate, r_up, r_down = ops.ranks()
-    widest = pad_rank(max(r_gate, r_up, r_down))
-    block_f, block_m = (64, 64) if widest == 16 else (64, 32)
-    if INTERPRETING:
-        block_f, block_m = 256, 128
-    num_blocks = -(-num_cols // block_f)
-    splits, per_split = split_rows(num_rows, num_blocks, block_m, ops.gate)
+    tile = _tile(BACKWARD_TILES, dh)
+    num_blocks = -(-num_cols // tile.features)
+    splits, per_split = split_rows(num_rows, num_blocks, tile.tokens, dh)
     # With no rows the kernel still runs, and writes zero sums.
-    new = {"device": dh.device, "dtype": torch.float32}
-    db_gate = torch.empty((splits, num_cols, r_gate), **new) if r_gate else None
-    db_up = torch.empty((splits, num_cols, r_up), **new) if r_up else None
-    da_down = torch.empty((splits, r_down, num_cols), **new) if r_down else None
+    sums = torch.float32
+    db_gate = dh.new_empty((splits, num_cols, r_gate), dtype=sums) if r_gate else None
+    db_up = dh.new_empty((splits, num_cols, r_up), dtype=sums) if r_up else None
+    da_down = dh.new_empty((splits, r_down, num_cols), dtype=sums) if r_down else None
     with device_of(dh):
         kernel.gate_backward_kernel[(num_blocks, splits)](
             ops.gate,
@@ -189,10 +202,10 @@ def gate_backward(
             R_DOWN_PAD=pad_rank(r_down),
             TANH_GELU=ops.tanh_gelu,
             PRECISION=precision(dh.dtype),
-            BLOCK_F=block_f,
-            BLOCK_M=block_m,
-            STAGES=2,
-            num_warps=4,
+            BLOCK_F=tile.features,
+            BLOCK_M=tile.tokens,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
         )
     return GateGradients(
         None if db_gate is None else total(db_gate),

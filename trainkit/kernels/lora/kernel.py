@@ -113,7 +113,7 @@ def columns_kernel(
     tl.store(out_ptr, acc * scale, mask=(cols[:, None] < num_cols) & (ranks[None, :] < R))
 
 
-@triton.jit(do_not_specialize=["num_rows", "cols_per_split"])
+@triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
 def gate_forward_kernel(
     gate_ptr,
     up_ptr,
@@ -129,7 +129,7 @@ def gate_forward_kernel(
     xa_up_stride,
     num_cols,
     num_rows,
-    cols_per_split,
+    blocks_per_split,
     R_GATE: tl.constexpr,
     R_UP: tl.constexpr,
     R_DOWN: tl.constexpr,
@@ -145,11 +145,13 @@ def gate_forward_kernel(
     """h = act(gate + xa_gate b_gate^T) * (up + xa_up b_up^T), and part of h a_down^T.
 
     gate, up (M, F) with one row stride; b_gate, b_up (F, R); a_down (R, F); h (M, F) contiguous;
-    xa_down (splits, M, R) in fp32. A rank of 0 means that there is no such adapter.
+    xa_down (splits, M, R) in fp32. A rank of 0 means that there is no such adapter. Tiles are held
+    transposed, (BLOCK_F, BLOCK_M): in the other order Triton loads and stores them in the layout
+    of the matrix instructions, four bytes at a time.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1).to(tl.int64)
-    row_mask = rows[:, None] < num_rows
+    row_mask = rows < num_rows
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ranks_gate = tl.arange(0, R_GATE_PAD)
     ranks_up = tl.arange(0, R_UP_PAD)
@@ -157,50 +159,52 @@ def gate_forward_kernel(
     if R_GATE > 0:
         xa_gate = tl.load(
             xa_gate_ptr + rows[:, None] * xa_gate_stride + ranks_gate[None, :],
-            mask=row_mask & (ranks_gate[None, :] < R_GATE),
+            mask=row_mask[:, None] & (ranks_gate[None, :] < R_GATE),
             other=0.0,
         )
     if R_UP > 0:
         xa_up = tl.load(
             xa_up_ptr + rows[:, None] * xa_up_stride + ranks_up[None, :],
-            mask=row_mask & (ranks_up[None, :] < R_UP),
+            mask=row_mask[:, None] & (ranks_up[None, :] < R_UP),
             other=0.0,
         )
     acc = tl.zeros((BLOCK_M, R_DOWN_PAD), dtype=tl.float32)
-    first = split * cols_per_split
-    last = tl.minimum(first + cols_per_split, num_cols)
-    for start in tl.range(first, last, BLOCK_F, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_F)
-        mask = row_mask & (cols[None, :] < last)
-        places = rows[:, None] * gate_stride + cols[None, :]
+    # In whole blocks, so that the compiler can tell that every tile is aligned.
+    first = split * blocks_per_split
+    last = tl.minimum(first + blocks_per_split, tl.cdiv(num_cols, BLOCK_F))
+    for block in tl.range(first, last, num_stages=STAGES):
+        cols = block * BLOCK_F + tl.arange(0, BLOCK_F)
+        col_mask = cols[:, None] < num_cols
+        mask = col_mask & row_mask[None, :]
+        places = rows[None, :] * gate_stride + cols[:, None]
         gate = tl.load(gate_ptr + places, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(up_ptr + places, mask=mask, other=0.0).to(tl.float32)
         if R_GATE > 0:
             b_gate = tl.load(
-                b_gate_ptr + cols[None, :] * R_GATE + ranks_gate[:, None],
-                mask=(cols[None, :] < last) & (ranks_gate[:, None] < R_GATE),
+                b_gate_ptr + cols[:, None] * R_GATE + ranks_gate[None, :],
+                mask=col_mask & (ranks_gate[None, :] < R_GATE),
                 other=0.0,
             )
-            gate = _accumulate(xa_gate, b_gate, gate, PRECISION)
+            gate = _accumulate(b_gate, tl.trans(xa_gate), gate, PRECISION)
         if R_UP > 0:
             b_up = tl.load(
-                b_up_ptr + cols[None, :] * R_UP + ranks_up[:, None],
-                mask=(cols[None, :] < last) & (ranks_up[:, None] < R_UP),
+                b_up_ptr + cols[:, None] * R_UP + ranks_up[None, :],
+                mask=col_mask & (ranks_up[None, :] < R_UP),
                 other=0.0,
             )
-            up = _accumulate(xa_up, b_up, up, PRECISION)
+            up = _accumulate(b_up, tl.trans(xa_up), up, PRECISION)
         h = (_activation(gate, TANH_GELU) * up).to(dtype)
-        tl.store(h_ptr + rows[:, None] * num_cols + cols[None, :], h, mask=mask)
+        tl.store(h_ptr + rows[None, :] * num_cols + cols[:, None], h, mask=mask)
         if R_DOWN > 0:
             a_down = tl.load(
                 a_down_ptr + ranks_down[None, :] * num_cols + cols[:, None],
-                mask=(cols[:, None] < last) & (ranks_down[None, :] < R_DOWN),
+                mask=col_mask & (ranks_down[None, :] < R_DOWN),
                 other=0.0,
             )
-            acc = _accumulate(h, a_down, acc, PRECISION)
+            acc = _accumulate(tl.trans(h), a_down, acc, PRECISION)
     if R_DOWN > 0:
         out = xa_down_ptr + (split * num_rows + rows[:, None]) * R_DOWN + ranks_down[None, :]
-        tl.store(out, acc, mask=row_mask & (ranks_down[None, :] < R_DOWN))
+        tl.store(out, acc, mask=row_mask[:, None] & (ranks_down[None, :] < R_DOWN))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_split", "scale_gate", "scale_up"])

@@ -1,0 +1,342 @@
+"""The fused adapters in every family against peft, and everything that must stay peft's."""
+
+import pytest
+import torch
+from families.family_models import exact, excess_errors, make, make_batch, run
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+import trainkit
+from trainkit.errors import PatchError
+from trainkit.lora import LoraOptions, attach, fuse, load_adapter
+from trainkit.lora.adapter import adapted_layers
+from trainkit.lora.fused import why_unfused
+from trainkit.models.families import FAMILIES
+
+every_family = pytest.mark.parametrize("name", FAMILIES)
+PACKED_ATTENTION = {"phi3"}
+
+
+def lively(model):
+    """B away from zero, so that every gradient of an adapter is."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_(std=0.1)
+    return model
+
+
+def adapt(model, **options):
+    return lively(attach(model, LoraOptions(r=4, alpha=12, **options)))
+
+
+def largest_difference(found, expected):
+    assert found.keys() == expected.keys()
+    return max(
+        ((found[key] - expected[key]).norm() / expected[key].norm().clamp_min(1e-30)).item()
+        for key in expected
+    )
+
+
+def total_error(found, truth):
+    """Root of the mean square of every gradient's relative error."""
+    squares = [
+        ((found[key].double() - truth[key]).norm() / truth[key].norm()).square()
+        for key in found
+        if "lora" in key
+    ]
+    return torch.stack(squares).mean().sqrt().item()
+
+
+def add_second(model):
+    torch.manual_seed(7)
+    model.add_adapter("second", LoraOptions(r=2).to_peft())
+    lively(model)
+    model.base_model.set_adapter(["default", "second"])
+
+
+@every_family
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+def test_equals_peft_in_fp64(name, patched):
+    model = exact(adapt(make(name)))
+    if patched:
+        trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
+    expected = run(model, make_batch(name))
+    report = fuse(model)
+    assert report.row("lora_mlp").num_modules == 2
+    qkv = 0 if name in PACKED_ATTENTION or not patched else 2
+    assert report.row("lora_qkv").num_modules == qkv
+    found = run(model, make_batch(name))
+    assert any("lora_A" in key for key in found)
+    # Two layers of fp64: some dozen roundings of 1e-16 each, seen through two softmaxes.
+    assert largest_difference(found, expected) < 1e-12
+    report.revert()
+    assert largest_difference(run(model, make_batch(name)), expected) == 0.0
+
+
+@every_family
+def test_no_less_exact_than_peft_in_bf16(name):
+    truth = run(exact(adapt(make(name)).to(torch.bfloat16)), make_batch(name))
+    model = adapt(make(name)).to(torch.bfloat16)
+    peft = run(model, make_batch(name))
+    trainkit.patch(model)
+    fuse(model)
+    fused = run(model, make_batch(name))
+    # The loss is one number, whose error may happen to cancel: it gets its own bound, one bf16
+    # rounding of a logit of order 4.
+    for results in (peft, fused, truth):
+        results["loss"] = results["loss"].to(torch.bfloat16)
+    assert not excess_errors(peft, fused, truth)
+
+
+def test_fp32_adapters_under_autocast_compute_in_bf16():
+    truth = run(exact(adapt(make("qwen2", dtype=torch.bfloat16))), make_batch("qwen2"))
+    model = adapt(make("qwen2", dtype=torch.bfloat16))
+    batch = make_batch("qwen2")
+
+    def step():
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return {"loss": loss.detach()} | grads
+
+    peft = step()
+    trainkit.patch(model)
+    fuse(model)
+    fused = step()
+    assert all(g.dtype == torch.float32 for key, g in fused.items() if "lora" in key)
+    # Single tensors are a few hundred numbers, whose errors scatter; over all of them, ours may
+    # not exceed peft's by more than a tenth.
+    assert total_error(fused, truth) <= 1.1 * total_error(peft, truth)
+
+
+def test_fp32_adapters_never_upcast_an_activation_or_a_weight(monkeypatch):
+    """bf16 base without autocast: nothing as large as the input or a weight becomes fp32."""
+    model = adapt(make("qwen2", dtype=torch.bfloat16))
+    trainkit.patch(model)
+    fuse(model)
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if "mm" in str(function) and isinstance(out, torch.Tensor):
+                seen.append(out.dtype)
+            return out
+
+    block = model.get_base_model().model.layers[0]
+    x = torch.randn(2, 7, 64, dtype=torch.bfloat16)
+    with Watch():
+        block.mlp(x)
+        block.self_attn.read_qkv(x)
+        block.self_attn.o_proj(x)
+    assert len(seen) > 10
+    assert set(seen) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@every_family
+def test_checkpointing_changes_nothing(name, reentrant):
+    model = adapt(make(name))
+    trainkit.patch(model)
+    fuse(model)
+    expected = run(model, make_batch(name), want_logits=False)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = run(model, make_batch(name), want_logits=False)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_checkpointing_computes_down_once(monkeypatch):
+    """Recomputation stops before the last product of the layer."""
+    from trainkit.kernels.lora import mlp
+
+    calls = []
+    forward = mlp._Down.forward
+    monkeypatch.setattr(mlp._Down, "forward", lambda *args: (calls.append(1), forward(*args))[1])
+    model = adapt(make("qwen2"))
+    trainkit.patch(model)
+    fuse(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    run(model, make_batch("qwen2"), want_logits=False)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.disable_adapter_layers(), "disabled"),
+        (lambda m: m.merge_adapter(), "merged"),
+        (add_second, "2 adapters are active"),
+    ],
+    ids=["disabled", "merged", "several"],
+)
+@pytest.mark.parametrize("fused_first", [True, False])
+def test_states_that_take_pefts_path(change, reason, fused_first):
+    model = adapt(make("qwen2")).eval()
+    ids = make_batch("qwen2")["input_ids"]
+    if fused_first:
+        fuse(model)
+        change(model)
+        layer = next(iter(adapted_layers(model).values()))
+        assert reason in why_unfused(layer)
+    else:
+        change(model)
+        report = fuse(model)
+        assert all(row.status == "off" and reason in row.reason for row in report.rows[:1])
+    reference = adapt(make("qwen2")).eval()
+    change(reference)
+    with torch.enable_grad():
+        assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"use_dora": True}, "variant of LoRA"),
+        ({"lora_bias": True, "target_modules": ("q_proj", "k_proj")}, "lora_bias"),
+    ],
+)
+def test_adapters_that_take_pefts_path(options, reason):
+    model = adapt(make("qwen2"), **options)
+    trainkit.patch(model)
+    torch.manual_seed(5)
+    expected = run(model, make_batch("qwen2"))
+    report = fuse(model)
+    assert report.row("lora_linear").status == "off"
+    assert reason in report.row("lora_linear").reason
+    torch.manual_seed(5)
+    found = run(model, make_batch("qwen2"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_adapters_on_the_head_and_the_embeddings_take_pefts_path():
+    targets = ("q_proj", "lm_head", "embed_tokens")
+    model = adapt(make("qwen2", tie_word_embeddings=False), target_modules=targets)
+    expected = run(model, make_batch("qwen2"))
+    report = fuse(model)
+    assert "Embedding" in report.row("lora_linear").reason
+    assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-5  # fp32
+
+
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "v_proj"), ("gate_proj", "down_proj"), ("up_proj",), ("o_proj",)]
+)
+def test_each_projection_is_optional(targets):
+    model = exact(adapt(make("qwen2"), target_modules=targets))
+    trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
+    expected = run(model, make_batch("qwen2"))
+    fuse(model)
+    assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"use_rslora": True}, {"modules_to_save": ("embed_tokens",)}],
+    ids=["rslora", "modules_to_save"],
+)
+def test_options_that_are_fused(options):
+    model = exact(adapt(make("qwen2"), **options))
+    expected = run(model, make_batch("qwen2"))
+    report = fuse(model)
+    assert report.row("lora_linear").status == "on"
+    assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-12
+
+
+def test_saves_and_reloads_bit_for_bit(tmp_path):
+    plain = adapt(make("qwen2"))
+    plain.save_pretrained(tmp_path / "plain")
+    model = adapt(make("qwen2"))
+    trainkit.patch(model)
+    fuse(model)
+    model.save_pretrained(tmp_path / "fused")
+    saved = {
+        each: load_file(tmp_path / each / "adapter_model.safetensors")
+        for each in ("plain", "fused")
+    }
+    assert saved["plain"].keys() == saved["fused"].keys()
+    assert all(torch.equal(saved["plain"][key], saved["fused"][key]) for key in saved["plain"])
+    again = PeftModel.from_pretrained(make("qwen2"), tmp_path / "fused")
+    ids = make_batch("qwen2")["input_ids"]
+    expected = plain.eval()(input_ids=ids).logits
+    assert torch.equal(again.eval()(input_ids=ids).logits, expected)
+    trained = load_adapter(make("qwen2"), tmp_path / "fused", trainable=True)
+    assert fuse(trained).row("lora_linear").num_modules == 14
+
+
+def test_generation_is_pefts_after_the_prompt():
+    model = adapt(make("qwen2", use_cache=True)).eval()
+    ids = make_batch("qwen2")["input_ids"][:1]
+    expected = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
+    trainkit.patch(model)
+    fuse(model)
+    assert torch.equal(model.generate(input_ids=ids, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_packed_rows_are_fused_too():
+    model = exact(adapt(make("qwen2")))
+    trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
+    torch.manual_seed(2)
+    ids = torch.randint(3, 119, (1, 12))
+    batch = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3]]),
+    }
+    expected = run(model, batch, use_cache=False)
+    fuse(model)
+    assert largest_difference(run(model, batch, use_cache=False), expected) < 1e-12
+
+
+def test_under_torch_compile_pefts_path_runs(monkeypatch):
+    """The refusal for torch_compile: a compiler fuses peft's graph, so that is what it gets."""
+    from trainkit.lora import fused
+
+    model = adapt(make("qwen2"))
+    expected = run(model, make_batch("qwen2"))
+    fuse(model)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(fused, "lora_mlp", None)
+    found = run(model, make_batch("qwen2"))
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_refusals_and_the_report():
+    with pytest.raises(PatchError, match="no LoRA adapter"):
+        fuse(make("qwen2"))
+    model = adapt(make("qwen2"))
+    trainkit.patch(model)
+    report = fuse(model)
+    with pytest.raises(PatchError, match="already"):
+        fuse(model)
+    assert [row.op for row in report.rows] == ["lora_mlp", "lora_qkv", "lora_linear"]
+    assert "lora_mlp" in str(report)
+    assert report.to_dict()["ops"][0]["num_modules"] == 2
+    report.revert()
+    report.revert()
+    fuse(model)
+
+
+def test_an_unknown_family_still_gets_its_linear_layers():
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.two(torch.relu(self.one(x)))
+
+    from peft import LoraConfig, get_peft_model
+
+    model = lively(get_peft_model(Tiny(), LoraConfig(r=2, target_modules=["one", "two"])))
+    x = torch.randn(3, 8)
+    expected = model(x)
+    report = fuse(model)
+    assert report.row("lora_mlp").status == "off"
+    assert report.row("lora_linear").num_modules == 2
+    torch.testing.assert_close(model(x), expected)

@@ -1,0 +1,355 @@
+"""Put the fused adapters into a model that peft has adapted, say what was done, and undo it.
+
+Three swaps, each a generated subclass as ``module.__class__`` (as in ``trainkit.models.patch``):
+every adapted linear layer computes through ``lora_linear``; a feed-forward block through
+``lora_mlp``; an attention block with trainkit's forward takes q, k and v from ``lora_qkv``.
+Parameters, names and the saved adapter stay peft's.
+
+Whether a layer's state can be fused is asked at every call, because adapters are merged, switched
+off and swapped at run time. What cannot runs peft's own forward, and the report says why.
+
+Call `fuse` last: after ``trainkit.patch`` and after the adapters are attached.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import Linear as PeftLinear
+from torch import nn
+
+from trainkit.errors import PatchError
+from trainkit.kernels.lora.function import lora_linear, lora_qkv
+from trainkit.kernels.lora.mlp import lora_mlp
+from trainkit.kernels.lora.projection import Projection
+from trainkit.lora.quant import is_quantized, unpacker
+from trainkit.models import forwards, guards, rope_forwards
+from trainkit.models.families import Unsupported
+from trainkit.models.patch import family_of
+
+OPS = ("lora_mlp", "lora_qkv", "lora_linear")
+
+
+@dataclass(frozen=True)
+class FuseRow:
+    """One kind of fusion in one model.
+
+    Attributes:
+        op: one of ``OPS``.
+        status: "on" or "off".
+        reason: why it is off, or what keeps some modules on peft's path.
+        num_modules: how many modules run it.
+    """
+
+    op: str
+    status: str
+    reason: str = ""
+    num_modules: int = 0
+
+
+class FuseReport:
+    """What `fuse` did; prints as a table.
+
+    Attributes:
+        rows: one `FuseRow` per op.
+    """
+
+    def __init__(self, rows: list[FuseRow], swapped: list[tuple[nn.Module, type]]) -> None:
+        self.rows = rows
+        self._swapped = swapped
+
+    def row(self, op: str) -> FuseRow:
+        """The row of one op."""
+        return next(row for row in self.rows if row.op == op)
+
+    def revert(self) -> None:
+        """Give every module the class back that it had; a second call does nothing."""
+        for module, original in self._swapped:
+            module.__class__ = original
+        self._swapped = []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for kernels.json."""
+        return {"ops": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        lines = ["fused adapters"]
+        for row in self.rows:
+            detail = f"in {row.num_modules} modules" if row.status == "on" else row.reason
+            if row.status == "on" and row.reason:
+                detail += f"; {row.reason}"
+            lines.append(f"  {row.op:<11}  {row.status:<3}  {detail}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def fuse(model: nn.Module) -> FuseReport:
+    """Swap the fused adapters into a model with peft adapters, in place.
+
+    Args:
+        model: a model with adapters attached, before DeepSpeed, DDP or FSDP wrap it.
+
+    Returns:
+        The report, with ``revert()``.
+
+    Raises:
+        PatchError: the model is fused already, or it has no LoRA adapter; a family's feed-forward
+            block does something in this transformers that the fused one does not know of.
+    """
+    modules = list(model.modules())
+    if any(isinstance(module, _Fused) for module in modules):
+        raise PatchError("the adapters are already fused", fix="call revert() on the first report")
+    layers = [module for module in modules if isinstance(module, LoraLayer)]
+    if not layers:
+        raise PatchError("the model has no LoRA adapter to fuse", fix="attach one first")
+    rows, plan = [], []
+    for plan_op in (_plan_mlp, _plan_qkv, _plan_linear):
+        row, swaps = plan_op(model, modules)
+        rows.append(row)
+        plan.extend(swaps)
+    swapped = [(module, type(module)) for module, _ in plan]
+    for module, mixin in plan:
+        module.__class__ = _subclass(mixin, type(module))
+    return FuseReport(rows, swapped)
+
+
+def why_unfused(layer: Any) -> str | None:
+    """Why a linear layer, adapted or plain, must run its own forward just now; None if it need not.
+
+    The reasons are those of adapters whose arithmetic differs from ``W x + s B A x``, or of a base
+    that the fused functions cannot read.
+    """
+    if not isinstance(layer, LoraLayer):
+        return _why_unreadable(layer)
+    if layer.disable_adapters:
+        return "adapters are disabled"
+    if layer.merged:
+        return "adapters are merged"
+    active = layer.active_adapters
+    if len(active) != 1:
+        return f"{len(active)} adapters are active"
+    name = active[0]
+    if name not in layer.lora_A:
+        return "the active adapter does not adapt this layer"
+    if layer.lora_variant:
+        return f"it is a variant of LoRA ({type(next(iter(layer.lora_variant.values()))).__name__})"
+    dropout = layer.lora_dropout[name]
+    if layer.training and isinstance(dropout, nn.Dropout) and dropout.p > 0:
+        return "lora dropout is above 0"
+    if layer.lora_bias[name]:
+        return "B has a bias (lora_bias)"
+    return _why_unreadable(layer.base_layer)
+
+
+def _why_unreadable(base: Any) -> str | None:
+    if not (type(base) is nn.Linear or is_quantized(base)):
+        return f"its base layer is {type(base).__name__}"
+    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+        return "its base layer is trained"
+    return None
+
+
+def read(layer: nn.Module) -> Projection:
+    """A layer's tensors as they are now; the weights are read here, inside the module's forward."""
+    base: Any = layer.base_layer if isinstance(layer, LoraLayer) else layer
+    unpack = unpacker(base) if is_quantized(base) else None
+    if not isinstance(layer, LoraLayer):
+        return Projection(base.weight, base.bias, unpack=unpack)
+    name = layer.active_adapters[0]
+    return Projection(
+        base.weight,
+        base.bias,
+        layer.lora_A[name].weight,
+        layer.lora_B[name].weight,
+        layer.scaling[name],
+        unpack,
+    )
+
+
+def _runs_own_forward(x: torch.Tensor) -> bool:
+    """Calls that are better off unfused: one-token decoding, and graphs that a compiler fuses."""
+    if torch.compiler.is_compiling():
+        return True
+    return x.shape[-2] == 1 and not torch.is_grad_enabled()
+
+
+class _Fused(nn.Module):
+    """Marks every generated class."""
+
+
+class _FusedLinear(_Fused):
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args or kwargs or _runs_own_forward(x) or why_unfused(self):
+            return super().forward(x, *args, **kwargs)
+        return lora_linear(x, read(self))
+
+
+class _FusedSplitMLP(_Fused):
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Module
+    fused_activation: ClassVar[str] = "silu"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        if _runs_own_forward(x) or any(map(why_unfused, layers)):
+            return super().forward(x)
+        return lora_mlp(x, *map(read, layers), activation=self.fused_activation)
+
+
+class _FusedGeluMLP(_FusedSplitMLP):
+    fused_activation = "gelu_tanh"
+
+
+class _FusedPackedMLP(_Fused):
+    gate_up_proj: nn.Module
+    down_proj: nn.Module
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        layers = (self.gate_up_proj, self.down_proj)
+        if _runs_own_forward(hidden_states) or any(map(why_unfused, layers)):
+            return super().forward(hidden_states)
+        packed, down = map(read, layers)
+        return lora_mlp(hidden_states, packed, None, down)
+
+
+class _FusedAttention(_Fused):
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+
+    def read_qkv(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        if _runs_own_forward(hidden_states) or any(map(why_unfused, layers)):
+            return super().read_qkv(hidden_states)  # type: ignore[misc]
+        return lora_qkv(hidden_states, *map(read, layers))
+
+
+_MLP_MIXINS: dict[type[nn.Module], type[_Fused]] = {
+    forwards.SplitMLP: _FusedSplitMLP,
+    forwards.GeluMLP: _FusedGeluMLP,
+    forwards.PackedMLP: _FusedPackedMLP,
+}
+_Swaps = list[tuple[nn.Module, type[_Fused]]]
+_Planner = Callable[[nn.Module, Sequence[nn.Module]], tuple[FuseRow, _Swaps]]
+
+
+def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
+    try:
+        family = family_of(model)
+    except PatchError as error:
+        return FuseRow("lora_mlp", "off", error.what), []
+    entry = family.ops["swiglu"]
+    if isinstance(entry, Unsupported):
+        return FuseRow("lora_mlp", "off", entry.reason), []
+    modeling = importlib.import_module(family.modeling)
+    swaps: _Swaps = []
+    reasons: Counter[str] = Counter()
+    for swap in entry:
+        original = guards.find_class(modeling, swap.target, family.name)
+        guards.check_forward(original, swap.forward)
+        mixin = _MLP_MIXINS[swap.forward]
+        for module in modules:
+            if isinstance(module, original):
+                layers = _layers_of(module, mixin)
+                reason = swap.forward.unfit(module) or _first_reason(layers)
+                if reason:
+                    reasons[reason] += 1
+                elif any(isinstance(layer, LoraLayer) for layer in layers):
+                    swaps.append((module, mixin))
+    return _row("lora_mlp", len(swaps), reasons, "no adapter in a feed-forward block"), swaps
+
+
+def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
+    swaps: _Swaps = []
+    reasons: Counter[str] = Counter()
+    for module in modules:
+        if isinstance(module, rope_forwards.PackedAttention):
+            reasons["q, k and v are one layer already"] += 1
+        elif isinstance(module, rope_forwards.Attention):
+            layers = _layers_of(module, _FusedAttention)
+            if reason := _first_reason(layers):
+                reasons[reason] += 1
+            elif sum(isinstance(layer, LoraLayer) for layer in layers) > 1:
+                swaps.append((module, _FusedAttention))
+    off = "the rope kernel is off, or fewer than two of q, k and v are adapted"
+    return _row("lora_qkv", len(swaps), reasons, off), swaps
+
+
+def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
+    swaps: _Swaps = []
+    reasons: Counter[str] = Counter()
+    for module in modules:
+        if not isinstance(module, LoraLayer):
+            continue
+        reason = _why_never_fused(module) or why_unfused(module)
+        if reason:
+            reasons[reason] += 1
+        else:
+            swaps.append((module, _FusedLinear))
+    return _row("lora_linear", len(swaps), reasons, "no adapted linear layer"), swaps
+
+
+def _why_never_fused(layer: Any) -> str | None:
+    """Why an adapted layer of this class is left to peft for good."""
+    name = type(layer).__name__
+    if not (isinstance(layer, PeftLinear) or name == "Linear4bit"):
+        return f"adapters on {name} layers"
+    if layer.fan_in_fan_out:
+        return "its weight is stored transposed"
+    if any(isinstance(each, nn.Dropout) and each.p > 0 for each in layer.lora_dropout.values()):
+        return "lora dropout is above 0"  # also said of a model that is in evaluation mode now
+    return None
+
+
+def _layers_of(module: nn.Module, mixin: type[_Fused]) -> list[nn.Module]:
+    """The linear layers that a mixin reads, found by its annotations."""
+    names = [name for kind in mixin.__mro__ for name in vars(kind).get("__annotations__", ())]
+    return [module.get_submodule(name) for name in names if name.endswith("_proj")]
+
+
+def _first_reason(layers: Sequence[nn.Module]) -> str | None:
+    """Why a block of layers is not fused now: the first reason of a layer, or None."""
+    for layer in layers:
+        reason = _why_never_fused(layer) if isinstance(layer, LoraLayer) else None
+        if reason := reason or why_unfused(layer):
+            return reason
+    return None
+
+
+def _row(op: str, number: int, reasons: Counter[str], otherwise: str) -> FuseRow:
+    """A row from how many modules are fused and why the others are not."""
+    told = "; ".join(f"{count} on peft's path: {reason}" for reason, count in reasons.items())
+    if not number:
+        return FuseRow(op, "off", "; ".join(reasons) or otherwise)
+    return FuseRow(op, "on", told, number)
+
+
+_subclasses: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def _subclass(mixin: type[_Fused], original: type[nn.Module]) -> type[nn.Module]:
+    """``mixin`` in front of ``original``, under the original's name; made once."""
+    key = (mixin, original)
+    if key not in _subclasses:
+        namespace = {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+        }
+        _subclasses[key] = type(original.__name__, (mixin, original), namespace)
+    return _subclasses[key]
+
+
+def fused_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules that carry a fused forward."""
+    return (module for module in model.modules() if isinstance(module, _Fused))
