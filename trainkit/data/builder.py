@@ -1,0 +1,261 @@
+"""Rows to samples: decode, parse, render, mask, tokenise, fit to ``max_length``.
+
+One :class:`SampleBuilder` lives in each worker process. It never raises for a bad row: every row
+ends as samples, as an entry for the ledger, or as both.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.drafts import Draft, Drafter, Event, cut_tokens
+from trainkit.data.encode import Encoder
+from trainkit.data.formats import detect, parse_row
+from trainkit.data.messages import Conversation, Row, RowError, TextRow, TokenRow, validate
+from trainkit.data.options import DataOptions, Source
+from trainkit.data.reading import RawRow, decode
+from trainkit.data.template import THINK_CLOSE
+
+
+@dataclass
+class Batch:
+    """What became of a run of rows, in few large pieces so that it travels well between processes.
+
+    Attributes:
+        num_rows, num_kept: rows in, and rows of which at least one sample remains.
+        input_ids, loss_mask: all samples end to end.
+        lengths, lines, parts: one number per sample.
+        events: for the ledger.
+        counts: formats (``format:<name>``) and things worth telling, by name.
+        ends: end-of-turn tokens that are trained.
+        notes: what a person should know about the template.
+    """
+
+    num_rows: int = 0
+    num_kept: int = 0
+    input_ids: list[np.ndarray] = field(default_factory=list)
+    loss_mask: list[np.ndarray] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    ends: set[str] = field(default_factory=set)
+    notes: set[str] = field(default_factory=set)
+
+    def add(self, ids: np.ndarray, mask: np.ndarray, line: int, part: int) -> None:
+        """Append one sample."""
+        self.input_ids.append(ids)
+        self.loss_mask.append(mask)
+        self.lengths.append(len(ids))
+        self.lines.append(line)
+        self.parts.append(part)
+
+    def sealed(self) -> "Batch":
+        """The same with one array each."""
+        if self.input_ids:
+            self.input_ids = [np.concatenate(self.input_ids)]
+            self.loss_mask = [np.concatenate(self.loss_mask)]
+        return self
+
+
+class SampleBuilder:
+    """Builds samples for one tokenizer and one set of options.
+
+    Args:
+        tokenizer: a fast one; it needs a chat template only when conversations come.
+        options: how rows become samples.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.encoder = Encoder(tokenizer)
+        self._drafter: Drafter | None = None
+        self._vocabulary = len(tokenizer)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The chat template at work, made when the first conversation needs it."""
+        if self._drafter is None:
+            self._drafter = Drafter(self.tokenizer, self.options, self.encoder)
+        return self._drafter
+
+    def build(self, rows: Sequence[RawRow], source: Source) -> Batch:
+        """Turn rows into samples.
+
+        Raises:
+            DataError: only for what concerns the whole run, such as ``truncation: error``.
+        """
+        batch = Batch(num_rows=len(rows))
+        drafts: list[Draft] = []
+        texts: list[tuple[int, TextRow]] = []
+        for row in rows:
+            try:
+                parsed = self._parse(row, source, batch)
+                if isinstance(parsed, Conversation):
+                    drafts += self._drafts(row.line, parsed, source, batch)
+                elif isinstance(parsed, TextRow):
+                    texts.append((row.line, parsed))
+                else:
+                    self._keep_tokens(row.line, parsed, batch)
+            except RowError as error:
+                batch.events.append(Event(row.line, "dropped", error.reason, error.detail))
+        if drafts:
+            self._keep_conversations(drafts, batch)
+        if texts:
+            self._keep_texts(texts, batch)
+        batch.num_kept = len(set(batch.lines))
+        if self._drafter is not None:
+            batch.notes |= set(self._drafter.template.notes)
+        return batch.sealed()
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def _parse(self, raw: RawRow, source: Source, batch: Batch) -> Row:
+        if raw.payload is None:
+            assert raw.problem is not None
+            raise RowError(*raw.problem)
+        try:
+            row = decode(raw.payload)
+        except UnicodeDecodeError as error:
+            raise RowError("not_utf8", f"byte {error.start} of the row is not UTF-8") from error
+        except json.JSONDecodeError as error:
+            place = f"{error.msg} at column {error.colno}"
+            if error.lineno > 1:
+                place = f"{error.msg} at column {error.colno}, {error.lineno - 1} lines further"
+            raise RowError("bad_json", place) from error
+        except ValueError as error:
+            raise RowError("bad_json", str(error)) from error
+        except RecursionError as error:
+            raise RowError("nested_too_deep", "the JSON nests too deep to be read") from error
+        parsed = parse_row(row, source.format, source.columns)
+        name = source.format
+        if name == "auto":
+            name = (detect(row) if isinstance(row, Mapping) else None) or "messages"
+        batch.counts[f"format:{name}"] += 1
+        return parsed
+
+    def _drafts(
+        self, line: int, conversation: Conversation, source: Source, batch: Batch
+    ) -> list[Draft]:
+        masks = self.options.mask != "none"
+        conversation = validate(conversation, needs_assistant=masks)
+        for repair in conversation.repairs:
+            batch.events.append(Event(line, "repaired", repair, REPAIRS[repair]))
+        conversation, escaped = self.drafter.template.prepare(conversation)
+        if escaped:
+            batch.counts["escaped_special_tokens"] += escaped
+            detail = f"{escaped} control tokens inside message text were broken up"
+            batch.events.append(Event(line, "repaired", "special_tokens_escaped", detail))
+        roles = frozenset(source.roles or self.options.roles)
+        if self.options.thinking != "split" or not masks or not has_reasoning(conversation):
+            drafts = [self.drafter.draft(line, 0, conversation, roles)]
+        else:
+            turns = [i for i, m in enumerate(conversation.messages) if m.role == "assistant"]
+            drafts = [
+                self.drafter.draft(line, part, conversation.first(turn + 1), roles, only_last=True)
+                for part, turn in enumerate(turns)
+            ]
+            drafts = [draft for draft in drafts if draft.trained]
+            batch.counts["samples_from_split"] += max(len(drafts) - 1, 0)
+        if masks and not any(draft.trained for draft in drafts):
+            raise RowError("nothing_trained", "no turn of the conversation is to be trained")
+        return drafts
+
+    # -- samples -----------------------------------------------------------------------------
+
+    def _keep_conversations(self, drafts: Sequence[Draft], batch: Batch) -> None:
+        for draft, tokens in zip(drafts, self.drafter.encode(drafts), strict=True):
+            try:
+                fitted = self.drafter.fit(draft, tokens)
+            except RowError as error:
+                trained = int(np.count_nonzero(self.drafter.sample(draft, tokens)[1]))
+                size = len(tokens.input_ids)
+                event = Event(draft.line, "dropped", error.reason, error.detail, size, trained)
+                batch.events.append(event)
+                continue
+            if fitted.event is not None:
+                batch.events.append(fitted.event)
+            batch.counts.update(fitted.counts)
+            batch.ends |= fitted.ends
+            batch.add(fitted.input_ids, fitted.loss_mask, draft.line, draft.part)
+
+    def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], batch: Batch) -> None:
+        """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
+        whole = [row.prompt + row.text for _, row in texts]
+        spans = [[(len(row.prompt), len(row.prompt) + len(row.text))] for _, row in texts]
+        encoded = self.encoder.encode(whole, spans, add_special_tokens=True)
+        eos = self.tokenizer.eos_token_id
+        limit = self.options.max_length
+        for (line, row), tokens in zip(texts, encoded, strict=True):
+            ids = tokens.input_ids
+            if eos is not None and (len(ids) == 0 or ids[-1] != eos):
+                ids = np.append(ids, np.int32(eos))
+            mask = np.ones(len(ids), dtype=np.uint8)
+            if row.prompt and self.options.mask != "none":
+                mask[: tokens.ranges[0][0]] = 0
+            batch.counts["straddling_tokens"] += tokens.num_straddling if row.prompt else 0
+            if len(ids) > limit and not row.prompt:
+                batch.counts["texts_in_pieces"] += 1
+                self._keep_pieces(line, ids, batch)
+                continue
+            try:
+                if len(ids) > limit:
+                    ids, mask, event = cut_tokens(line, ids, mask, self.options)
+                    batch.events.append(event)
+                self._check(line, ids, mask, batch)
+            except RowError as error:
+                size, trained = len(ids), int(np.count_nonzero(mask))
+                event = Event(line, "dropped", error.reason, error.detail, size, trained)
+                batch.events.append(event)
+
+    def _keep_pieces(self, line: int, ids: np.ndarray, batch: Batch) -> None:
+        """A text longer than a sample becomes several; a last piece of one token joins none."""
+        limit = self.options.max_length
+        for part, start in enumerate(range(0, len(ids), limit)):
+            piece = ids[start : start + limit]
+            if len(piece) > 1:
+                batch.add(piece, np.ones(len(piece), dtype=np.uint8), line, part)
+            else:
+                detail = "the last piece of a long text is a single token, which predicts nothing"
+                batch.events.append(Event(line, "cut", "single_token", detail, 1, 0))
+
+    def _keep_tokens(self, line: int, row: TokenRow, batch: Batch) -> None:
+        ids = np.array(row.input_ids, dtype=np.int32)
+        mask = np.array(row.trained, dtype=np.uint8)
+        largest = int(ids.max())
+        if largest >= self._vocabulary:
+            raise RowError(
+                "token_out_of_range",
+                f"token id {largest}, but the tokenizer has {self._vocabulary} tokens",
+            )
+        if self.options.mask == "none":
+            mask[:] = 1
+        if len(ids) > self.options.max_length:
+            ids, mask, event = cut_tokens(line, ids, mask, self.options)
+            batch.events.append(event)
+        self._check(line, ids, mask, batch)
+
+    def _check(self, line: int, ids: np.ndarray, mask: np.ndarray, batch: Batch) -> None:
+        if not mask[1:].any():
+            raise RowError("nothing_trained", "no token of the row is trained")
+        batch.add(ids, mask, line, 0)
+
+
+REPAIRS: Mapping[str, str] = {
+    "trailing_turns_removed": "the turns after the last assistant turn were removed",
+    "user_turns_joined": "user turns in a row were joined",
+}
+
+
+def has_reasoning(conversation: Conversation) -> bool:
+    """Whether an assistant turn thinks, in a field of its own or in its text."""
+    return any(
+        message.role == "assistant" and (message.reasoning or THINK_CLOSE in message.content)
+        for message in conversation.messages
+    )

@@ -1,0 +1,135 @@
+"""Samples to batches. The only file of this package that knows torch.
+
+Shapes: B rows, S tokens per row.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+IGNORE_INDEX = -100
+
+Sample = Mapping[str, Any]
+"""``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` int."""
+
+
+def _labels(sample: Sample) -> np.ndarray:
+    """Unshifted labels; the first is never predicted, so no document continues another."""
+    labels = np.where(sample["loss_mask"] != 0, sample["input_ids"], IGNORE_INDEX)
+    labels[0] = IGNORE_INDEX
+    return labels
+
+
+class PackingCollator:
+    """Rows of several samples each, for attention that respects sequence boundaries.
+
+    Args:
+        pad_to: S, the length of every row.
+        pad_token_id: fills the tail of a row.
+        with_source: add ``source_ids``.
+
+    Returns from a call:
+        ``input_ids``, ``labels``, ``position_ids`` (B, S) int64. Positions start at 0 in every
+        sample and in the padded tail. There is no ``attention_mask``: boundaries are in
+        ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (int32, over the B * S flattened tokens; samples,
+        row ends and tails are all boundaries) with ``max_length_q`` and ``max_length_k`` (int).
+        With ``with_source`` also ``source_ids`` (B, S) int64, -1 in the tail.
+    """
+
+    def __init__(self, pad_to: int, pad_token_id: int, *, with_source: bool = False) -> None:
+        self.pad_to = pad_to
+        self.pad_token_id = pad_token_id
+        self.with_source = with_source
+
+    def __call__(self, rows: Sequence[Sequence[Sample]]) -> dict[str, Any]:
+        """Collate ``B`` lists of samples."""
+        shape = (len(rows), self.pad_to)
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        position_ids = np.zeros(shape, dtype=np.int64)
+        source_ids = np.full(shape, -1, dtype=np.int64)
+        segment_lengths: list[int] = []
+        for row, samples in enumerate(rows):
+            start = 0
+            for sample in samples:
+                length = len(sample["input_ids"])
+                end = start + length
+                if end > self.pad_to:
+                    raise ValueError(f"a packed row of more than {self.pad_to} tokens")
+                input_ids[row, start:end] = sample["input_ids"]
+                labels[row, start:end] = _labels(sample)
+                position_ids[row, start:end] = np.arange(length)
+                source_ids[row, start:end] = sample["source"]
+                segment_lengths.append(length)
+                start = end
+            if start < self.pad_to:
+                position_ids[row, start:] = np.arange(self.pad_to - start)
+                segment_lengths.append(self.pad_to - start)
+        boundaries = np.concatenate([[0], np.cumsum(segment_lengths)]).astype(np.int32)
+        longest = max(segment_lengths)
+        batch: dict[str, Any] = {
+            "input_ids": torch.from_numpy(input_ids),
+            "labels": torch.from_numpy(labels),
+            "position_ids": torch.from_numpy(position_ids),
+            "cu_seq_lens_q": torch.from_numpy(boundaries),
+            "cu_seq_lens_k": torch.from_numpy(boundaries.copy()),
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
+        if self.with_source:
+            batch["source_ids"] = torch.from_numpy(source_ids)
+        return batch
+
+
+class PaddingCollator:
+    """One sample a row, padded on the right.
+
+    Args:
+        pad_token_id: fills the tails; never used to find them, so it may equal eos.
+        pad_to_multiple_of: rounds S up.
+        pad_to: S, where every batch must have the same; otherwise the batch's longest sample.
+        with_source: add ``source_ids``.
+
+    Returns from a call:
+        ``input_ids``, ``labels``, ``attention_mask`` (B, S) int64; with ``with_source`` also
+        ``source_ids`` (B, S) int64, -1 in the tail.
+    """
+
+    def __init__(
+        self,
+        pad_token_id: int,
+        *,
+        pad_to_multiple_of: int = 1,
+        pad_to: int | None = None,
+        with_source: bool = False,
+    ) -> None:
+        self.pad_token_id = pad_token_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.pad_to = pad_to
+        self.with_source = with_source
+
+    def __call__(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """Collate ``B`` samples."""
+        longest = self.pad_to or max(len(sample["input_ids"]) for sample in samples)
+        size = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        shape = (len(samples), size)
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
+        source_ids = np.full(shape, -1, dtype=np.int64)
+        for row, sample in enumerate(samples):
+            length = len(sample["input_ids"])
+            input_ids[row, :length] = sample["input_ids"]
+            labels[row, :length] = _labels(sample)
+            attention_mask[row, :length] = 1
+            source_ids[row, :length] = sample["source"]
+        batch: dict[str, Any] = {
+            "input_ids": torch.from_numpy(input_ids),
+            "labels": torch.from_numpy(labels),
+            "attention_mask": torch.from_numpy(attention_mask),
+        }
+        if self.with_source:
+            batch["source_ids"] = torch.from_numpy(source_ids)
+        return batch

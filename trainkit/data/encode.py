@@ -1,0 +1,93 @@
+"""Text with spans of characters in, token ids with ranges of tokens out.
+
+The whole text is tokenised once, so ids are those of the plain rendering; spans of characters are
+mapped to tokens through the tokenizer's offsets.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Encoding
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.template import require_fast
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One tokenised text.
+
+    Attributes:
+        input_ids: (S,) int32.
+        ranges: for each span its first token and one past its last.
+        num_straddling: tokens that reach over a span's border; they are in no range.
+    """
+
+    input_ids: np.ndarray
+    ranges: tuple[tuple[int, int], ...]
+    num_straddling: int
+
+
+class Encoder:
+    """Tokenises in batches through the Rust backend.
+
+    Args:
+        tokenizer: a fast one.
+
+    Raises:
+        DataError: the tokenizer has no offsets.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        require_fast(tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[tuple[int, int]]],
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[Encoded]:
+        """Tokenise texts and find the tokens inside the spans.
+
+        Args:
+            texts: each tokenised whole.
+            spans: for each text its character ranges, in order, not overlapping.
+            add_special_tokens: for text that no template has rendered.
+        """
+        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [
+            _ranges(encoding, len(text), ranges)
+            for encoding, text, ranges in zip(encodings, texts, spans, strict=True)
+        ]
+
+
+def _ranges(encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]) -> Encoded:
+    ids = np.array(encoding.ids, dtype=np.int32)
+    ranges: list[tuple[int, int]] = []
+    straddling = 0
+    for start, end in spans:
+        first, cut_first = _token_from(encoding, start, length, len(ids))
+        last, cut_last = _token_from(encoding, end, length, len(ids))
+        straddling += cut_first + cut_last
+        ranges.append((first + cut_first, last))
+    return Encoded(ids, tuple(ranges), straddling)
+
+
+def _token_from(encoding: Encoding, place: int, length: int, num_ids: int) -> tuple[int, bool]:
+    """The first token at or behind a character, and whether it begins before that character.
+
+    Offsets may leave blanks out (``Ġword`` may be said to start at the ``w``), so a blank without a
+    token of its own belongs to the next one.
+    """
+    while place < length:
+        token = encoding.char_to_token(place)
+        if token is not None:
+            covered = encoding.token_to_chars(token)
+            return token, covered is not None and covered[0] < place
+        place += 1
+    return num_ids, False

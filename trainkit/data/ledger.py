@@ -1,0 +1,91 @@
+"""The ledger: every row that was left out or cut, with file, line and reason."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+Action = Literal["dropped", "cut", "repaired"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of ``dropped.jsonl`` or ``changed.jsonl``.
+
+    Attributes:
+        file: path of the file.
+        line: where the row starts, as an editor counts.
+        action: ``dropped`` (nothing of the row is used), ``cut`` (part of it), ``repaired`` (all of
+            it, mended).
+        reason: a stable code.
+        detail: one sentence for people.
+        tokens: tokens lost, where they are known.
+        trained_tokens: trained tokens among them.
+    """
+
+    file: str
+    line: int
+    action: Action
+    reason: str
+    detail: str
+    tokens: int = 0
+    trained_tokens: int = 0
+
+
+CHANGED = "changed.jsonl"
+
+
+class Ledger:
+    """Collects entries: as counts in memory, and as JSON lines on disk.
+
+    Dropped rows go to ``path``, so it has one line for each row that is not used; cut and repaired
+    rows go to ``changed.jsonl`` beside it.
+
+    Args:
+        path: the file to append to, made with the first entry; None keeps only the counts.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.counts: Counter[tuple[Action, str]] = Counter()
+        self.tokens: Counter[Action] = Counter()
+        self.trained_tokens: Counter[Action] = Counter()
+        self._streams: dict[Path, IO[str]] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Write one entry."""
+        self.counts[entry.action, entry.reason] += 1
+        self.tokens[entry.action] += entry.tokens
+        self.trained_tokens[entry.action] += entry.trained_tokens
+        if self.path is None:
+            return
+        path = self.path if entry.action == "dropped" else self.path.with_name(CHANGED)
+        if path not in self._streams:
+            self._streams[path] = path.open("a", encoding="utf-8")
+        self._streams[path].write(json.dumps(asdict(entry), ensure_ascii=False) + "\n")
+
+    def num(self, action: Action) -> int:
+        """How many rows were treated so."""
+        return sum(count for (kind, _), count in self.counts.items() if kind == action)
+
+    def flush(self) -> None:
+        """Put what was written where a reader sees it."""
+        for stream in self._streams.values():
+            stream.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+
+def read_ledger(path: Path) -> Iterator[Entry]:
+    """The entries of a ledger and of the file beside it; none where there is no file."""
+    for file in (path, path.with_name(CHANGED)):
+        if file.exists():
+            with file.open(encoding="utf-8") as stream:
+                for line in stream:
+                    yield Entry(**json.loads(line))

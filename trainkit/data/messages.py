@@ -1,0 +1,205 @@
+"""Conversations as trainkit holds them, and the rules a row must keep to become one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+MAX_MESSAGES = 5000
+"""More turns than this are a damaged row; the marks of the mask finder also end near there."""
+
+MAX_DEPTH = 100
+"""Deepest nesting in tool calls and schemas; templates recurse while printing them."""
+
+
+class RowError(Exception):
+    """One row cannot be used. It goes to the ledger; the run goes on.
+
+    Args:
+        reason: a short stable code, such as ``empty_assistant``.
+        detail: one sentence that names the turn and the value.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: one of ``ROLES``.
+        content: its text; may be empty where there are tool calls.
+        reasoning: thinking that came in a field of its own.
+        tool_calls: ``{"name": str, "arguments": dict | str, "id": str | None}`` each.
+        name: of the speaker or tool.
+        tool_call_id: which call a tool's answer belongs to.
+        train: this turn's own switch, or None to follow the options.
+    """
+
+    role: str
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    name: str | None = None
+    tool_call_id: str | None = None
+    train: bool | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of one row.
+
+    Attributes:
+        messages: in order.
+        tools: JSON schemas of the tools on offer, or None.
+        repairs: what was mended on the way in, as short codes for the ledger.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    repairs: tuple[str, ...] = ()
+
+    def first(self, count: int) -> "Conversation":
+        """The conversation up to its ``count``-th message."""
+        return replace(self, messages=self.messages[:count])
+
+
+@dataclass(frozen=True)
+class TextRow:
+    """Plain text: with a prompt, only ``text`` is trained; without one, all of it.
+
+    Attributes:
+        text: trained.
+        prompt: goes before it, not trained.
+    """
+
+    text: str
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A row that was tokenised elsewhere.
+
+    Attributes:
+        input_ids: token ids.
+        trained: for each id, whether it is trained.
+    """
+
+    input_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+
+
+Row = Conversation | TextRow | TokenRow
+
+
+def check_text(value: str, place: str) -> str:
+    """Return ``value``, or raise if a tokenizer could not take it.
+
+    Raises:
+        RowError: NUL characters or lone surrogates.
+    """
+    if "\x00" in value:
+        raise RowError("nul_character", f"{place} holds a NUL character")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(
+                "lone_surrogate", f"{place} holds half of a surrogate pair at {error.start}"
+            ) from error
+    return value
+
+
+def check_depth(value: Any, place: str) -> None:
+    """Raise if ``value`` nests deeper than ``MAX_DEPTH`` or holds unusable text.
+
+    Raises:
+        RowError: too deep, or text a tokenizer could not take.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        deeper: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper.extend(item.values())
+                deeper.extend(item)
+            elif isinstance(item, (list, tuple)):
+                deeper.extend(item)
+            elif isinstance(item, str):
+                check_text(item, place)
+        if not deeper:
+            return
+        level = deeper
+    raise RowError("nested_too_deep", f"{place} nests deeper than {MAX_DEPTH} levels")
+
+
+def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversation:
+    """Check the rules of a conversation and mend what can be mended without loss.
+
+    Neighbours of the same role ``user`` are joined with a blank line; trailing turns after the last
+    assistant turn are removed, as nothing after them is trained. Both are written to ``repairs``.
+
+    Args:
+        conversation: what a format made of the row.
+        needs_assistant: whether a row without an assistant turn is useless.
+
+    Raises:
+        RowError: with the turn's number, counted from 1.
+    """
+    messages = conversation.messages
+    if not messages:
+        raise RowError("no_messages", "the list of messages is empty")
+    if len(messages) > MAX_MESSAGES:
+        raise RowError("too_many_messages", f"{len(messages)} messages, at most {MAX_MESSAGES}")
+    for number, message in enumerate(messages, 1):
+        _check_message(message, number)
+    last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
+    if last < 0 and needs_assistant:
+        raise RowError("no_assistant_turn", "there is no assistant turn to train on")
+    repairs = list(conversation.repairs)
+    if 0 <= last < len(messages) - 1 and needs_assistant:
+        messages = messages[: last + 1]
+        repairs.append("trailing_turns_removed")
+    joined = _join_users(messages)
+    if len(joined) != len(messages):
+        repairs.append("user_turns_joined")
+    if tuple(repairs) == conversation.repairs:
+        return conversation
+    return replace(conversation, messages=joined, repairs=tuple(repairs))
+
+
+def _check_message(message: Message, number: int) -> None:
+    place = f"turn {number} ({message.role})"
+    if message.role not in ROLES:
+        raise RowError(
+            "unknown_role",
+            f"turn {number} has role {message.role!r}; known are {', '.join(ROLES)}",
+        )
+    check_text(message.content, place)
+    if message.reasoning is not None:
+        check_text(message.reasoning, place)
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise RowError("misplaced_tool_calls", f"{place} has tool calls")
+        check_depth(message.tool_calls, place)
+    elif message.role == "assistant" and not message.content.strip():
+        raise RowError("empty_assistant", f"{place} has no text and no tool calls")
+    elif message.role == "user" and not message.content.strip():
+        raise RowError("empty_user", f"{place} is empty")
+
+
+def _join_users(messages: Sequence[Message]) -> tuple[Message, ...]:
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message.role == "user" == joined[-1].role:
+            text = f"{joined[-1].content}\n\n{message.content}"
+            joined[-1] = replace(joined[-1], content=text)
+        else:
+            joined.append(message)
+    return tuple(joined)

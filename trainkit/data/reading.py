@@ -1,0 +1,370 @@
+"""Containers: files, directories and globs in, numbered undecoded rows out.
+
+A row is the bytes of one JSON value, or an already decoded object (csv, parquet). Lines are counted
+from 1 as an editor counts them; a JSON array's rows carry the line their value starts on; csv and
+parquet rows are numbered from 1. Memory stays flat: nothing is read whole but a single row.
+"""
+
+import csv
+import glob
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from trainkit.errors import DataError
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet")
+COMPRESSIONS = (".gz", ".zst")
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """One row before decoding.
+
+    Attributes:
+        line: where it starts.
+        payload: the bytes of a JSON value, a decoded object, or None where ``problem`` says why.
+        problem: a reason code and a sentence, when the row cannot even be cut out of its file.
+    """
+
+    line: int
+    payload: bytes | dict[str, Any] | None
+    problem: tuple[str, str] | None = None
+
+
+def resolve_files(path: str) -> list[Path]:
+    """The files that ``path`` means, sorted by name.
+
+    Raises:
+        DataError: the file is missing, the glob matches nothing, the directory holds no data.
+    """
+    plain = Path(path).expanduser()
+    if plain.is_file():
+        return [plain]
+    if plain.is_dir():
+        found = sorted(file for file in plain.rglob("*") if file.is_file() and is_data(file))
+        if not found:
+            raise DataError(
+                f"the directory holds no {', '.join(SUFFIXES)} file",
+                where=path,
+                fix="name a directory with data files, or a file",
+            )
+        return found
+    if glob.has_magic(path):
+        matches = sorted(Path(m) for m in glob.glob(str(plain), recursive=True))  # noqa: PTH207 - absolute patterns too
+        files = [file for file in matches if file.is_file()]
+        if not files:
+            raise DataError(
+                "the glob matches no file", where=path, fix="check the pattern and its directory"
+            )
+        return files
+    raise DataError(
+        "there is no such file or directory", where=path, fix="check the path for a typo"
+    )
+
+
+def is_data(file: Path) -> bool:
+    """Whether a file in a directory is taken for data, by its name."""
+    name = file.name
+    for compression in COMPRESSIONS:
+        name = name.removesuffix(compression)
+    return name.endswith(SUFFIXES) and not name.startswith(".")
+
+
+def read_rows(file: Path, *, max_row_bytes: int) -> Iterator[RawRow]:
+    """Iterate over the rows of one file.
+
+    Raises:
+        DataError: the container itself is damaged (a cut .gz, a wrong parquet file).
+    """
+    name = file.name.removesuffix(".gz").removesuffix(".zst")
+    try:
+        if name.endswith(".parquet"):
+            yield from _parquet_rows(file)
+        elif name.endswith(".csv"):
+            with _open(file) as stream:
+                yield from _csv_rows(stream, file)
+        else:
+            with _open(file) as stream:
+                start = _skip_blank(stream)
+                if start.first == b"[":
+                    yield from _ArrayCutter(start, stream, max_row_bytes, file).rows()
+                elif start.first:
+                    yield from _line_rows(start, stream, max_row_bytes)
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(file)) from error
+    except EOFError as error:
+        raise DataError(
+            "the compressed file ends too early", where=str(file), fix="copy or download it again"
+        ) from error
+
+
+def _open(file: Path) -> IO[bytes]:
+    if file.name.endswith(".gz"):
+        return io.BufferedReader(gzip.open(file, "rb"), CHUNK_BYTES)
+    if file.name.endswith(".zst"):
+        try:
+            import zstandard
+        except ImportError as error:
+            raise DataError(
+                "reading .zst needs the package zstandard",
+                where=str(file),
+                fix="pip install 'trainkit[zstd]'",
+            ) from error
+        try:
+            stream = zstandard.open(file, "rb")
+        except zstandard.ZstdError as error:
+            raise DataError(f"the file is no zstd stream: {error}", where=str(file)) from error
+        return io.BufferedReader(_ZstdErrors(stream, file), CHUNK_BYTES)
+    return file.open("rb", buffering=CHUNK_BYTES)
+
+
+class _ZstdErrors(io.RawIOBase):
+    """Turns zstandard's own exception into an OSError, as every other stream raises."""
+
+    def __init__(self, stream: Any, file: Path) -> None:
+        import zstandard
+
+        self._stream = stream
+        self._error = zstandard.ZstdError
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except self._error as error:
+            raise OSError(f"damaged zstd stream: {error}") from error
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The first byte that is not blank, and the line it is on."""
+
+    first: bytes
+    line: int
+    prefix: bytes
+
+
+def _skip_blank(stream: IO[bytes]) -> _Start:
+    line, prefix = 1, b""
+    mark = stream.read(3)
+    if mark != b"\xef\xbb\xbf":
+        prefix = mark
+    while True:
+        for place in range(len(prefix)):
+            byte = prefix[place : place + 1]
+            if byte == b"\n":
+                line += 1
+            elif byte not in b" \t\r":
+                return _Start(byte, line, prefix[place:])
+        prefix = stream.read(4096)
+        if not prefix:
+            return _Start(b"", line, b"")
+
+
+def _line_rows(start: _Start, stream: IO[bytes], limit: int) -> Iterator[RawRow]:
+    """JSON lines. A line over ``limit`` bytes is skipped without ever being held whole."""
+    line = start.line
+    held = start.prefix  # a few kilobytes at most: what the search for the first byte has read
+    while True:
+        newline = held.find(b"\n") + 1
+        if newline:
+            text, held = held[:newline], held[newline:]
+        else:
+            text, held = held + stream.readline(limit + 2), b""
+            if not text:
+                return
+        size = len(text.rstrip(b"\r\n"))
+        if size > limit:
+            if not text.endswith(b"\n"):
+                size += _skip_line(stream)
+            yield RawRow(line, None, ("row_too_large", f"{size} bytes, at most {limit}"))
+        elif not text.isspace():
+            yield RawRow(line, text)
+        line += 1
+
+
+def _skip_line(stream: IO[bytes]) -> int:
+    size = 0
+    while chunk := stream.readline(CHUNK_BYTES):
+        size += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return size
+
+
+TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
+STRING_END = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+class _ArrayCutter:
+    """Cuts the elements out of one JSON array by brackets and quotes; decoding comes later.
+
+    An element need not be valid JSON, so a damaged one costs one row. An element over ``limit``
+    bytes is passed over without being held whole.
+    """
+
+    def __init__(self, start: _Start, stream: IO[bytes], limit: int, file: Path) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._file = file
+        self._data = bytearray(start.prefix[1:])
+        self._line = start.line
+        self._skipped = 0
+
+    def rows(self) -> Iterator[RawRow]:
+        closed = False
+        while not closed:
+            end, closed = self._find_end()
+            text = bytes(self._data[:end])
+            line = self._line + text.count(b"\n", 0, len(text) - len(text.lstrip()))
+            size = self._skipped + len(text)
+            if size > self._limit:
+                problem = ("row_too_large", f"{size} bytes, at most {self._limit}")
+                yield RawRow(line, None, problem)
+            elif text.strip():
+                yield RawRow(line, text.strip())
+            elif not closed:
+                yield RawRow(line, None, ("bad_json", "an element of the array is empty"))
+            self._drop(end + 1)
+            self._skipped = 0
+        if (bytes(self._data) + self._stream.read(CHUNK_BYTES)).strip():
+            raise DataError(
+                "there is text after the end of the JSON array", where=f"{self._file}:{self._line}"
+            )
+
+    def _find_end(self) -> tuple[int, bool]:
+        """Where the element at the start of the data ends, and whether the array ends there."""
+        place, depth, in_string = 0, 0, False
+        while True:
+            match = (
+                STRING_END.match(self._data, place)
+                if in_string
+                else TOKEN.search(self._data, place)
+            )
+            if match is None or (match[0] == b'"' and not in_string):
+                if match is None and not in_string:
+                    place = len(self._data)
+                elif match is not None:
+                    place = match.start()
+                if self._skipped + len(self._data) > self._limit:
+                    in_string = in_string or match is not None
+                    place = self._skip(in_string)
+                self._more()
+                continue
+            place = match.end()
+            byte = self._data[match.start() : place]
+            if in_string:
+                in_string = False
+            elif byte in (b"{", b"["):
+                depth += 1
+            elif depth and byte in (b"}", b"]"):
+                depth -= 1
+            elif depth == 0 and byte in (b",", b"]"):
+                return place - 1, byte == b"]"
+
+    def _skip(self, in_string: bool) -> int:
+        """Let go of the data of an oversized element; keep an escape that the end cuts in two."""
+        kept = len(self._data) - len(self._data.rstrip(b"\\")) if in_string else 0
+        count = len(self._data) - kept % 2
+        self._skipped += count
+        self._drop(count)
+        return 0
+
+    def _drop(self, count: int) -> None:
+        self._line += self._data.count(b"\n", 0, count)
+        del self._data[:count]
+
+    def _more(self) -> None:
+        chunk = self._stream.read(CHUNK_BYTES)
+        if not chunk:
+            raise DataError(
+                "the JSON array is not closed: the file was cut, or a quote or bracket is missing",
+                where=f"{self._file}:{self._line}",
+                fix="write the file again, or use JSON lines, where one bad row costs one row",
+            )
+        self._data += chunk
+
+
+def _csv_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict", newline="")
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.DictReader(text, strict=True)
+    try:
+        for number, row in enumerate(reader, 1):
+            if None in row or None in row.values():
+                problem = ("bad_csv", f"the row has not {len(reader.fieldnames or ())} fields")
+                yield RawRow(number, None, problem)
+            else:
+                yield RawRow(number, dict(row))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the csv file is not UTF-8 (byte {error.start} of a block)",
+            where=str(file),
+            fix="convert it: iconv -f <its encoding> -t utf-8",
+        ) from error
+    except csv.Error as error:
+        raise DataError(f"bad csv: {error}", where=f"{file}:{reader.line_num}") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield RawRow(number, without_nulls(row))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"the parquet file cannot be read: {error}", where=str(file)) from error
+
+
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop the null fields that a columnar schema adds to rows that never had them."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return value
+
+    return clean(row)
+
+
+def decode(payload: bytes | dict[str, Any]) -> Any:
+    """Decode a payload.
+
+    Raises:
+        ValueError: not UTF-8 or not JSON (``UnicodeDecodeError`` and ``JSONDecodeError`` are both).
+        RecursionError: nested beyond what the parser takes.
+    """
+    if isinstance(payload, dict):
+        return payload
+    return json.loads(payload.decode("utf-8"), object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded = dict(pairs)
+    if len(decoded) != len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {double!r} occurs twice")
+    return decoded

@@ -1,0 +1,170 @@
+"""Prepared samples on disk: a few flat arrays, appended to while preparing, mapped while training.
+
+A store is a directory: ``input_ids.npy`` (int32) and ``loss_mask.npy`` (uint8), all samples end to
+end; ``offsets.npy`` (int64, one more than samples); ``num_trained.npy``, ``file.npy``,
+``line.npy``, ``part.npy`` per sample; ``meta.json``; ``dropped.jsonl`` and ``changed.jsonl`` where rows were.
+"""
+
+import json
+import os
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+HEADER_BYTES = 128
+"""Room for a .npy header, written last, when the shape is known."""
+
+
+class ArrayFile:
+    """A one-dimensional .npy file that grows.
+
+    Args:
+        path: the file.
+        dtype: of its numbers.
+    """
+
+    def __init__(self, path: Path, dtype: type[np.generic]) -> None:
+        self._dtype = np.dtype(dtype)
+        self._stream = path.open("wb", buffering=1 << 20)
+        self._stream.write(b" " * HEADER_BYTES)
+        self._count = 0
+
+    def append(self, values: np.ndarray) -> None:
+        """Write values behind the others."""
+        self._stream.write(np.ascontiguousarray(values, dtype=self._dtype).data)
+        self._count += len(values)
+
+    def close(self) -> None:
+        """Write the header, and everything to the disk."""
+        shape = (
+            f"{{'descr': '{self._dtype.str}', 'fortran_order': False, 'shape': ({self._count},), }}"
+        )
+        text = shape.ljust(HEADER_BYTES - 11) + "\n"
+        self._stream.seek(0)
+        self._stream.write(b"\x93NUMPY\x01\x00" + (HEADER_BYTES - 10).to_bytes(2, "little"))
+        self._stream.write(text.encode("ascii"))
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def abandon(self) -> None:
+        """Close the file as it is."""
+        self._stream.close()
+
+
+class StoreWriter:
+    """Writes a store into an empty directory.
+
+    Args:
+        directory: exists, is empty, and is renamed by the caller when all is done.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._ids = ArrayFile(directory / "input_ids.npy", np.int32)
+        self._mask = ArrayFile(directory / "loss_mask.npy", np.uint8)
+        self._offsets = array("q", [0])
+        self._columns = {name: array("q") for name in ("num_trained", "file", "line", "part")}
+
+    @property
+    def num_samples(self) -> int:
+        """Samples so far."""
+        return len(self._offsets) - 1
+
+    def append(
+        self, input_ids: np.ndarray, loss_mask: np.ndarray, *, file: int, line: int, part: int
+    ) -> None:
+        """Write one sample."""
+        self._ids.append(input_ids)
+        self._mask.append(loss_mask)
+        self._offsets.append(self._offsets[-1] + len(input_ids))
+        columns = self._columns
+        columns["num_trained"].append(int(np.count_nonzero(loss_mask[1:])))
+        columns["file"].append(file)
+        columns["line"].append(line)
+        columns["part"].append(part)
+
+    def finish(self, meta: Mapping[str, Any]) -> None:
+        """Close all files; ``meta.json`` comes last."""
+        self._ids.close()
+        self._mask.close()
+        for name, values in {"offsets": self._offsets, **self._columns}.items():
+            column = ArrayFile(self.directory / f"{name}.npy", np.int64)
+            column.append(
+                np.frombuffer(values, dtype=np.int64) if values else np.empty(0, np.int64)
+            )
+            column.close()
+        with (self.directory / "meta.json").open("w", encoding="utf-8") as stream:
+            json.dump(meta, stream, ensure_ascii=False, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self._ids.abandon()
+            self._mask.abandon()
+
+
+@dataclass(frozen=True)
+class Store:
+    """A finished store, memory-mapped.
+
+    Attributes:
+        directory: where it lies.
+        input_ids, loss_mask: all samples end to end.
+        offsets: (N + 1,) where samples start and end.
+        num_trained: (N,) trained labels.
+        file, line, part: (N,) where each came from.
+        meta: what was written by :meth:`StoreWriter.finish`.
+    """
+
+    directory: Path
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    offsets: np.ndarray
+    num_trained: np.ndarray
+    file: np.ndarray
+    line: np.ndarray
+    part: np.ndarray
+    meta: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> "Store":
+        """Map a store's arrays."""
+        with (directory / "meta.json").open(encoding="utf-8") as stream:
+            meta = json.load(stream)
+        names = ("offsets", "num_trained", "file", "line", "part")
+        columns = {name: np.load(directory / f"{name}.npy") for name in names}
+        return cls(
+            directory=directory,
+            input_ids=_map(directory / "input_ids.npy"),
+            loss_mask=_map(directory / "loss_mask.npy"),
+            meta=meta,
+            **columns,
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """(N,) tokens per sample."""
+        return np.diff(self.offsets)
+
+
+def _map(path: Path) -> np.ndarray:
+    empty = path.stat().st_size <= HEADER_BYTES  # an empty file cannot be mapped
+    return np.load(path) if empty else np.load(path, mmap_mode="r")
