@@ -1,11 +1,12 @@
 """Recipes: the schema, the YAML loader and overrides. No torch here."""
 
 from trainkit.recipe.accumulation import resolve_accumulation
+from trainkit.recipe.files import check_files
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
 from trainkit.recipe.options import SftOptions
 from trainkit.recipe.presets import DEFAULT_PRESET, PRESETS, deepspeed_path
 from trainkit.recipe.problems import InvalidRecipe, Problem
-from trainkit.recipe.resolved import dump_resolved
+from trainkit.recipe.resolved import dump_resolved, shown_value, yaml_text
 from trainkit.recipe.schema import Recipe
 
 __all__ = [
@@ -17,8 +18,11 @@ __all__ = [
     "Recipe",
     "ResolvedValue",
     "SftOptions",
+    "check_files",
     "deepspeed_path",
     "dump_resolved",
     "load_recipe",
     "resolve_accumulation",
+    "shown_value",
+    "yaml_text",
 ]

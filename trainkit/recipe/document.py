@@ -153,7 +153,7 @@ class _Reader:
             raise RecipeError(
                 f"not valid YAML: {' '.join(filter(None, (error.context, error.problem)))}",
                 where=self._place(mark.line if mark else 0),
-                fix=_yaml_advice(error.problem or ""),
+                fix=_yaml_advice(error.problem or "", self.is_file),
             ) from error
         except yaml.YAMLError as error:  # a character that YAML forbids; it carries no mark
             raise RecipeError(
@@ -232,11 +232,13 @@ def _kind(value: Any) -> str:
     return "list" if isinstance(value, list) else "single value"
 
 
-def _yaml_advice(problem: str) -> str:
+def _yaml_advice(problem: str, is_file: bool) -> str:
     if "'\\t'" in problem:
         return "indent with spaces, not with tabs"
     if "mapping values are not allowed" in problem:
         return "quote a value that contains `: `, and check the indentation"
     if "undefined alias" in problem or "expected alphabetic" in problem or "alias" in problem:
         return "quote a value that begins with * or &"
+    if not is_file:
+        return "check quotes and brackets"
     return "check quotes, brackets and indentation on that line and the one before"

@@ -1,5 +1,6 @@
 """From a recipe file, overrides and options to a checked ``Recipe``, or to every error in it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.document import Document, read_document
+from trainkit.recipe.document import Document, KeyPath, read_document
 from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.options import option_values
 from trainkit.recipe.overrides import parse_override
@@ -48,22 +49,38 @@ class LoadedRecipe:
             ``default``, ``trainkit default`` or ``transformers default``.
         source_text: the recipe file as it was given.
         path: that file.
+        settings: the merged values as they were given.
     """
 
     recipe: Recipe
     origins: Mapping[str, str]
     source_text: str
     path: Path
+    settings: Settings
 
     @property
     def name(self) -> str:
         """The run's name: the recipe's, or else its file's."""
         return self.recipe.name or self.path.stem
 
-    def values(self) -> Iterator[ResolvedValue]:
-        """Every value, in the order of the schema; ``training`` with transformers' defaults."""
+    def values(self, *, only_given: bool = False) -> Iterator[ResolvedValue]:
+        """Every value, in the order of the schema; ``training`` with transformers' defaults.
+
+        Args:
+            only_given: leave out what nobody chose.
+        """
         for key, value in _leaves(self.recipe):
-            yield ResolvedValue(key, value, self.origins[key])
+            resolved = ResolvedValue(key, value, self.origins[key])
+            if not (only_given and resolved.is_default):
+                yield resolved
+
+    def where(self, key: str) -> str:
+        """The file and line (or override) of a key, or of the closest one above it."""
+        path: KeyPath = tuple(
+            int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", key)
+        )
+        origin = self.settings.origin(path)
+        return str(self.path) if origin is None else origin.where
 
 
 def load_recipe(
@@ -97,7 +114,7 @@ def load_recipe(
     deepspeed = settings.origin(("deepspeed",))
     check_deepspeed(recipe.deepspeed, deepspeed.where if deepspeed else None)
     origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
-    return LoadedRecipe(recipe, origins, documents[-1].text, path)
+    return LoadedRecipe(recipe, origins, documents[-1].text, path, settings)
 
 
 def _with_bases(path: Path) -> list[Document]:

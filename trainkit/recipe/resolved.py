@@ -26,14 +26,18 @@ def yaml_text(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def dump_resolved(loaded: LoadedRecipe) -> str:
+def dump_resolved(loaded: LoadedRecipe, *, only_given: bool = False) -> str:
     """Write every value of a run and where it came from.
 
     The text is itself a recipe: it loads again to the same values.
+
+    Args:
+        loaded: the recipe.
+        only_given: leave out what nobody chose.
     """
-    lines = [f"# Every value of this run and where it came from; made from {loaded.path.name}."]
+    lines = [f"# Values and where they come from; made from {loaded.path.name}."]
     open_section = ""
-    for value in loaded.values():
+    for value in loaded.values(only_given=only_given):
         section, _, key = value.key.rpartition(".")
         if section and section != open_section:
             lines.append(f"{section}:")

@@ -1,0 +1,111 @@
+"""The ``trainkit`` command: a table of subcommands, each imported when it is called.
+
+``trainkit --help`` reads the table only. A command is a function, or a ``typer.Typer`` with
+subcommands, in a module of this package; to add one, add a row.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from trainkit.cli.arguments import normalize
+from trainkit.cli.failures import report_failure
+from trainkit.version import __version__
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table: ``module:attribute`` of the command, and its line in the help."""
+
+    target: str
+    help: str
+
+
+COMMANDS: dict[str, Entry] = {
+    "sft": Entry("trainkit.cli.sft:sft", "Train a model as a recipe says."),
+    "config": Entry("trainkit.cli.config:app", "Show what a recipe means, value by value."),
+    "plot": Entry("trainkit.cli.plot:plot", "Draw the curves of runs over one another."),
+}
+
+
+class LazyCommand(TyperCommand):
+    """Stands for a command in the help; becomes the command when it is called."""
+
+    def __init__(self, name: str, entry: Entry) -> None:
+        super().__init__(name=name, help=entry.help)
+        self.entry = entry
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """The context of the real command, which click then invokes."""
+        return self.load().make_context(*args, **extra)
+
+    def load(self) -> Any:
+        """Import the command."""
+        module, _, attribute = self.entry.target.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            command.rich_markup_mode = None
+            return typer.main.get_group(command)
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(name=self.name)(command)
+        return typer.main.get_command(single)
+
+
+class TableGroup(TyperGroup):
+    """A group whose commands are the rows of the table."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands.update({name: LazyCommand(name, entry) for name, entry in COMMANDS.items()})
+
+
+# Plain help: boxes of two columns cannot be read in forty characters, nor copied.
+app = typer.Typer(cls=TableGroup, add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trainkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def trainkit(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Fine-tune causal language models: a recipe and a messages file in, a trained model out."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: the arguments after ``trainkit``; those of the process by default.
+
+    Returns:
+        The exit code: 0, 1 for a failed run, 2 for a bad recipe, data or option, 130 for Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        typer.main.get_command(app).main(
+            args=normalize(arguments), prog_name="trainkit", obj=tuple(arguments)
+        )
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except (Exception, KeyboardInterrupt) as error:
+        return report_failure(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

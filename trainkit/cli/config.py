@@ -1,0 +1,86 @@
+"""``trainkit config``: what a recipe means."""
+
+import json
+import os
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from trainkit.recipe import ResolvedValue
+
+app = typer.Typer(no_args_is_help=True, help="Show what a recipe means, value by value.")
+
+
+@app.callback()
+def config() -> None:
+    """Show what a recipe means, value by value."""
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that win over the recipe's."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object {key, value, origin} a line.")
+    ] = False,
+    diff_defaults: Annotated[
+        bool, typer.Option("--diff-defaults", help="Leave out values that nobody chose.")
+    ] = False,
+) -> None:
+    """Print every value of a recipe and where it comes from.
+
+    On a terminal as a table; into a pipe or file as YAML, which is a recipe itself.
+    """
+    from trainkit.recipe import dump_resolved, load_recipe, shown_value
+
+    loaded = load_recipe(file, overrides or ())
+    if as_json:
+        for value in loaded.values(only_given=diff_defaults):
+            row = {"key": value.key, "value": shown_value(value), "origin": value.origin}
+            typer.echo(json.dumps(row, ensure_ascii=False))
+    elif sys.stdout.isatty() or "COLUMNS" in os.environ:
+        width = shutil.get_terminal_size().columns
+        for line in table(list(loaded.values(only_given=diff_defaults)), width):
+            typer.echo(line)
+    else:
+        typer.echo(dump_resolved(loaded, only_given=diff_defaults), nl=False)
+
+
+def table(values: "list[ResolvedValue]", width: int) -> list[str]:
+    """Lay values out under their sections, origins at the right edge.
+
+    An origin that does not fit beside its value takes the next line, so that forty columns are
+    enough.
+
+    Args:
+        values: in the order of the schema.
+        width: of the terminal, in characters.
+    """
+    from trainkit.recipe import shown_value, yaml_text
+
+    lines: list[str] = []
+    open_section = ""
+    for value in values:
+        section, _, key = value.key.rpartition(".")
+        if section != open_section:
+            lines += ["", section] if section else [""]
+        open_section = section
+        indent = "  " if section else ""
+        text = f"{indent}{key}: {yaml_text(shown_value(value))}"
+        rows = textwrap.wrap(text, width, subsequent_indent=f"{indent}    ") or [text]
+        # textwrap eats the indentation of the first row only where it is all there is.
+        room = width - len(rows[-1]) - 2
+        if len(value.origin) <= room:
+            rows[-1] += value.origin.rjust(width - len(rows[-1]))
+        else:
+            rows.append(value.origin.rjust(width))
+        lines += rows
+    return lines[1:] if lines[:1] == [""] else lines

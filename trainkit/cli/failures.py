@@ -1,0 +1,73 @@
+"""How a failed command ends: one clear message and an exit code, a traceback for a bug only."""
+
+import os
+import shutil
+import sys
+import textwrap
+import traceback
+
+import typer
+
+from trainkit.errors import RecipeError, TrainkitError
+
+INTERRUPTED = 130
+"""What shells give to a process that Ctrl-C ended."""
+
+_OUT_OF_MEMORY = (
+    "the GPU is out of memory. Lower training.per_device_train_batch_size (global_batch_size keeps "
+    "the optimizer's batch) or data.max_length, or set training.gradient_checkpointing: true, "
+    "deepspeed: zero3, or lora: {quantize: nf4}"
+)
+_BUG = (
+    "this is a bug in trainkit or in a library below it. Please report it with the lines above and "
+    "the run directory's environment.json"
+)
+
+
+def report_failure(error: BaseException) -> int:
+    """Tell the user on stderr what happened.
+
+    Args:
+        error: what ended the command.
+
+    Returns:
+        The exit code.
+    """
+    dist_rank = os.environ.get("RANK", "0")
+    prefix = "" if dist_rank == "0" else f"rank {dist_rank}: "
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, TrainkitError):
+        # The recipe is the same on every rank, so its errors are told once.
+        if dist_rank == "0" or not isinstance(error, RecipeError):
+            _say(str(error), prefix)
+        return error.exit_code
+    traceback.print_exception(error, file=sys.stderr)
+    # By name: comparing with torch's class would import torch.
+    out_of_memory = type(error).__name__ == "OutOfMemoryError"
+    _say(_OUT_OF_MEMORY if out_of_memory else _BUG, prefix)
+    return 1
+
+
+def _say(message: str, prefix: str) -> None:
+    """Print ``error: message``; on a terminal in colour and wrapped between words."""
+    lines = f"{prefix}{message}".splitlines()
+    if not sys.stderr.isatty():
+        typer.echo("\n".join([f"error: {lines[0]}", *lines[1:]]), err=True)
+        return
+    width = shutil.get_terminal_size().columns
+    lead = typer.style("error:", fg="red", bold=True)
+    wrapped = [_wrap(line, width) for line in [f"error: {lines[0]}", *lines[1:]]]
+    typer.echo("\n".join(wrapped).replace("error:", lead, 1), err=True)
+
+
+def _wrap(line: str, width: int) -> str:
+    """Break between words, keeping the indentation; paths and file:line stay whole."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        line,
+        width,
+        subsequent_indent=f"{indent}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

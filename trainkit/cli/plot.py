@@ -1,0 +1,20 @@
+"""``trainkit plot``: runs over one another."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The picture to write; by default comparison.png in each run's plots."),
+    ] = None,
+) -> None:
+    """Draw the curves of runs over one another and print where the pictures are."""
+    from trainkit.run.plot import draw_comparison
+
+    for path in draw_comparison(runs, output):
+        typer.echo(str(path))

@@ -1,0 +1,80 @@
+"""``trainkit sft``: a recipe in, a run directory out."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def sft(
+    context: typer.Context,
+    config: Annotated[Path, typer.Option("--config", "-c", help="The recipe, a YAML file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that win over the recipe's."),
+    ] = None,
+    deepspeed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PRESET|PATH]",
+            help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
+            "zero3_offload, or a JSON file.",
+        ),
+    ] = None,
+    replace_kernel: Annotated[
+        bool | None,
+        typer.Option(
+            "--replace-kernel/--no-replace-kernel", help="Use trainkit's kernels, or none."
+        ),
+    ] = None,
+    pretrain: Annotated[
+        bool, typer.Option("--pretrain", help="Train every token, not only answers.")
+    ] = False,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(help="The run directory to make; by default a new one under train_model/."),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[auto|PATH]",
+            help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
+            "(when nothing is named).",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Check recipe, data and model with one step on the longest sample."
+        ),
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> None:
+    """Train a model as a recipe says. The last line printed is the run directory."""
+    from trainkit.recipe import SftOptions, check_files, load_recipe
+
+    options = {
+        "--deepspeed": deepspeed,
+        "--replace-kernel": replace_kernel,
+        "--pretrain": pretrain or None,
+        "--output-dir": output_dir,
+    }
+    loaded = load_recipe(config, overrides or (), options)
+    check_files(loaded)
+
+    from trainkit.train.build import run_sft
+
+    chosen_dir = loaded.recipe.training.get("output_dir")
+    directory = run_sft(
+        loaded,
+        SftOptions(
+            resume=resume,
+            dry_run=dry_run,
+            output_dir=None if chosen_dir is None else Path(chosen_dir),
+            command=tuple(context.obj or sys.argv[1:]),
+            json=json,
+        ),
+    )
+    if directory is not None:
+        typer.echo(str(directory))

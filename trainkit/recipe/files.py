@@ -1,0 +1,65 @@
+"""Whether what a recipe names on disk is there, asked before anything slow is imported."""
+
+import glob
+import os
+from pathlib import Path
+
+from trainkit.recipe.load import LoadedRecipe
+from trainkit.recipe.problems import InvalidRecipe, Problem
+from trainkit.recipe.schema import SourceSpec
+
+
+def check_files(loaded: LoadedRecipe) -> None:
+    """Refuse data and model paths that lead nowhere.
+
+    Relative paths start at the current directory. Names that can only be a hub's are left to the
+    loading.
+
+    Raises:
+        InvalidRecipe: with every missing path, absolute.
+    """
+    recipe = loaded.recipe
+    problems = []
+    lists = {"data.train": recipe.data.train, "data.eval": recipe.data.eval}
+    if recipe.generation_eval is not None:
+        lists["generation_eval.data"] = recipe.generation_eval.data
+    for key, sources in lists.items():
+        for index, source in enumerate(sources):
+            problem = _missing_source(source, key, loaded.where(f"{key}[{index}]"))
+            if problem is not None:
+                problems.append(problem)
+    model = recipe.model.name_or_path
+    path = Path(model).expanduser()
+    if _is_local(model) and not os.path.exists(path):  # noqa: PTH110 - as above
+        problems.append(
+            Problem(
+                f"model.name_or_path: there is nothing at {path.absolute()}",
+                loaded.where("model.name_or_path"),
+                "give a directory that save_pretrained wrote, a .gguf file, or a hub name",
+            )
+        )
+    if problems:
+        raise InvalidRecipe(problems)
+
+
+def _missing_source(source: SourceSpec, key: str, where: str) -> Problem | None:
+    path = Path(source.path).expanduser()
+    if os.path.exists(path):  # noqa: PTH110 - Path.exists raises for a name that is too long
+        return None
+    if glob.has_magic(source.path):
+        matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob is relative
+        if next(matches, None) is not None:
+            return None
+        what = f"{key}: no file matches {path.absolute()}"
+    elif _is_local(source.path) or path.suffix:
+        what = f"{key}: there is no file {path.absolute()}"
+    else:
+        return None
+    return Problem(what, where, "check the path; it starts at the directory you are in")
+
+
+def _is_local(name: str) -> bool:
+    """Whether a name can only be a path: hub names are ``name`` or ``organisation/name``."""
+    if name.startswith("hf://"):
+        return False
+    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1
