@@ -60,7 +60,7 @@ def check_forward(original: type[nn.Module], forward: type[KernelForward]) -> No
     if unknown:
         raise PatchError(
             f"{original.__name__}.forward also uses {', '.join(sorted(unknown))}, which trainkit's "
-            f"{forward.__base__.__name__} does not know of; patching would drop that step",
+            f"{forward.__mro__[1].__name__} does not know of; patching would drop that step",
             where=f"transformers {transformers.__version__}, {original.__module__}",
             fix="switch this op off in `kernels:`, and report the transformers version",
         )
