@@ -1,0 +1,143 @@
+"""The adapters' functions: fp64 truth, gradcheck, and the habits every op must have."""
+
+import pytest
+import torch
+from lora.lora_kernel_cases import PROBLEMS, Problem, compare, interpreted, results, too_far
+from ranks import run_ranks
+
+from trainkit.kernels.lora.projection import Projection
+
+every_problem = pytest.mark.parametrize("name", PROBLEMS)
+KERNELS = ["columns_kernel", "gate_backward_kernel", "gate_forward_kernel", "rows_kernel"]
+
+
+@every_problem
+def test_gradcheck(name):
+    problem = Problem(name, tokens=(3,))
+    x, projections = problem.tensors(torch.float64, torch.float64)
+    leaves = [x, *(t for p in projections if p for t in (p.lora_a, p.lora_b) if t is not None)]
+
+    def call(*_):
+        return problem.function(x, *projections, **problem.arguments)
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+@every_problem
+def test_equals_the_reference_in_fp64(name):
+    ours, _ = compare(name, "float64")
+    assert max(ours) < 2e-15  # a handful of roundings of 1e-16 each
+
+
+@every_problem
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_further_from_the_truth_than_plain_torch(name, dtype):
+    assert not too_far(name, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_under_the_interpreter(dtype):
+    (answer,) = run_ranks(
+        "lora.lora_kernel_cases:interpreted", world_size=1, interpret=True, dtype=dtype
+    )
+    assert answer["ran"] == KERNELS
+    assert not answer["bad"]
+
+
+def test_edges_under_the_interpreter():
+    (bad,) = run_ranks("lora.lora_kernel_cases:interpreted_edges", world_size=1, interpret=True)
+    assert not bad
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@every_problem
+def test_the_kernels_on_a_gpu(name, dtype):
+    assert not too_far(name, dtype, "cuda", tokens=(3, 517))
+
+
+@every_problem
+def test_inputs_are_left_alone_and_runs_repeat(name):
+    problem = Problem(name)
+    x, projections = problem.tensors(torch.float32, torch.float32)
+    tensors = [x, *(t for p in projections if p for t in p.tensors() if t is not None)]
+    before = [(t.detach().clone(), t._version) for t in tensors]
+    first = results(problem.function, x, projections, problem.arguments)
+    second = results(problem.function, x, projections, problem.arguments)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for tensor, (value, version) in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, value)
+        assert tensor._version == version
+
+
+@every_problem
+def test_any_strides_and_expanded_gradients(name):
+    problem = Problem(name, tokens=(4, 6))
+    x, projections = problem.tensors(torch.float64, torch.float64)
+    expected = problem.function(x, *projections, **problem.arguments)
+    strided = x.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
+    found = problem.function(strided, *projections, **problem.arguments)
+    as_tuple = lambda out: out if isinstance(out, tuple) else (out,)  # noqa: E731
+    sum(out.sum() for out in as_tuple(expected)).backward()
+    sum(out.sum() for out in as_tuple(found)).backward()
+    torch.testing.assert_close(strided.grad, x.grad)
+
+
+def test_frozen_operands_get_no_gradient_and_cost_no_product():
+    problem = Problem("mlp")
+    x, projections = problem.tensors(torch.float32, torch.float32)
+    x.requires_grad_(False)
+    gate = projections[0]
+    gate.lora_a.requires_grad_(False)
+    problem.function(x, *projections).sum().backward()
+    assert x.grad is None
+    assert gate.lora_a.grad is None
+    assert gate.lora_b.grad is not None
+
+
+def test_an_output_that_nobody_uses_gets_no_gradient():
+    problem = Problem("qkv")
+    x, projections = problem.tensors(torch.float64, torch.float64)
+    query, _, _ = problem.function(x, *projections)
+    query.sum().backward()
+    assert projections[0].lora_a.grad is not None
+    assert projections[1].lora_a.grad is None
+    reference_x, reference = problem.tensors(torch.float64, torch.float64)
+    problem.reference(reference_x, *reference)[0].sum().backward()
+    torch.testing.assert_close(x.grad, reference_x.grad)
+
+
+def test_the_weight_is_unpacked_once_in_each_direction():
+    calls = []
+
+    def unpack(storage, dtype):
+        calls.append(dtype)
+        return storage.to(dtype).view(8, 4)
+
+    x = torch.randn(3, 4, requires_grad=True)
+    packed = Projection(
+        torch.randn(32, 1),
+        None,
+        torch.randn(2, 4, requires_grad=True),
+        torch.randn(8, 2, requires_grad=True),
+        1.0,
+        unpack,
+    )
+    from trainkit.kernels.lora.function import lora_linear
+
+    lora_linear(x, packed).sum().backward()
+    assert calls == [torch.float32] * 2
+
+
+def test_an_unknown_activation_is_refused():
+    problem = Problem("mlp")
+    x, projections = problem.tensors(torch.float32, torch.float32)
+    with pytest.raises(ValueError, match="activation"):
+        problem.function(x, *projections, activation="relu")
+
+
+def test_the_interpreter_case_can_fail():
+    """Out of the interpreter no kernel runs, and the case says so."""
+    with pytest.raises(AssertionError):
+        interpreted("float32")

@@ -1,0 +1,57 @@
+"""Fused adapters on two ranks: DDP and ZeRO equal one process that runs peft's own path."""
+
+import pytest
+from families.family_models import make
+from lora.lora_rank_cases import adapted
+from ranks import run_ranks
+
+# fp32: three steps of rate 0.1, gradients of order 1 with a relative error of 1e-6 to 1e-5.
+TOLERANCE = 5e-6
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_equal_one_process(stage):
+    for difference in run_ranks("lora.lora_rank_cases:train", name="qwen2", stage=stage):
+        assert difference < TOLERANCE
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
+def test_with_checkpointing(stage, checkpointing):
+    results = run_ranks(
+        "lora.lora_rank_cases:train", name="qwen2", stage=stage, checkpointing=checkpointing
+    )
+    for difference in results:
+        assert difference < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["glm", "phi3", "gemma"])
+def test_other_shapes_of_block_under_zero3(name):
+    for difference in run_ranks("lora.lora_rank_cases:train", name=name, stage=3):
+        assert difference < TOLERANCE
+
+
+def test_four_bit_weights_under_zero(tmp_path):
+    make("qwen2").save_pretrained(tmp_path)
+    results = {
+        stage: run_ranks("lora.lora_rank_cases:quantized", folder=str(tmp_path), stage=stage)
+        for stage in (2, 3)
+    }
+    for rank in range(2):
+        two, three = results[2][rank], results[3][rank]
+        assert two == pytest.approx(three, rel=1e-5)
+        assert two[-1] < two[0]
+
+
+def test_the_cases_train_something():
+    """The tolerance means something: the parameters move by far more than it."""
+    import torch
+    from lora.lora_rank_cases import _steps, make_batch
+
+    model = adapted("qwen2")
+    before = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    _steps(model, make_batch("qwen2"))
+    after = [p for p in model.parameters() if p.requires_grad]
+    moved = max((a - b).abs().max().item() for a, b in zip(after, before, strict=True))
+    assert moved > 1000 * TOLERANCE
+    assert torch.isfinite(torch.tensor(moved))
