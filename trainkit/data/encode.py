@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.template import require_fast
+from trainkit.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Encoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        require_fast(tokenizer)
+        _require_fast(tokenizer)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -64,6 +64,22 @@ class Encoder:
             _ranges(encoding, len(text), ranges)
             for encoding, text, ranges in zip(encodings, texts, spans, strict=True)
         ]
+
+
+def _require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a tokenizer without offsets: masks are found in text and mapped by them.
+
+    Raises:
+        DataError: the tokenizer has no Rust backend.
+    """
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a "
+            "token covers, so masks cannot be proved",
+            where=str(tokenizer.name_or_path),
+            fix="install tokenizers' conversion (pip install sentencepiece protobuf) or use a "
+            "model with a tokenizer.json",
+        )
 
 
 def _ranges(encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]) -> Encoded:

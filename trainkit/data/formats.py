@@ -4,11 +4,12 @@ A format is recognised by the keys of its rows, and can be named instead. Every 
 types it reads: what does not fit raises :class:`RowError`, never anything else.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from trainkit.data import fields
+from trainkit.data.calls import parse_tool_calls, parse_tools
 from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
 
 ROLE_ALIASES: Mapping[str, str] = {
@@ -39,20 +40,20 @@ CALL_ROLES = ("function_call", "tool_call")
 def parse_messages(row: Mapping[str, Any], key: str = "messages") -> Conversation:
     """OpenAI chat rows: ``messages`` with parts, tool calls, tools, weights."""
     return Conversation(
-        tuple(_message(item, number) for number, item in enumerate(_items(row, key), 1)),
-        tools=_tools(row.get("tools")),
+        tuple(_message(item, number) for number, item in enumerate(fields.items(row, key), 1)),
+        tools=parse_tools(row.get("tools")),
     )
 
 
 def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
     """``conversations: [{from, value}]`` with ``system`` and ``tools`` beside it."""
     messages: list[Message] = []
-    system = _optional_text(row, "system")
+    system = fields.optional_text(row, "system")
     if system:
         messages.append(Message("system", system))
-    for number, item in enumerate(_items(row, "conversations"), 1):
+    for number, item in enumerate(fields.items(row, "conversations"), 1):
         if not isinstance(item, Mapping):
-            raise RowError("wrong_type", f"turn {number} is {_kind(item)}, not an object")
+            raise RowError("wrong_type", f"turn {number} is {fields.kind(item)}, not an object")
         if "from" not in item and "role" in item:
             messages.append(_message(item, number))
             continue
@@ -60,24 +61,26 @@ def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
         if not isinstance(speaker, str):
             raise RowError("missing_role", f"turn {number} has no 'from'")
         if not isinstance(value, str):
-            raise RowError("wrong_type", f"turn {number}: 'value' is {_kind(value)}, not text")
+            raise RowError(
+                "wrong_type", f"turn {number}: 'value' is {fields.kind(value)}, not text"
+            )
         train = _train_switch(item, number)
         if speaker in CALL_ROLES:
-            calls = _tool_calls(_decoded(value, number), number)
+            calls = parse_tool_calls(fields.decoded(value, number), number)
             messages.append(Message("assistant", "", tool_calls=calls, train=train))
         else:
             messages.append(Message(_role(speaker, number), value, train=train))
-    return Conversation(tuple(messages), tools=_tools(row.get("tools")))
+    return Conversation(tuple(messages), tools=parse_tools(row.get("tools")))
 
 
 def parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     """``instruction``, ``input``, ``output``, with ``history`` pairs and ``system``."""
     messages = _opening(row)
-    question = _text(row, "instruction")
-    extra = _optional_text(row, "input")
+    question = fields.text(row, "instruction")
+    extra = fields.optional_text(row, "input")
     if extra and extra.strip():
         question = f"{question}\n{extra}" if question.strip() else extra
-    messages += [Message("user", question), Message("assistant", _text(row, "output"))]
+    messages += [Message("user", question), Message("assistant", fields.text(row, "output"))]
     return Conversation(tuple(messages))
 
 
@@ -86,7 +89,7 @@ BELLE_TURN = re.compile(r"(?:^|\n)[ \t]*(Human|Assistant)[ \t]*[:：][ \t]*")
 
 def parse_belle(row: Mapping[str, Any]) -> Conversation:
     """Belle multi-turn: ``instruction`` is a ``Human:/Assistant:`` script, ``output`` its end."""
-    script = _text(row, "instruction")
+    script = fields.text(row, "instruction")
     marks = list(BELLE_TURN.finditer(script))
     if not marks or script[: marks[0].start()].strip():
         raise RowError("not_belle", "'instruction' does not start with 'Human:'")
@@ -102,7 +105,7 @@ def parse_belle(row: Mapping[str, Any]) -> Conversation:
         raise RowError(
             "not_belle", "'instruction' ends with an answer, so 'output' answers nothing"
         )
-    messages.append(Message("assistant", _text(row, "output")))
+    messages.append(Message("assistant", fields.text(row, "output")))
     return Conversation(tuple(messages))
 
 
@@ -114,16 +117,16 @@ def parse_moss(row: Mapping[str, Any]) -> Conversation:
     """MOSS: ``chat: {turn_1: {Human, Inner Thoughts, Commands, Tool Responses, MOSS}}``."""
     chat = row.get("chat")
     if not isinstance(chat, Mapping):
-        raise RowError("wrong_type", f"'chat' is {_kind(chat)}, not an object")
+        raise RowError("wrong_type", f"'chat' is {fields.kind(chat)}, not an object")
     messages: list[Message] = []
-    system = _optional_text(row, "meta_instruction")
+    system = fields.optional_text(row, "meta_instruction")
     if system and system.strip():
         messages.append(Message("system", system.strip()))
     for name in sorted(chat, key=_turn_number):
         turn = chat[name]
         if not isinstance(turn, Mapping):
-            raise RowError("wrong_type", f"{name} is {_kind(turn)}, not an object")
-        said = {key: MOSS_MARK.sub("", _optional_text(turn, key) or "") for key in turn}
+            raise RowError("wrong_type", f"{name} is {fields.kind(turn)}, not an object")
+        said = {key: MOSS_MARK.sub("", fields.optional_text(turn, key) or "") for key in turn}
         thought = said.get("Inner Thoughts", "")
         reasoning = None if thought.strip() in ("", "None") else thought
         command = said.get("Commands", "")
@@ -141,9 +144,9 @@ def parse_moss(row: Mapping[str, Any]) -> Conversation:
 
 def parse_leetcode(row: Mapping[str, Any]) -> Conversation:
     """Leetcode: the problem is ``code_with_problem`` up to its code; code and words answer it."""
-    problem = _text(row, "code_with_problem").split("```", 1)[0].strip()
-    answer = _text(row, "code_only").strip()
-    explanation = _optional_text(row, "explanation_only")
+    problem = fields.text(row, "code_with_problem").split("```", 1)[0].strip()
+    answer = fields.text(row, "code_only").strip()
+    explanation = fields.optional_text(row, "explanation_only")
     if explanation and explanation.strip():
         answer = f"{answer}\n\n{explanation.strip()}"
     return Conversation((Message("user", problem), Message("assistant", answer)))
@@ -156,19 +159,19 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
         if not completion:
             raise RowError("empty_completion", "'completion' is empty")
         return TextRow(completion, prompt=prompt)
-    asked = [_message(item, n) for n, item in enumerate(_items(row, "prompt"), 1)]
+    asked = [_message(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
     count = len(asked) + 1
-    told = [_message(item, n) for n, item in enumerate(_items(row, "completion"), count)]
+    told = [_message(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
     masked = [
         Message(**{**vars(message), "train": False}) if message.role == "assistant" else message
         for message in asked
     ]
-    return Conversation((*masked, *told), tools=_tools(row.get("tools")))
+    return Conversation((*masked, *told), tools=parse_tools(row.get("tools")))
 
 
 def parse_text(row: Mapping[str, Any]) -> TextRow:
     """``text``: every token is trained."""
-    text = _text(row, "text")
+    text = fields.text(row, "text")
     if not text.strip():
         raise RowError("empty_text", "'text' is empty")
     return TextRow(text)
@@ -176,14 +179,14 @@ def parse_text(row: Mapping[str, Any]) -> TextRow:
 
 def parse_tokens(row: Mapping[str, Any]) -> TokenRow:
     """``input_ids`` with ``labels`` (-100 is not trained) or ``loss_mask``."""
-    ids = _integers(row, "input_ids")
+    ids = fields.integers(row, "input_ids")
     if not ids:
         raise RowError("no_tokens", "'input_ids' is empty")
     if any(not 0 <= token < 2**31 for token in ids):
         raise RowError("token_out_of_range", "'input_ids' holds a number that is no token id")
     trained = (True,) * len(ids)
     if row.get("labels") is not None:
-        labels = _integers(row, "labels")
+        labels = fields.integers(row, "labels")
         if len(labels) == len(ids):
             for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
                 if label not in (-100, token):
@@ -194,7 +197,7 @@ def parse_tokens(row: Mapping[str, Any]) -> TokenRow:
                     )
         trained = tuple(label != -100 for label in labels)
     elif row.get("loss_mask") is not None:
-        trained = tuple(value != 0 for value in _integers(row, "loss_mask"))
+        trained = tuple(value != 0 for value in fields.integers(row, "loss_mask"))
     if len(trained) != len(ids):
         raise RowError("lengths_differ", f"{len(ids)} input_ids, {len(trained)} labels")
     return TokenRow(ids, trained)
@@ -260,7 +263,7 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
     if not isinstance(row, Mapping):
         if isinstance(row, list) and name in ("auto", "messages"):
             return parse_messages({"messages": row})
-        raise RowError("not_an_object", f"the row is {_kind(row)}, not an object")
+        raise RowError("not_an_object", f"the row is {fields.kind(row)}, not an object")
     if columns:
         renamed = {theirs: ours for ours, theirs in columns.items()}
         row = {renamed.get(key, key): value for key, value in row.items()}
@@ -277,7 +280,7 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
 
 def _message(item: Any, number: int) -> Message:
     if not isinstance(item, Mapping):
-        raise RowError("wrong_type", f"turn {number} is {_kind(item)}, not an object")
+        raise RowError("wrong_type", f"turn {number} is {fields.kind(item)}, not an object")
     role = item.get("role")
     if not isinstance(role, str):
         raise RowError("missing_role", f"turn {number} has no role")
@@ -291,16 +294,18 @@ def _message(item: Any, number: int) -> Message:
         if value is None or value == "":
             continue
         if not isinstance(value, str):
-            raise RowError("wrong_type", f"turn {number}: {key!r} is {_kind(value)}, not text")
+            raise RowError(
+                "wrong_type", f"turn {number}: {key!r} is {fields.kind(value)}, not text"
+            )
         reasoning = value
         break
     return Message(
         role=_role(role, number),
         content=content,
         reasoning=reasoning,
-        tool_calls=_tool_calls(calls, number) if calls else (),
-        name=_string_or_none(item, "name", number),
-        tool_call_id=_string_or_none(item, "tool_call_id", number),
+        tool_calls=parse_tool_calls(calls, number) if calls else (),
+        name=fields.string_or_none(item, "name", number),
+        tool_call_id=fields.string_or_none(item, "tool_call_id", number),
         train=_train_switch(item, number),
     )
 
@@ -325,10 +330,10 @@ def _content(value: Any, number: int, *, optional: bool) -> str:
             elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
                 texts.append(part["text"])
             else:
-                kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+                kind = part.get("type") if isinstance(part, Mapping) else fields.kind(part)
                 raise RowError("not_text", f"turn {number} has a part that is no text: {kind}")
         return "".join(texts)
-    raise RowError("wrong_type", f"turn {number}: 'content' is {_kind(value)}, not text")
+    raise RowError("wrong_type", f"turn {number}: 'content' is {fields.kind(value)}, not text")
 
 
 def _train_switch(item: Mapping[str, Any], number: int) -> bool | None:
@@ -342,76 +347,15 @@ def _train_switch(item: Mapping[str, Any], number: int) -> bool | None:
     return None
 
 
-def _tool_calls(calls: Any, number: int) -> tuple[dict[str, Any], ...]:
-    if isinstance(calls, Mapping):
-        calls = [calls]
-    if not isinstance(calls, (list, tuple)):
-        raise RowError("wrong_type", f"turn {number}: 'tool_calls' is {_kind(calls)}, not a list")
-    found = []
-    for call in calls:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RowError("bad_tool_call", f"turn {number} has a tool call without a name")
-        arguments = function.get("arguments", function.get("parameters"))
-        if arguments is None:
-            arguments = {}
-        if isinstance(arguments, str):
-            arguments = _decoded(arguments, number) if arguments.strip() else {}
-        if not isinstance(arguments, Mapping):
-            raise RowError(
-                "bad_tool_call",
-                f"turn {number}: arguments of {function['name'][:40]!r} are {_kind(arguments)}, "
-                "not an object",
-            )
-        identity = call.get("id")
-        found.append(
-            {
-                "name": function["name"],
-                "arguments": dict(arguments),
-                "id": identity if isinstance(identity, str) else None,
-            }
-        )
-    return tuple(found)
-
-
-def _tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    if value is None or value == "" or value == []:
-        return None
-    if isinstance(value, str):
-        value = _decoded(value, 0)
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RowError("bad_tools", f"'tools' is {_kind(value)}, not a list of objects")
-    return tuple(dict(tool) for tool in value) or None
-
-
-def _decoded(text: str, number: int) -> Any:
-    place = f"turn {number}" if number else "'tools'"
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowError("bad_json", f"{place} holds JSON that cannot be read: {error}") from error
-
-
-def _items(row: Mapping[str, Any], key: str) -> list[Any]:
-    value = row.get(key)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        value = _decoded(value, 0)
-    if not isinstance(value, list):
-        raise RowError("wrong_type", f"{key!r} is {_kind(value)}, not a list")
-    return value
-
-
 def _opening(row: Mapping[str, Any]) -> list[Message]:
     messages: list[Message] = []
-    system = _optional_text(row, "system")
+    system = fields.optional_text(row, "system")
     if system:
         messages.append(Message("system", system))
     history = row.get("history")
     if history is None or history == "":
         return messages
-    for pair in _items(row, "history"):
+    for pair in fields.items(row, "history"):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise RowError("bad_history", "'history' holds something that is no pair of texts")
         question, answer = pair
@@ -421,41 +365,6 @@ def _opening(row: Mapping[str, Any]) -> list[Message]:
     return messages
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
-    value = row.get(key)
-    if not isinstance(value, str):
-        raise RowError("wrong_type", f"{key!r} is {_kind(value)}, not text")
-    return value
-
-
-def _optional_text(row: Mapping[str, Any], key: str) -> str | None:
-    return None if row.get(key) is None else _text(row, key)
-
-
-def _string_or_none(item: Mapping[str, Any], key: str, number: int) -> str | None:
-    value = item.get(key)
-    if value is None or isinstance(value, str):
-        return value
-    raise RowError("wrong_type", f"turn {number}: {key!r} is {_kind(value)}, not text")
-
-
-def _integers(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    value = row.get(key)
-    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
-        raise RowError("wrong_type", f"{key!r} is {_kind(value)}, not a list of whole numbers")
-    items = tuple(value)
-    if not all(isinstance(item, int) for item in items):
-        raise RowError("wrong_type", f"{key!r} holds something that is no whole number")
-    return tuple(int(item) for item in items)
-
-
 def _turn_number(name: Any) -> int:
     digits = re.sub(r"\D", "", str(name))
     return int(digits[:9]) if digits else 0
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true/false", type(None): "null"}
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return "a number"
-    return "missing" if value is None else names.get(type(value), type(value).__name__)

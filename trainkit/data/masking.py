@@ -19,14 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.data.marks import MARK_PLANES, Mark, Marker, plane_pattern
 from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.template import ChatTemplate, Rendered
 
-MARK_PLANES = (0xF0000, 0x100000)
-"""Two planes of 65,534 private-use characters; the second serves rows that use the first."""
-
-THINK_BLOCK = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
 THINK_TAIL = re.compile(r"<think>\s*(?:</think>\s*)?$|<\|channel>thought\s*(?:<channel\|>\s*)?$")
+THINK_OPENED = re.compile(r"<think>\s*\Z")
 EMPTY_THINK = re.compile(
     r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>)\s*", re.DOTALL
 )
@@ -81,14 +79,6 @@ class _Header:
     lead: str
 
 
-@dataclass
-class _Mark:
-    turn: int
-    kind: str
-    place: int = -1
-    count: int = 0
-
-
 class MaskFinder:
     """Finds spans; remembers the template's headers and end-of-turn tokens.
 
@@ -119,20 +109,34 @@ class MaskFinder:
             RowError: the template refuses the conversation, or a turn cannot be found for certain.
         """
         messages = [self.template.as_dict(message) for message in conversation.messages]
-        plain = self.template.render(messages, conversation.tools)
+        try:
+            plain = self.template.render(messages, conversation.tools)
+        except RowError as error:
+            turn = self._refused_turn(messages, conversation.tools)
+            place = f"turn {turn + 1} ({messages[turn]['role']}): "
+            raise RowError(error.reason, place + error.detail) from error
         marked = self._marked(messages, conversation.tools, plain)
         finder = _Conversation(self, conversation, messages, plain, marked)
         return finder.masked()
 
+    def _refused_turn(self, messages: Sequence[Rendered], tools: Any) -> int:
+        """The first turn with which the template stops to render the conversation."""
+        for turn in range(len(messages) - 1):
+            try:
+                self.template.render(messages[: turn + 1], tools)
+            except RowError:
+                return turn
+        return len(messages) - 1
+
     def _marked(
         self, messages: Sequence[Rendered], tools: Any, plain: str
-    ) -> tuple[str, list[_Mark]]:
+    ) -> tuple[str, list[Mark]]:
         """The marked rendering and its marks, placed in coordinates of the plain one."""
-        plane = next((p for p in MARK_PLANES if not _plane(p).search(plain)), None)
+        plane = next((p for p in MARK_PLANES if not plane_pattern(p).search(plain)), None)
         if plane is None:
             raise RowError("private_use", "the text uses both planes of private-use characters")
         for everyone in (True, False):
-            marker = _Marker(plane)
+            marker = Marker(plane)
             copies = [
                 marker.message(message, turn)
                 if everyone or message["role"] == "assistant"
@@ -188,86 +192,6 @@ class MaskFinder:
         return header
 
 
-class _Marker:
-    """Puts marks around texts and finds them again."""
-
-    def __init__(self, plane: int) -> None:
-        self._plane = plane
-        self.marks: list[_Mark] = []
-
-    def _new(self, turn: int, kind: str) -> str:
-        self.marks.append(_Mark(turn, kind))
-        if len(self.marks) > 65_000:
-            raise RowError("too_many_messages", "more texts than there are marks")
-        return chr(self._plane + len(self.marks) - 1)
-
-    def _wrap(self, text: str, turn: int, kind: str) -> str:
-        core = text.strip()
-        if not core:
-            return text
-        lead = text[: len(text) - len(text.lstrip())]
-        trail = text[len(text.rstrip()) :]
-        return f"{lead}{self._new(turn, kind)}{core}{self._new(turn, kind + '_end')}{trail}"
-
-    def message(self, message: Rendered, turn: int) -> Rendered:
-        copy = dict(message)
-        answer = message["role"] == "assistant"
-        if answer:
-            if "reasoning_content" in message:
-                wrapped = self._wrap(message["reasoning_content"], turn, "reasoning")
-                for key in ("reasoning_content", "reasoning", "thinking"):
-                    copy[key] = wrapped
-            if "tool_calls" in message:
-                copy["tool_calls"] = [
-                    {
-                        **call,
-                        "function": {
-                            **call["function"],
-                            "name": self._new(turn, "call") + call["function"]["name"],
-                        },
-                    }
-                    for call in message["tool_calls"]
-                ]
-        content = message.get("content")
-        if isinstance(content, str):
-            copy["content"] = self._content(content, turn, answer)
-        elif content:
-            text = self._content(content[0]["text"], turn, answer)
-            copy["content"] = [{**content[0], "text": text}]
-        return copy
-
-    def _content(self, text: str, turn: int, answer: bool) -> str:
-        block = THINK_BLOCK.fullmatch(text) if answer and "</think>" in text else None
-        if block is None:
-            return self._wrap(text, turn, "content")
-        opened, thought, closed, rest = block.groups()
-        thought = self._wrap(thought, turn, "reasoning")
-        return f"{opened}{thought}{closed}{self._wrap(rest, turn, 'content')}"
-
-    def place(self, text: str) -> str:
-        """Fill in where the marks are; return ``text`` without them."""
-        pieces: list[str] = []
-        last = length = 0
-        for match in _plane(self._plane).finditer(text):
-            piece = text[last : match.start()]
-            pieces.append(piece)
-            length += len(piece)
-            last = match.end()
-            mark = self.marks[ord(match[0]) - self._plane]
-            mark.count += 1
-            if mark.count == 1:
-                mark.place = length
-        pieces.append(text[last:])
-        return "".join(pieces)
-
-
-_PLANES = {plane: re.compile(f"[{chr(plane)}-{chr(plane + 0xFFFD)}]") for plane in MARK_PLANES}
-
-
-def _plane(plane: int) -> re.Pattern[str]:
-    return _PLANES[plane]
-
-
 class _Conversation:
     """One conversation under examination."""
 
@@ -277,7 +201,7 @@ class _Conversation:
         conversation: Conversation,
         messages: Sequence[Rendered],
         plain: str,
-        marked: tuple[str, list[_Mark]],
+        marked: tuple[str, list[Mark]],
     ) -> None:
         self.finder = finder
         self.template = finder.template
@@ -285,7 +209,7 @@ class _Conversation:
         self.messages = messages
         self.plain = plain
         self.marked_text, self.marks = marked
-        self.by_turn: dict[int, list[_Mark]] = {}
+        self.by_turn: dict[int, list[Mark]] = {}
         for mark in self.marks:
             self.by_turn.setdefault(mark.turn, []).append(mark)
 
@@ -320,7 +244,7 @@ class _Conversation:
         """Every text of an assistant turn is there once, unchanged, in order."""
         content = _text_of(self.messages[turn])
         last = -1
-        begin: _Mark | None = None
+        begin: Mark | None = None
         for mark in sorted(self.by_turn.get(turn, ()), key=_order):
             if mark.count == 0:
                 if mark.kind.startswith("reasoning"):
@@ -368,10 +292,11 @@ class _Conversation:
 
     def _start(self, turn: int, done: int, first: int) -> int:
         role = self.messages[turn - 1]["role"] if turn else "none"
-        rest = self.plain[:first]
+        opened = THINK_OPENED.search(self.plain, done, first)
+        rest = self.plain[: opened.start() if opened else first]
         header = self.finder.header(role, self.messages[:turn], self.conversation.tools, rest)
         if not header.text:
-            return first - len(header.lead)
+            return len(rest) - len(header.lead)
         at = self.plain.rfind(header.base, done, first)
         if at < 0:
             raise self._fail(
@@ -382,8 +307,9 @@ class _Conversation:
         base_end = at + len(header.base)
         whole = header.text != header.base and self.plain.startswith(header.text, at)
         start = min(at + len(header.text), first) if whole else base_end
-        if self.finder.mask_empty_think and EMPTY_THINK.fullmatch(self.plain, base_end, first):
-            return first
+        empty = EMPTY_THINK.match(self.plain, base_end, first)
+        if self.finder.mask_empty_think and empty:
+            return empty.end()
         return start
 
     def _end_of_text(self, last: int, limit: int) -> tuple[int, str | None]:
@@ -436,7 +362,7 @@ class _Conversation:
         return end, None
 
 
-def _order(mark: _Mark) -> int:
+def _order(mark: Mark) -> int:
     return {"reasoning": 0, "reasoning_end": 1, "content": 2, "content_end": 3}.get(mark.kind, 4)
 
 

@@ -2,7 +2,8 @@
 
 A store is a directory: ``input_ids.npy`` (int32) and ``loss_mask.npy`` (uint8), all samples end to
 end; ``offsets.npy`` (int64, one more than samples); ``num_trained.npy``, ``file.npy``,
-``line.npy``, ``part.npy`` per sample; ``meta.json``; ``dropped.jsonl`` and ``changed.jsonl`` where rows were.
+``line.npy``, ``part.npy`` per sample; ``meta.json``; ``dropped.jsonl`` and
+``changed.jsonl`` where rows were.
 """
 
 import json

@@ -7,15 +7,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.escape import Escaper, alternatives
+from trainkit.data.frozen_date import freeze_dates
 from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.options import DataOptions
-from trainkit.errors import DataError, ModelError
+from trainkit.errors import ModelError
 
 RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -28,10 +29,12 @@ RENDER_ERRORS = (
 )
 """What a chat template raises on messages it does not take: its own error, or an untested case."""
 
-ESCAPE = "\u200b"
-"""A zero-width space behind the first character of a control token makes it plain text."""
-
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+THINK_BLOCK = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates look for reasoning; all are given."""
 
 Rendered = dict[str, Any]
 
@@ -47,6 +50,8 @@ class Style:
             (``"absent"``).
         reasoning_field: whether reasoning is read from its own field; else it is written into the
             content between ``<think>`` tags.
+        splits_thinking: whether ``<think>`` tags inside the content have to be taken out and given
+            as the reasoning field, because the template would print them as mere text.
         developer: whether the role ``developer`` is known; else it becomes ``system``.
     """
 
@@ -54,6 +59,7 @@ class Style:
     string_arguments: bool = False
     empty_content: str | None = ""
     reasoning_field: bool = False
+    splits_thinking: bool = False
     developer: bool = False
 
 
@@ -74,7 +80,7 @@ class ChatTemplate:
         self.options = options
         self.text = options.chat_template or own_template(tokenizer)
         self.kwargs: dict[str, Any] = dict(options.template_kwargs)
-        self._date = datetime.strptime(options.frozen_date, "%Y-%m-%d")
+        self._frozen = freeze_dates(self.text, options.frozen_date)
         self.added: dict[str, int] = {
             token.content: index for index, token in tokenizer.added_tokens_decoder.items()
         }
@@ -84,13 +90,13 @@ class ChatTemplate:
         self.stop_ids = set(options.stop_token_ids)
         if tokenizer.eos_token_id is not None:
             self.stop_ids.add(int(tokenizer.eos_token_id))
-        self.added_pattern = _alternatives(self.added)
+        self.added_pattern = alternatives(self.added)
         self.style = self._find_style()
         self.notes = self._find_notes()
         structural = {t for t in self.special if t in self._probe_text} | _named_tokens(tokenizer)
         self._escapes = {
-            True: _Escaper(structural - {THINK_OPEN, THINK_CLOSE}),
-            False: _Escaper(self.special),
+            True: Escaper(structural - {THINK_OPEN, THINK_CLOSE}),
+            False: Escaper(self.special),
         }
 
     # -- rendering ---------------------------------------------------------------------------
@@ -111,10 +117,9 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=None if tools is None else list(tools),
-                chat_template=self.text,
+                chat_template=self._frozen,
                 add_generation_prompt=generation,
                 tokenize=False,
-                strftime_now=self._strftime,
                 **self.kwargs,
             )
         except RENDER_ERRORS as error:
@@ -124,9 +129,6 @@ class ChatTemplate:
             ) from error
         assert isinstance(text, str)
         return text
-
-    def _strftime(self, form: str) -> str:
-        return self._date.strftime(form)
 
     # -- messages in the template's style ---------------------------------------------------------
 
@@ -146,6 +148,9 @@ class ChatTemplate:
             messages = tuple(
                 replace(m, role="system") if m.role == "developer" else m for m in messages
             )
+        if self.style.splits_thinking:
+            split = tuple(split_thinking(message) for message in messages)
+            messages = messages if split == messages else split
         count = 0
         if self.options.escape_special:
             escaped = [self._escape(message) for message in messages]
@@ -176,7 +181,7 @@ class ChatTemplate:
         rendered: Rendered = {"role": message.role}
         if message.reasoning is not None:
             if style.reasoning_field:
-                for key in ("reasoning_content", "reasoning", "thinking"):
+                for key in REASONING_KEYS:
                     rendered[key] = message.reasoning
             else:
                 content = join_reasoning(message.reasoning, content)
@@ -209,24 +214,32 @@ class ChatTemplate:
     def _find_style(self) -> Style:
         user = {"role": "user", "content": "probe-question"}
         self.style = Style(developer="developer" in self.text)
+        refusal = "it prints neither their text nor their text parts"
         for parts in (False, True):
             style = replace(self.style, parts=parts)
             chat = _in_parts([user, {"role": "assistant", "content": "probe-answer"}], parts)
-            text = self._try(chat)
-            if text is not None and "probe-answer" in text and "probe-question" in text:
+            try:
+                text = self.render(chat)
+            except RowError as error:
+                refusal = error.detail
+                continue
+            if "probe-answer" in text and "probe-question" in text:
                 break
         else:
             raise ModelError(
-                "the chat template renders neither text nor text parts of a plain question and "
-                "answer",
-                where="chat_template",
+                f"the chat template does not render a plain question and answer: {refusal}",
+                where=str(self.tokenizer.name_or_path) or "chat_template",
                 fix="give a working one with data.chat_template",
             )
-        thinking = [user, {"role": "assistant", "content": "probe-answer"}]
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            thinking[1][key] = "probe-thought"
-        text = self._try(_in_parts(thinking, style.parts))
-        style = replace(style, reasoning_field=text is not None and "probe-thought" in text)
+        in_field = {"role": "assistant", "content": "probe-answer"}
+        for key in REASONING_KEYS:
+            in_field[key] = "probe-thought"
+        in_text = {"role": "assistant", "content": join_reasoning("probe-thought", "probe-answer")}
+        by_field = self._try(_in_parts([user, in_field], style.parts)) or ""
+        by_text = self._try(_in_parts([user, in_text], style.parts)) or ""
+        if "probe-thought" in by_field:
+            same = "".join(by_field.split()) == "".join(by_text.split())
+            style = replace(style, reasoning_field=True, splits_thinking=not same)
         return self._find_call_style(user, style)
 
     def _find_call_style(self, user: Rendered, style: Style) -> Style:
@@ -309,6 +322,16 @@ def join_reasoning(reasoning: str, content: str) -> str:
     return f"{THINK_OPEN}\n{reasoning.strip()}\n{THINK_CLOSE}\n\n{content.lstrip()}"
 
 
+def split_thinking(message: Message) -> Message:
+    """Move the thinking of an assistant turn out of its content, into its own field."""
+    if message.role != "assistant" or message.reasoning or THINK_CLOSE not in message.content:
+        return message
+    block = THINK_BLOCK.fullmatch(message.content)
+    if block is None or not block[2].strip():
+        return message
+    return replace(message, reasoning=block[2].strip(), content=block[4].lstrip())
+
+
 def _in_parts(messages: Sequence[Rendered], parts: bool) -> list[Rendered]:
     if not parts:
         return [dict(message) for message in messages]
@@ -323,51 +346,3 @@ def _in_parts(messages: Sequence[Rendered], parts: bool) -> list[Rendered]:
 def _named_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     return {str(token) for token in named if token is not None}
-
-
-def _alternatives(words: Mapping[str, int] | set[str]) -> re.Pattern[str]:
-    """A pattern for any of ``words``, longest first; one that never matches when there are none."""
-    ordered = sorted((word for word in words if word.strip()), key=lambda word: (-len(word), word))
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-
-
-class _Escaper:
-    """Breaks up control tokens inside text."""
-
-    def __init__(self, tokens: set[str]) -> None:
-        self._pattern = _alternatives(tokens)
-        self._starts = tuple({token[:2] for token in tokens if token.strip()})
-
-    def __call__(self, text: str) -> tuple[str, int]:
-        if not any(start in text for start in self._starts):
-            return text, 0
-        return self._pattern.subn(lambda match: f"{match[0][0]}{ESCAPE}{match[0][1:]}", text)
-
-    def deep(self, value: Any) -> tuple[Any, int]:
-        """Escape every string inside lists, tuples and dicts."""
-        if isinstance(value, str):
-            return self(value)
-        if isinstance(value, Mapping):
-            pairs = [(self.deep(key), self.deep(item)) for key, item in value.items()]
-            count = sum(key[1] + item[1] for key, item in pairs)
-            return {key[0]: item[0] for key, item in pairs}, count
-        if isinstance(value, (list, tuple)):
-            items = [self.deep(item) for item in value]
-            return type(value)(item for item, _ in items), sum(number for _, number in items)
-        return value, 0
-
-
-def require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer without offsets: masks are found in text and mapped by them.
-
-    Raises:
-        DataError: the tokenizer has no Rust backend.
-    """
-    if not tokenizer.is_fast:
-        raise DataError(
-            f"{type(tokenizer).__name__} is a slow tokenizer: it cannot say which characters a "
-            "token covers, so masks cannot be proved",
-            where=str(tokenizer.name_or_path),
-            fix="install tokenizers' conversion (pip install sentencepiece protobuf) or use a "
-            "model with a tokenizer.json",
-        )

@@ -1,0 +1,113 @@
+"""Marks: private-use characters put around the texts of a conversation, to find them again.
+
+A mark stands inside the blanks at a text's ends, so a template that trims text leaves it in place,
+and inside ``<think>`` tags, so a template that splits thinking off finds its tags untouched.
+"""
+
+import re
+from dataclasses import dataclass
+
+from trainkit.data.messages import RowError
+from trainkit.data.template import REASONING_KEYS, THINK_BLOCK, Rendered
+
+MARK_PLANES = (0xF0000, 0x100000)
+"""Two planes of 65,534 private-use characters; the second serves rows that use the first."""
+
+
+@dataclass
+class Mark:
+    """One mark.
+
+    Attributes:
+        turn: of the message it was put into.
+        kind: ``content``, ``reasoning`` or ``call``, with ``_end`` behind a text.
+        place: where it was found, in characters of the rendering without marks; -1 if nowhere.
+        count: how often it was found.
+    """
+
+    turn: int
+    kind: str
+    place: int = -1
+    count: int = 0
+
+
+class Marker:
+    """Puts marks around texts and finds them again."""
+
+    def __init__(self, plane: int) -> None:
+        self._plane = plane
+        self.marks: list[Mark] = []
+
+    def _new(self, turn: int, kind: str) -> str:
+        self.marks.append(Mark(turn, kind))
+        if len(self.marks) > 65_000:
+            raise RowError("too_many_messages", "more texts than there are marks")
+        return chr(self._plane + len(self.marks) - 1)
+
+    def _wrap(self, text: str, turn: int, kind: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        lead = text[: len(text) - len(text.lstrip())]
+        trail = text[len(text.rstrip()) :]
+        return f"{lead}{self._new(turn, kind)}{core}{self._new(turn, kind + '_end')}{trail}"
+
+    def message(self, message: Rendered, turn: int) -> Rendered:
+        """A copy of a message with marks in it."""
+        copy = dict(message)
+        answer = message["role"] == "assistant"
+        if answer:
+            if "reasoning_content" in message:
+                wrapped = self._wrap(message["reasoning_content"], turn, "reasoning")
+                for key in REASONING_KEYS:
+                    copy[key] = wrapped
+            if "tool_calls" in message:
+                copy["tool_calls"] = [
+                    {
+                        **call,
+                        "function": {
+                            **call["function"],
+                            "name": self._new(turn, "call") + call["function"]["name"],
+                        },
+                    }
+                    for call in message["tool_calls"]
+                ]
+        content = message.get("content")
+        if isinstance(content, str):
+            copy["content"] = self._content(content, turn, answer)
+        elif content:
+            text = self._content(content[0]["text"], turn, answer)
+            copy["content"] = [{**content[0], "text": text}]
+        return copy
+
+    def _content(self, text: str, turn: int, answer: bool) -> str:
+        block = THINK_BLOCK.fullmatch(text) if answer and "</think>" in text else None
+        if block is None:
+            return self._wrap(text, turn, "content")
+        opened, thought, closed, rest = block.groups()
+        thought = self._wrap(thought, turn, "reasoning")
+        return f"{opened}{thought}{closed}{self._wrap(rest, turn, 'content')}"
+
+    def place(self, text: str) -> str:
+        """Fill in where the marks are; return ``text`` without them."""
+        pieces: list[str] = []
+        last = length = 0
+        for match in plane_pattern(self._plane).finditer(text):
+            piece = text[last : match.start()]
+            pieces.append(piece)
+            length += len(piece)
+            last = match.end()
+            mark = self.marks[ord(match[0]) - self._plane]
+            mark.count += 1
+            if mark.count == 1:
+                mark.place = length
+        pieces.append(text[last:])
+        return "".join(pieces)
+
+
+_PATTERNS = {plane: re.compile(f"[{chr(plane)}-{chr(plane + 0xFFFD)}]") for plane in MARK_PLANES}
+
+
+def plane_pattern(plane: int) -> re.Pattern[str]:
+    """A pattern for the marks of a plane."""
+    return _PATTERNS[plane]
