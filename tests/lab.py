@@ -23,6 +23,29 @@ def _collate(samples, pad_token_id):
     return {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
 
 
+class ShuffledSamples:
+    """Samples in an order that (seed, epoch) decide."""
+
+    def __init__(self, samples, seed):
+        self.samples, self.seed = samples, seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch):
+        self.order = np.arange(len(self.samples))
+        if self.seed is not None:
+            self.order = np.random.default_rng([self.seed, epoch]).permutation(len(self.samples))
+
+    @property
+    def lengths(self):
+        return np.array([len(self.samples[index]["input_ids"]) for index in self.order])
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, place):
+        return self.samples[self.order[place]]
+
+
 @dataclass
 class Lab:
     """Builds Trainers that differ only in what a test varies."""
@@ -42,14 +65,13 @@ class Lab:
             for length in random.integers(5, 40, self.num_samples)
         ]
 
-    def data(self):
+    def data(self, seed=None):
         from trainkit.train.sampling import CountingCollator
         from trainkit.train.trainer import TrainingData
 
         pad = self.tokenizer.pad_token_id
         return TrainingData(
-            samples=self.samples,
-            lengths=np.array([len(sample["input_ids"]) for sample in self.samples]),
+            samples=ShuffledSamples(self.samples, seed),
             collator=CountingCollator(
                 lambda samples: _collate(samples, pad),
                 lambda samples: sum(len(sample["input_ids"]) for sample in samples),
@@ -67,6 +89,7 @@ class Lab:
         from tiny import make_qwen2
         from transformers import PrinterCallback, set_seed
 
+        from trainkit.recipe.training import complete_training
         from trainkit.train.arguments import training_arguments
         from trainkit.train.checkpoints import CheckpointWriter
         from trainkit.train.trainer import SftTrainer, StopRequest
@@ -84,7 +107,7 @@ class Lab:
         }
         directory = self.root / name
         args = training_arguments(
-            values,
+            complete_training(values),
             output_dir=directory,
             model_dtype="float32" if dtype is None else "bfloat16",
             deepspeed=deepspeed,
@@ -96,13 +119,12 @@ class Lab:
         model = make_qwen2(len(self.tokenizer), attention_dropout=dropout)
         if dtype is not None:
             model = model.to(getattr(torch, dtype))
-        data = self.data()
         trainer = SftTrainer(
             model=model,
             args=args,
             tokenizer=self.tokenizer,
-            train_data=data,
-            eval_data=data,
+            train_data=self.data(seed=values["seed"]),
+            eval_data=self.data(),
             checkpoints=CheckpointWriter(directory, {"data": "fixed"}),
             stop=StopRequest(),
         )

@@ -8,18 +8,13 @@ from tiny import make_tokenizer
 
 def zero_config(stage):
     """The shipped preset, sharding even tiny parameters: by default they would stay whole."""
+    from trainkit.recipe import PRESETS
     from trainkit.train.arguments import deepspeed_config
 
-    config = deepspeed_config(f"zero{stage}", PRESETS)
+    config = deepspeed_config(PRESETS[f"zero{stage}"])
     if stage == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return config
-
-
-PRESETS = {
-    f"zero{stage}": Path(__file__).parents[2] / "configs" / "deepspeed" / f"zero{stage}.json"
-    for stage in (1, 2, 3)
-}
 
 
 def train(root, stage, *, resume=None, dtype=None, **options):

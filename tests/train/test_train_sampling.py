@@ -3,24 +3,31 @@
 import numpy as np
 import pytest
 
-from trainkit.train.sampling import RankBatchSampler, epoch_order
+from lab import ShuffledSamples
+
+from trainkit.train.sampling import LENGTH_BLOCK, RankBatchSampler
+
+
+def make(lengths):
+    return ShuffledSamples([{"input_ids": range(length)} for length in lengths], seed=7)
 
 
 def batches(num_samples, batch_size, world_size, *, epoch=0, drop_last=False):
-    """Per rank, the micro-batches of an epoch."""
+    """Per rank, the micro-batches of an epoch, as indices of samples."""
     ranks = []
     for rank in range(world_size):
+        dataset = make([1] * num_samples)
         sampler = RankBatchSampler(
-            lambda epoch: epoch_order(num_samples, seed=7, epoch=epoch, strategy="random"),
-            num_samples=num_samples,
+            dataset,
             batch_size=batch_size,
             dist_rank=rank,
             world_size=world_size,
             drop_last=drop_last,
         )
         sampler.set_epoch(epoch)
-        ranks.append(list(sampler))
-        assert len(ranks[-1]) == len(sampler)
+        places = list(sampler)
+        assert len(places) == len(sampler)
+        ranks.append([[int(dataset.order[p]) if p >= 0 else p for p in batch] for batch in places])
     return ranks
 
 
@@ -69,12 +76,14 @@ def test_drop_last_leaves_only_full_global_batches():
 
 
 def test_grouping_by_length_keeps_every_sample_and_narrows_batches():
-    lengths = np.random.default_rng(0).integers(1, 1000, 1000)
-    order = epoch_order(1000, seed=0, epoch=0, strategy="group_by_length", lengths=lengths)
-    assert sorted(order) == list(range(1000))
+    lengths = np.random.default_rng(0).integers(1, 1000, 2 * LENGTH_BLOCK + 100)
 
-    def spread(indices):
-        return np.mean([np.ptp(lengths[indices[i : i + 8]]) for i in range(0, 1000, 8)])
+    def spread(group_by_length):
+        dataset = make(lengths)
+        options = {"batch_size": 8, "dist_rank": 0, "world_size": 1}
+        sampler = RankBatchSampler(dataset, group_by_length=group_by_length, **options)
+        micro = list(sampler)
+        assert sorted(place for batch in micro for place in batch) == list(range(len(lengths)))
+        return np.mean([np.ptp(dataset.lengths[batch]) for batch in micro])
 
-    random = epoch_order(1000, seed=0, epoch=0, strategy="random")
-    assert spread(order) < spread(random) / 10
+    assert spread(True) < spread(False) / 10

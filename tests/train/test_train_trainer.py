@@ -57,6 +57,7 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(lab, dtype):
         "dtype": dtype,
         "max_steps": 14,
         "save_steps": 6,
+        "save_total_limit": 9,
     }
     unbroken = lab.trainer("unbroken", **options)
     unbroken.train()
@@ -155,11 +156,9 @@ def test_rows_count_tokens_of_the_whole_step(lab):
     trainer = lab.trainer("run", batch=2, accumulate=2, max_steps=3)
     trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
-    sampler = trainer.get_train_dataloader().batch_sampler
-    sampler.set_epoch(0)
-    micro = list(sampler)
+    order = lab.data(seed=1).samples.order
     for step, row in enumerate(rows):
-        indices = [index for batch in micro[2 * step : 2 * step + 2] for index in batch]
+        indices = order[4 * step : 4 * step + 4]
         assert row["num_tokens"] == sum(len(lab.samples[index]["input_ids"]) for index in indices)
         trained = sum(int(lab.samples[index]["loss_mask"][1:].sum()) for index in indices)
         assert row["num_trained_tokens"] == trained

@@ -63,6 +63,9 @@ def sft(
     loaded = load_recipe(config, overrides or (), options)
     check_files(loaded)
 
+    from trainkit.train.launch import quieten_imports
+
+    quieten_imports()
     from trainkit.train.build import run_sft
 
     chosen_dir = loaded.recipe.training.get("output_dir")

@@ -1,4 +1,4 @@
-"""transformers' TrainingArguments from a recipe's ``training`` section; DeepSpeed's presets."""
+"""transformers' TrainingArguments from a recipe's ``training`` section, and DeepSpeed's file."""
 
 import json
 from collections.abc import Mapping
@@ -10,42 +10,10 @@ from transformers import TrainingArguments
 
 from trainkit.errors import RecipeError
 
-# Fields that trainkit decides itself; the recipe refuses some of them and never needs the others.
-_FIXED = {
-    # Our loaders hand the model exactly what it takes.
-    "remove_unused_columns": False,
-    # A loss that is no number must stop the run, not vanish from its log. Looking for it in every
-    # step would also make the host wait for the GPU.
-    "logging_nan_inf_filter": False,
-    # The console shows progress.
-    "disable_tqdm": True,
-    "do_train": True,
-}
 
-
-def deepspeed_config(choice: str, presets: Mapping[str, Path]) -> dict[str, Any]:
-    """Read a DeepSpeed configuration.
-
-    Args:
-        choice: a preset's name or the path of a JSON file.
-        presets: name to file.
-
-    Raises:
-        RecipeError: neither a preset nor a readable JSON object.
-    """
-    path = presets.get(choice) or Path(choice)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RecipeError(
-            f"there is no DeepSpeed preset or file called {choice!r}",
-            where="deepspeed",
-            fix=f"use one of {', '.join(sorted(presets))}, or the path of a JSON file",
-        ) from error
-    except ValueError as error:
-        raise RecipeError(f"not JSON: {error}", where=str(path), fix="mend the file") from error
-    if not isinstance(content, dict):
-        raise RecipeError("not a JSON object", where=str(path), fix="mend the file")
+def deepspeed_config(path: Path) -> dict[str, Any]:
+    """Read a DeepSpeed configuration; the recipe's own checks have seen that it is one."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     # DeepSpeed 0.19 clips at 1.0 where nothing is said; the recipe's max_grad_norm must decide.
     content.setdefault("gradient_clipping", "auto")
     return content
@@ -76,7 +44,7 @@ def training_arguments(
         RecipeError: transformers refuses the combination.
     """
     on_cpu = not torch.cuda.is_available()
-    values: dict[str, Any] = {**training, **_FIXED}
+    values: dict[str, Any] = dict(training)
     values["output_dir"] = str(output_dir)
     values["gradient_accumulation_steps"] = gradient_accumulation_steps
     if on_cpu:

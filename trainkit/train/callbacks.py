@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainkit.models.leak_test import leak_test
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
 from trainkit.run.metrics import MetricsWriter
@@ -70,8 +71,9 @@ class RunRecorder(TrainerCallback):
         """Say where the checkpoint is."""
         self._console.note(f"saved {self._run.checkpoint(state.global_step)}")
 
-    def finish_drawing(self) -> None:
-        """Wait for the drawing thread; call it before the last drawing."""
+    def finish(self) -> None:
+        """Close the metrics and wait for the drawing thread."""
+        self._metrics.close()
         if self._drawing is not None:
             self._drawing.join()
 
@@ -92,6 +94,31 @@ class StopWhenAsked(TrainerCallback):
         if self._stop.reason is not None and args.world_size == 1:
             control.should_save = True
             control.should_training_stop = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Leave out what the end of an epoch would bring: the user is waiting."""
+        if self._stop.reason is not None:
+            control.should_evaluate = False
+            control.should_save = False
+
+
+class LeakTest(TrainerCallback):
+    """Proves, before the first step, that the documents of a packed row do not see each other.
+
+    On every rank and through the wrapped model: under ZeRO-3 the weights are there in no other way.
+    """
+
+    def __init__(self, attention: str, vocab_size: int) -> None:
+        self._attention = attention
+        self._vocab_size = vocab_size
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Run the test."""
+        leak_test(kwargs["model"], attention=self._attention, vocab_size=self._vocab_size)
 
 
 @contextmanager

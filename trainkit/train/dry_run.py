@@ -1,14 +1,16 @@
 """One forward and backward on the longest batch, so that a run does not fail at hour nine."""
 
+import math
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import TrainingArguments
 
 from trainkit.errors import TrainkitError
+from trainkit.train.data import RunData
 from trainkit.train.sampling import take_counts
 from trainkit.train.trainer import TrainingData
 
@@ -33,7 +35,12 @@ class DryRunVerdict:
 
 
 def run_longest_batch(
-    model: nn.Module, data: TrainingData, *, batch_size: int, device: torch.device, autocast: Any
+    model: nn.Module,
+    data: TrainingData,
+    *,
+    batch_size: int,
+    device: torch.device,
+    autocast_dtype: torch.dtype | None,
 ) -> DryRunVerdict:
     """Train one step on the ``batch_size`` longest samples, without an optimizer.
 
@@ -42,12 +49,13 @@ def run_longest_batch(
         data: the prepared training data.
         batch_size: samples (or packs) per micro-batch.
         device: where to run.
-        autocast: a context factory, as training computes.
+        autocast_dtype: what training computes in, where that is not the weights' dtype.
 
     Raises:
         TrainkitError: out of memory (naming the sizes), or the loss or a gradient is no number.
     """
-    longest = np.argsort(-data.lengths, kind="stable")[:batch_size]
+    lengths = data.samples.lengths
+    longest = np.argsort(-lengths, kind="stable")[:batch_size]
     model.to(device)
     model.train()
     is_cuda = device.type == "cuda"
@@ -67,7 +75,7 @@ def run_longest_batch(
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
             num_items = torch.tensor(counts["num_trained_tokens"], device=device)
-            with autocast():
+            with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
                 output = model(**inputs, num_items_in_batch=num_items)
             output["loss"].backward()
             loss = output["loss"].item()
@@ -75,7 +83,7 @@ def run_longest_batch(
     except torch.OutOfMemoryError as error:
         raise TrainkitError(
             f"out of memory on the longest batch: {batch_size} x up to "
-            f"{int(data.lengths[longest].max())} tokens",
+            f"{int(lengths[longest].max())} tokens",
             where="training.per_device_train_batch_size",
             fix="halve it (global_batch_size keeps the step the same), lower data.max_length, or "
             "set training.gradient_checkpointing: true",
@@ -100,3 +108,25 @@ def run_longest_batch(
         seconds=seconds,
         peak_memory_gib=peak,
     )
+
+
+def describe_dry_run(
+    verdict: DryRunVerdict, data: RunData, args: TrainingArguments
+) -> dict[str, object]:
+    """Label to value, for the console."""
+    rows = len(data.train.samples)
+    micro = args.per_device_train_batch_size * args.world_size
+    per_step = micro * args.gradient_accumulation_steps
+    steps = -(-rows // per_step)
+    total = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
+    memory = (
+        {} if verdict.peak_memory_gib is None else {"peak": f"{verdict.peak_memory_gib:.1f} GiB"}
+    )
+    return {
+        "longest batch": f"{verdict.num_tokens} tokens, {verdict.num_trained_tokens} trained",
+        "loss": f"{verdict.loss:.4f}",
+        "forward+backward": f"{verdict.seconds:.2f} s",
+        **memory,
+        "rows": f"{rows}, {per_step} a step",
+        "steps": f"{total} ({steps} an epoch)",
+    }

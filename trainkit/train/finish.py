@@ -1,14 +1,42 @@
-"""What a finished run leaves behind: the final model, with the stop tokens it was taught."""
+"""What a finished run leaves behind: the final model, its answers, the curves and the report."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from accelerate.utils import gather_object
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers.integrations.deepspeed import (
+    is_deepspeed_zero3_enabled,
+    unset_hf_deepspeed_config,
+)
 
+from trainkit.data.options import Source
 from trainkit.train.checkpoints import written_together
+from trainkit.train.data import read_conversations
+from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 from trainkit.train.trainer import SftTrainer
+
+
+@dataclass(frozen=True)
+class AfterTraining:
+    """What is asked of the trained model.
+
+    Attributes:
+        base_model: what the model card names as its origin.
+        held_out: conversations to be answered; empty asks nothing.
+        max_new_tokens: longest answer.
+        max_samples: how many conversations; None is all.
+        batch_size: conversations answered at once.
+    """
+
+    base_model: str
+    held_out: Sequence[Source]
+    max_new_tokens: int
+    max_samples: int | None
+    batch_size: int
 
 
 def save_final(
@@ -25,7 +53,7 @@ def save_final(
 
     Args:
         trainer: after training.
-        target: the directory to appear.
+        target: the directory to appear; one that a stopped attempt left is replaced.
         tokenizer: with the chat template that was trained.
         stop_token_ids: the end-of-turn tokens found in the template.
         metadata: plain JSON values for the manifest.
@@ -68,3 +96,50 @@ def _with_cache(trainer: SftTrainer) -> Iterator[None]:
         yield
     finally:
         config.use_cache = False
+
+
+def answer_held_out(
+    trainer: SftTrainer, final: Path, tokenizer: PreTrainedTokenizerBase, after: AfterTraining
+) -> GenerationEvalResult:
+    """Answer held-out conversations greedily and count exact matches; every rank takes a share.
+
+    Args:
+        trainer: after training.
+        final: the saved model; under ZeRO-3 it is loaded again, since no rank holds it whole.
+        tokenizer: of the model.
+        after: the conversations and how to answer.
+    """
+    accelerator = trainer.accelerator
+    conversations = read_conversations(after.held_out)[: after.max_samples]
+    mine = conversations[accelerator.process_index :: accelerator.num_processes]
+    model = _whole_model(trainer, final)
+    with _eval_mode(model):
+        result = evaluate_answers(
+            model,
+            tokenizer,
+            mine,
+            max_new_tokens=after.max_new_tokens,
+            batch_size=after.batch_size,
+        )
+    if accelerator.num_processes == 1:
+        return result
+    return GenerationEvalResult.merge(gather_object([result]))
+
+
+def _whole_model(trainer: SftTrainer, final: Path) -> Any:
+    if not is_deepspeed_zero3_enabled():
+        return trainer.accelerator.unwrap_model(trainer.model)
+    unset_hf_deepspeed_config()
+    dtype = next(trainer.model.parameters()).dtype
+    model = AutoModelForCausalLM.from_pretrained(final, dtype=dtype)
+    return model.to(trainer.args.device)
+
+
+@contextlib.contextmanager
+def _eval_mode(model: Any) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

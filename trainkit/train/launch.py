@@ -4,6 +4,7 @@ torchrun describes each process through environment variables; reading them need
 process group, so the data can be prepared before any collective exists that could time out.
 """
 
+import logging
 import os
 import shutil
 import socket
@@ -47,6 +48,13 @@ def count_local_gpus() -> int:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def quieten_imports() -> None:
+    """Spare the user what libraries say while they are imported on a machine without a GPU."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    if count_local_gpus() == 0:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def torchrun_command(arguments: Sequence[str], num_processes: int) -> list[str]:

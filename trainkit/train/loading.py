@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from trainkit.errors import ModelError
@@ -84,6 +91,17 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def load_config(source: ModelSource) -> PreTrainedConfig:
+    """Read the model's configuration.
+
+    Raises:
+        ModelError: there is none at that place, or the hub cannot be reached.
+    """
+    place, options = source.arguments()
+    with _explained(source, "configuration"):
+        return AutoConfig.from_pretrained(place, **options)
+
+
 def load_model(
     source: ModelSource, *, attention: str, quantization: Any | None = None
 ) -> PreTrainedModel:
@@ -100,12 +118,10 @@ def load_model(
     place, options = source.arguments()
     dtype = DTYPES.get(source.dtype, "auto")
     if "gguf_file" in options and quantization is None:
-        from transformers import GgufConfig
-
         quantization = GgufConfig(dequantize=True)
     with _explained(source, "model"):
         if source.random_weights:
-            config = AutoConfig.from_pretrained(place, **options)
+            config = load_config(source)
             if dtype == "auto":
                 dtype = config.dtype or torch.float32
             model = AutoModelForCausalLM.from_config(

@@ -1,97 +1,97 @@
 """Which samples a process sees, and when.
 
-The order of an epoch is a pure function of (seed, epoch), independent of how many processes there
-are and of how a global batch is cut into micro-batches. So 1 x 8, 8 x 1 and 2 ranks x 4 train on
-the same samples in every step, and a resumed run finds its place by counting.
+The order of an epoch belongs to the dataset and is a pure function of (seed, epoch), independent of
+how many processes there are and of how a global batch is cut into micro-batches. So 1 x 8, 8 x 1 and
+2 ranks x 4 train on the same samples in every step, and a resumed run finds its place by counting.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length")
+LENGTH_BLOCK = 400
+"""``group_by_length`` sorts within blocks of so many samples: like lengths meet, order stays random."""
 
 
-def epoch_order(
-    num_samples: int, *, seed: int, epoch: int, strategy: str, lengths: np.ndarray | None = None
-) -> np.ndarray:
-    """The sample indices of one epoch.
+class EpochDataset(Protocol):
+    """Samples in the order of an epoch."""
 
-    Args:
-        num_samples: how many samples there are.
-        seed: the recipe's data seed.
-        epoch: counted from 0.
-        strategy: ``random``, ``sequential``, or ``group_by_length`` (random, then sorted by length
-            within blocks of 400 samples, so that padded batches hold samples of like length).
-        lengths: tokens per sample, needed by ``group_by_length``.
-    """
-    if strategy == "sequential":
-        return np.arange(num_samples)
-    order = np.random.default_rng([seed, epoch]).permutation(num_samples)
-    if strategy == "group_by_length":
-        assert lengths is not None
-        blocks = [order[start : start + 400] for start in range(0, num_samples, 400)]
-        order = np.concatenate(
-            [block[np.argsort(-lengths[block], kind="stable")] for block in blocks]
-        )
-    return order
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens per sample, in the order of the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of an epoch."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
 
 class RankBatchSampler(Sampler[list[int]]):
-    """The micro-batches of one process, as lists of indices.
+    """The micro-batches of one process, as lists of places in the dataset's order.
 
-    Micro-batch ``i`` of rank ``r`` holds the indices from ``(i * world_size + r) * batch_size`` of
-    the epoch's order. Every rank yields the same number of micro-batches: nothing is dropped and
-    nothing is trained twice, places past the end are filled with ``~index`` (a negative number),
-    which stands for "sample ``index`` with nothing trained".
+    Micro-batch ``i`` of rank ``r`` holds the places from ``(i * world_size + r) * batch_size``.
+    Every rank yields the same number of micro-batches: nothing is dropped and nothing is trained
+    twice, places past the end are filled with ``~place`` (a negative number), which stands for "the
+    sample at ``place`` with nothing trained".
     """
 
     def __init__(
         self,
-        order: Callable[[int], np.ndarray],
+        dataset: EpochDataset,
         *,
-        num_samples: int,
         batch_size: int,
         dist_rank: int,
         world_size: int,
         drop_last: bool = False,
+        group_by_length: bool = False,
     ) -> None:
-        self._order = order
-        self._num_samples = num_samples
+        self._dataset = dataset
         self._batch_size = batch_size
         self._dist_rank = dist_rank
         self._world_size = world_size
-        self._epoch = 0
+        self._group_by_length = group_by_length
         stride = batch_size * world_size
-        self._num_batches = num_samples // stride if drop_last else -(-num_samples // stride)
+        self._num_batches = len(dataset) // stride if drop_last else -(-len(dataset) // stride)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
-        self._epoch = epoch
+        self._dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
         return self._num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order(self._epoch)
+        order = self._order()
         for index in range(self._num_batches):
             start = (index * self._world_size + self._dist_rank) * self._batch_size
-            batch = [int(sample) for sample in order[start : start + self._batch_size]]
-            fill = ~int(order[0])
+            batch = [int(place) for place in order[start : start + self._batch_size]]
             # Ranks must agree on the number of micro-batches, not on their sizes: the last one may
             # be short, and a rank without any gets one row in which nothing is trained.
-            yield batch or [fill]
+            yield batch or [~0]
+
+    def _order(self) -> np.ndarray:
+        order = np.arange(len(self._dataset))
+        if not self._group_by_length:
+            return order
+        lengths = self._dataset.lengths
+        starts = range(LENGTH_BLOCK, len(order), LENGTH_BLOCK)
+        blocks = np.split(order, list(starts))
+        return np.concatenate(
+            [block[np.argsort(-lengths[block], kind="stable")] for block in blocks]
+        )
 
 
 @dataclass(frozen=True)
 class FillingDataset(Dataset[Any]):
     """A map-style dataset that also answers the negative indices of :class:`RankBatchSampler`."""
 
-    samples: Any
+    samples: EpochDataset
     without_training: Callable[[Any], Any]
 
     def __len__(self) -> int:

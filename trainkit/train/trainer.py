@@ -24,9 +24,9 @@ from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, pa
 from trainkit.train.sampling import (
     CountingCollator,
     EpochDataLoader,
+    EpochDataset,
     FillingDataset,
     RankBatchSampler,
-    epoch_order,
     take_counts,
 )
 
@@ -36,14 +36,12 @@ class TrainingData:
     """A map-style dataset with everything the loaders need to know about it.
 
     Attributes:
-        samples: answers ``len`` and ``[index]``.
-        lengths: tokens per sample.
+        samples: in the order of an epoch.
         collator: turns a list of samples into a batch, counts included.
         without_training: turns a sample into one of which nothing is trained.
     """
 
-    samples: Any
-    lengths: np.ndarray
+    samples: EpochDataset
     collator: CountingCollator
     without_training: Callable[[Any], Any]
 
@@ -116,52 +114,47 @@ class SftTrainer(Trainer):
 
     def get_train_dataloader(self) -> EpochDataLoader:
         """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
-        args, data = self.args, self._train_data
-        seed = args.seed if args.data_seed is None else args.data_seed
-        strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
-
-        def order(epoch: int) -> np.ndarray:
-            return epoch_order(
-                len(data.samples),
-                seed=seed,
-                epoch=epoch,
-                strategy=strategy,
-                lengths=data.lengths,
-            )
-
-        return self._loader(data, order, self._train_batch_size, args.dataloader_drop_last)
+        strategy = self.args.train_sampling_strategy
+        return self._loader(
+            self._train_data,
+            self._train_batch_size,
+            drop_last=self.args.dataloader_drop_last,
+            group_by_length=strategy == "group_by_length",
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
         """Every evaluation sample once, dealt out over the ranks."""
-        data = self._eval_data
-        if data is None:
+        if self._eval_data is None:
             raise TrainkitError(
                 "there is nothing to evaluate on", where="data.eval", fix="name a file there"
             )
-        return self._loader(
-            data, lambda _: np.arange(len(data.samples)), self.args.eval_batch_size, False
-        )
+        return self._loader(self._eval_data, self.args.eval_batch_size)
 
     def _loader(
-        self, data: TrainingData, order: Callable[[int], np.ndarray], batch_size: int, drop: bool
+        self,
+        data: TrainingData,
+        batch_size: int,
+        *,
+        drop_last: bool = False,
+        group_by_length: bool = False,
     ) -> EpochDataLoader:
         args = self.args
         sampler = RankBatchSampler(
-            order,
-            num_samples=len(data.samples),
+            data.samples,
             batch_size=batch_size,
             dist_rank=args.process_index,
             world_size=args.world_size,
-            drop_last=drop,
+            drop_last=drop_last,
+            group_by_length=group_by_length,
         )
         workers = args.dataloader_num_workers
         return EpochDataLoader(
             FillingDataset(data.samples, data.without_training),
             batch_sampler=sampler,
             collate_fn=data.collator,
+            # Workers are forked anew for each epoch: they must see its order.
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            persistent_workers=args.dataloader_persistent_workers and workers > 0,
             prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,
             # Its own generator: iterating must not move the model's random numbers.
             generator=torch.Generator().manual_seed(args.seed),

@@ -1,0 +1,361 @@
+"""The composition root: the only reader of recipe fields; everything is wired together here.
+
+``run_sft`` is the whole journey in order. What can fail cheaply comes first (recipe, tokenizer,
+data), then the model, its kernels and adapters, then training, then what is left behind.
+"""
+
+import contextlib
+import logging
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+
+from trainkit.data.options import DataOptions, Source
+from trainkit.errors import TrainkitError
+from trainkit.lora.adapter import LoraOptions
+from trainkit.recipe import (
+    LoadedRecipe,
+    Recipe,
+    SftOptions,
+    deepspeed_path,
+    dump_resolved,
+    resolve_accumulation,
+)
+from trainkit.run import (
+    Console,
+    RunDirectory,
+    capture_environment,
+    command_script,
+    start_rank_log,
+    stop_rank_log,
+)
+from trainkit.train.arguments import deepspeed_config, training_arguments
+from trainkit.train.checkpoints import ResumePoint, find_resume_point
+from trainkit.train.data import RunData, prepare_run_data
+from trainkit.train.dry_run import describe_dry_run, run_longest_batch
+from trainkit.train.launch import (
+    ProcessPlace,
+    count_local_gpus,
+    prepare_deepspeed,
+    torchrun_command,
+)
+from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
+from trainkit.train.model import BuiltModel, build_model
+from trainkit.train.quiet import quieten_libraries, tokenisation_progress
+from trainkit.train.finish import AfterTraining
+from trainkit.train.session import Session
+
+logger = logging.getLogger(__name__)
+RUNS = Path("train_model")
+
+
+def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
+    """Train as the recipe says.
+
+    Args:
+        loaded: the recipe with the origin of every value.
+        options: what the command line says about this start.
+
+    Returns:
+        The run directory; None after a dry run, and on every rank but the first.
+
+    Raises:
+        TrainkitError: anything the user can act on; the run directory, if there is one already,
+            says so in ``status.json``.
+        KeyboardInterrupt: the run was stopped and has saved.
+    """
+    _relaunch_on_all_gpus(options)
+    quieten_libraries()
+    place = ProcessPlace.from_environment()
+    console = Console(dist_rank=place.dist_rank)
+    with contextlib.ExitStack() as scratch:
+        scratch.callback(console.stop)
+        temporary = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
+        prepared = _prepare(loaded, place, console, temporary / "dropped.jsonl", options.dry_run)
+        if options.dry_run:
+            _dry_run(loaded.recipe, prepared, console)
+            return None
+        point = _resume_point(loaded, options)
+        run = _run_directory(loaded, options, place, point)
+        log = start_rank_log(run.rank_log(place.dist_rank), place.dist_rank)
+        scratch.callback(stop_rank_log, log)
+        with _recording(run, place):
+            if place.is_main and point is None:
+                _write_record(run, loaded, prepared.data)
+            prepared.args.output_dir = str(run.root)
+            _session(loaded, prepared, run, place, console).train(point)
+    return run.root if place.is_main else None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What is known before a run directory exists."""
+
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+    data: RunData
+    args: TrainingArguments
+
+
+def _prepare(
+    loaded: LoadedRecipe, place: ProcessPlace, console: Console, ledger: Path, dry_run: bool
+) -> _Prepared:
+    """Tokenizer, data, arguments: in this order, since the last one starts the process group."""
+    recipe = loaded.recipe
+    source = _model_source(recipe)
+    check_exists(source)
+    tokenizer = load_tokenizer(source)
+    with tokenisation_progress(console) as progress:
+        data = prepare_run_data(
+            _sources(recipe.data.train),
+            _sources(recipe.data.eval),
+            tokenizer,
+            _data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
+            packing=recipe.data.packing,
+            shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
+            ledger=ledger,
+            progress=progress,
+        )
+    totals = data.summary["train"]["totals"]
+    console.note(
+        f"data: {totals['samples']} samples, {totals['tokens']} tokens, {totals['trained_tokens']} "
+        f"of them trained; {totals['dropped']} rows dropped, {totals['cut']} cut"
+    )
+    for warning in data.warnings:
+        console.warn(warning)
+    return _Prepared(source, tokenizer, data, _arguments(recipe, place))
+
+
+def _session(
+    loaded: LoadedRecipe,
+    prepared: _Prepared,
+    run: RunDirectory,
+    place: ProcessPlace,
+    console: Console,
+) -> Session:
+    """Build the model and everything that training needs around it."""
+    recipe = loaded.recipe
+    built = _build(recipe, prepared)
+    if place.is_main:
+        run.write_json(run.kernels, built.kernels_record())
+        console.note(built.describe())
+    held_out = recipe.generation_eval
+    return Session(
+        run=run,
+        console=console,
+        args=prepared.args,
+        tokenizer=prepared.tokenizer,
+        data=prepared.data,
+        built=built,
+        fingerprint=_fingerprint(recipe, prepared, place),
+        max_length=recipe.data.max_length,
+        is_packed=recipe.data.packing,
+        lora_plus_ratio=recipe.lora.lora_plus_ratio if recipe.lora else None,
+        is_main=place.is_main,
+        after=AfterTraining(
+            base_model=recipe.model.name_or_path,
+            held_out=_sources(held_out.data) if held_out else (),
+            max_new_tokens=held_out.max_new_tokens if held_out else 0,
+            max_samples=held_out.max_samples if held_out else None,
+            batch_size=held_out.batch_size if held_out else 0,
+        ),
+    )
+
+
+def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
+    """Load the model with its adapters and kernels."""
+    args = prepared.args
+    set_seed(args.seed)
+    keywords: Mapping[str, Any] = args.gradient_checkpointing_kwargs or {}
+    return build_model(
+        prepared.source,
+        attention=recipe.model.attn_implementation,
+        packing=recipe.data.packing,
+        lora=_lora_options(recipe),
+        quantize=recipe.lora.quantize if recipe.lora else None,
+        kernels=recipe.kernels,
+        reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
+    )
+
+
+def _model_source(recipe: Recipe) -> ModelSource:
+    model = recipe.model
+    return ModelSource(
+        name_or_path=model.name_or_path,
+        dtype=model.dtype,
+        revision=model.revision,
+        gguf_file=model.gguf_file,
+        trust_remote_code=model.trust_remote_code,
+        random_weights=model.init == "random",
+    )
+
+
+def _sources(specs: Any) -> tuple[Source, ...]:
+    return tuple(
+        Source(
+            path=spec.path,
+            name=spec.name or "",
+            format=spec.format,
+            weight=spec.weight,
+            max_samples=spec.max_samples,
+            epochs=spec.epochs,
+            columns=spec.columns or {},
+        )
+        for spec in specs
+    )
+
+
+def _data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
+    data, training = recipe.data, recipe.training
+    seed = training.get("data_seed")
+    dropped = data.max_dropped
+    return DataOptions(
+        max_length=data.max_length,
+        mask=data.mask,
+        truncation=data.truncation,
+        thinking=data.thinking,
+        system=data.system_policy,
+        max_dropped=float(dropped[:-1]) / 100 if isinstance(dropped, str) else dropped,
+        num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
+        cache_dir=cache_dir or data.cache_dir,
+        seed=int(seed if seed is not None else training.get("seed", 42)),
+    )
+
+
+def _lora_options(recipe: Recipe) -> LoraOptions | None:
+    lora = recipe.lora
+    if lora is None:
+        return None
+    return LoraOptions(
+        r=lora.r,
+        alpha=lora.alpha,
+        dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=lora.exclude_modules,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        modules_to_save=tuple(lora.modules_to_save),
+        init_lora_weights=lora.init_lora_weights,
+        lora_bias=lora.lora_bias,
+        adapter_dtype=lora.adapter_dtype,
+    )
+
+
+def _arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:
+    """transformers' arguments; with several ranks the process group exists after this."""
+    deepspeed = None
+    if recipe.deepspeed is not None:
+        prepare_deepspeed(place, on_cpu=not torch.cuda.is_available())
+        deepspeed = deepspeed_config(deepspeed_path(recipe.deepspeed))
+    return training_arguments(
+        recipe.training,
+        output_dir=RUNS,  # replaced when the run directory is known to all ranks
+        model_dtype=recipe.model.dtype,
+        deepspeed=deepspeed,
+        has_adapters=recipe.lora is not None,
+        has_eval=bool(recipe.data.eval),
+        gradient_accumulation_steps=resolve_accumulation(recipe, place.world_size),
+    )
+
+
+def _relaunch_on_all_gpus(options: SftOptions) -> None:
+    """Start once for each GPU of this host when nobody has; Trainer would split batches instead."""
+    if "RANK" in os.environ or options.dry_run:
+        return
+    num_gpus = count_local_gpus()
+    if num_gpus < 2:
+        return
+    command = torchrun_command(options.command, num_gpus)
+    logger.warning("one process for each of %d GPUs: %s", num_gpus, shlex.join(command))
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+def _resume_point(loaded: LoadedRecipe, options: SftOptions) -> ResumePoint | None:
+    if options.resume is None:
+        return None
+    return find_resume_point(
+        options.resume, output_dir=options.output_dir, runs=RUNS, name=loaded.name
+    )
+
+
+def _run_directory(
+    loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace, point: ResumePoint | None
+) -> RunDirectory:
+    """Make the run directory on rank 0, or open the one to continue; all ranks learn where it is."""
+    if point is not None:
+        return RunDirectory.open(point.run)
+    told: list[Any] = [None]
+    if place.is_main:
+        try:
+            wanted = options.output_dir
+            run = (
+                RunDirectory.create_at(wanted) if wanted else RunDirectory.create(RUNS, loaded.name)
+            )
+            told[0] = str(run.root)
+        except TrainkitError as error:
+            told[0] = error
+    if place.world_size > 1:
+        broadcast_object_list(told)
+    if isinstance(told[0], TrainkitError):
+        raise told[0]
+    return RunDirectory(Path(told[0]))
+
+
+@contextlib.contextmanager
+def _recording(run: RunDirectory, place: ProcessPlace) -> Iterator[None]:
+    """Keep ``status.json`` truthful; one rank writes it."""
+    with run.recording_status() if place.is_main else contextlib.nullcontext():
+        yield
+
+
+def _write_record(run: RunDirectory, loaded: LoadedRecipe, data: RunData) -> None:
+    """What is known before training: recipe, command, environment, data."""
+    run.write_text(run.recipe, loaded.source_text)
+    run.write_text(run.resolved, dump_resolved(loaded), private=True)
+    run.write_text(run.command, command_script(), private=True)
+    run.write_json(run.environment, capture_environment(), private=True)
+    run.write_json(run.data, data.summary)
+    if data.ledger.exists():
+        run.write_text(run.dropped, data.ledger.read_text(encoding="utf-8"))
+
+
+def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> dict[str, Any]:
+    """What a continued run must share with the one it continues, or its curve means nothing."""
+    args = prepared.args
+    micro = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    return {
+        "data": prepared.data.fingerprint,
+        "model": recipe.model.name_or_path,
+        "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
+        "rows_per_step": micro * place.world_size,
+        "seed": args.seed,
+        # ZeRO's shards fit the same number of ranks only.
+        "num_ranks": place.world_size if recipe.deepspeed else None,
+    }
+
+
+def _dry_run(recipe: Recipe, prepared: _Prepared, console: Console) -> None:
+    """Report what one step on the longest batch did; nothing is written."""
+    args = prepared.args
+    built = _build(recipe, prepared)
+    if args.gradient_checkpointing:
+        built.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    verdict = run_longest_batch(
+        built.model,
+        prepared.data.train,
+        batch_size=args.per_device_train_batch_size,
+        device=args.device,
+        autocast_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
+    )
+    console.note(built.describe())
+    console.finish(describe_dry_run(verdict, prepared.data, args), title="dry run: ready to train")

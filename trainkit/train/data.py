@@ -1,0 +1,183 @@
+"""From the recipe's data section to what the Trainer reads: datasets, collators, counts."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.collator import PackingCollator, PaddingCollator
+from trainkit.data.formats import parse_row
+from trainkit.data.ledger import Ledger
+from trainkit.data.messages import Conversation, RowError, validate
+from trainkit.data.options import DataOptions, Source
+from trainkit.data.prepare import Progress, prepare
+from trainkit.data.prepared import PackedDataset, PreparedData, SampleDataset
+from trainkit.data.reading import RawRow, decode, read_rows, resolve_files
+from trainkit.errors import DataError, ModelError
+from trainkit.train.sampling import CountingCollator, EpochDataset
+from trainkit.train.trainer import TrainingData
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of one run.
+
+    Attributes:
+        train: what is trained on.
+        eval: what ``eval_loss`` is measured on, or None.
+        summary: the content of ``data.json``.
+        ledger: the file with a line for every row that was dropped, cut or repaired; None if none.
+        stop_token_ids: the end-of-turn tokens that are trained.
+        fingerprint: the same for the same samples.
+        warnings: what the user should know before training.
+    """
+
+    train: TrainingData
+    eval: TrainingData | None
+    summary: Mapping[str, Any]
+    ledger: Path
+    stop_token_ids: tuple[int, ...]
+    fingerprint: str
+    warnings: tuple[str, ...]
+
+
+def prepare_run_data(
+    train: Sequence[Source],
+    evaluation: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    *,
+    packing: bool,
+    shuffle: bool,
+    ledger: Path,
+    progress: Callable[[Progress], None] | None,
+) -> RunData:
+    """Read, mask and tokenise; call it before there is a process group.
+
+    Args:
+        train: sources of training data.
+        evaluation: sources of evaluation data, or none.
+        tokenizer: renders and encodes.
+        options: how rows become samples; ``seed`` decides the order of training samples too.
+        packing: several samples a row, or one.
+        shuffle: False keeps the order of the files.
+        ledger: the file for dropped, cut and repaired rows.
+        progress: called now and then.
+
+    Raises:
+        DataError: the data cannot be trained on as it is.
+        ModelError: the tokenizer has no token to pad with.
+    """
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None:
+        pad_token_id = tokenizer.eos_token_id
+    if pad_token_id is None:
+        raise ModelError(
+            "the tokenizer has neither a padding nor an end-of-sequence token",
+            where="model.name_or_path",
+            fix="set pad_token in its tokenizer_config.json",
+        )
+    entries = Ledger(ledger)
+    prepared = prepare(train, tokenizer, options, ledger=entries, progress=progress)
+    held_out = None
+    if evaluation:
+        held_out = prepare(evaluation, tokenizer, options, ledger=entries, progress=progress)
+    entries.close()
+
+    def batches(data: PreparedData, seed: int | None) -> TrainingData:
+        return _training_data(data, seed, options.max_length, pad_token_id, packing=packing)
+
+    ends = {*prepared.eot_token_ids, *(held_out.eot_token_ids if held_out else ())}
+    return RunData(
+        train=batches(prepared, options.seed if shuffle else None),
+        eval=None if held_out is None else batches(held_out, None),
+        summary={"train": prepared.summary, "eval": held_out.summary if held_out else None},
+        ledger=ledger,
+        stop_token_ids=tuple(sorted(ends)),
+        fingerprint=fingerprint_of(prepared, packing=packing, shuffle=shuffle),
+        warnings=tuple(prepared.summary["warnings"]),
+    )
+
+
+def read_conversations(sources: Sequence[Source]) -> list[list[dict[str, Any]]]:
+    """Whole conversations as messages, for questions to a trained model.
+
+    Raises:
+        DataError: a row that is no conversation; each was written to be answered.
+    """
+    conversations = []
+    for source in sources:
+        for file in resolve_files(source.path):
+            for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
+                conversations.append(_messages(file, row, source))
+    return conversations
+
+
+def _messages(file: Path, row: RawRow, source: Source) -> list[dict[str, Any]]:
+    place = f"{file}:{row.line}"
+    try:
+        if row.payload is None:
+            raise RowError(*(row.problem or ("unreadable", "the row cannot be read")))
+        parsed = parse_row(decode(row.payload), source.format, source.columns)
+        if not isinstance(parsed, Conversation):
+            raise RowError("no_messages", "the row is no conversation")
+        conversation = validate(parsed, needs_assistant=True)
+    except (RowError, ValueError) as error:
+        raise DataError(str(error), where=place, fix="mend or remove the row") from error
+    return [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
+
+
+def fingerprint_of(data: PreparedData, *, packing: bool, shuffle: bool) -> str:
+    """A digest of everything that decides which tokens a step trains on.
+
+    It is made of the digests of files, template and tokenizer and of the options, not of paths: the
+    same data may move.
+    """
+    summary = data.summary
+    parts = {
+        "files": [(row["sha256"], row["samples"], row["tokens"]) for row in summary["files"]],
+        "mixture": [(row["weight"], row["epochs"]) for row in summary["sources"]],
+        "template": summary["template_sha256"],
+        "tokenizer": summary["tokenizer_sha256"],
+        "max_length": summary["options"]["max_length"],
+        "mask": summary["options"]["mask"],
+        "packing": packing,
+        "shuffle": shuffle,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _training_data(
+    data: PreparedData, seed: int | None, max_length: int, pad_token_id: int, *, packing: bool
+) -> TrainingData:
+    samples: EpochDataset
+    if packing:
+        samples = PackedDataset(data, max_length, seed=seed or 0, mixed=seed is not None)
+        return TrainingData(
+            samples=samples,
+            collator=CountingCollator(PackingCollator(max_length, pad_token_id), _count_packed),
+            without_training=lambda row: [_untrained(sample) for sample in row],
+        )
+    samples = SampleDataset(data, seed=seed)
+    return TrainingData(
+        samples=samples,
+        collator=CountingCollator(PaddingCollator(pad_token_id), _count),
+        without_training=_untrained,
+    )
+
+
+def _untrained(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
+
+
+def _count(samples: Sequence[Mapping[str, Any]]) -> int:
+    return sum(len(sample["input_ids"]) for sample in samples)
+
+
+def _count_packed(rows: Sequence[Sequence[Mapping[str, Any]]]) -> int:
+    return sum(_count(row) for row in rows)

@@ -1,0 +1,114 @@
+"""From a model's name to the module that is trained: loaded, adapters attached, kernels swapped in.
+
+The order matters and is kept here: the process group and DeepSpeed's configuration come before the
+load (ZeRO-3 shards while loading), adapters before kernels (the report counts what will run).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.errors import RecipeError
+from trainkit.lora.adapter import LoraOptions, attach, count_parameters
+from trainkit.lora.quant import quantization_config
+from trainkit.models import attention as own_attention
+from trainkit.models.attention import Attention, resolve_attention
+from trainkit.models.patch import PatchReport, patch
+from trainkit.train.loading import DTYPES, ModelSource, load_config, load_model
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model ready to be trained, and what was done to it.
+
+    Attributes:
+        model: the transformers or peft model.
+        attention: what it attends with, and why.
+        report: what the kernels replaced; None when none were asked for.
+        num_trained: parameters that are trained.
+        num_parameters: all of them.
+    """
+
+    model: nn.Module
+    attention: Attention
+    report: PatchReport | None
+    num_trained: int
+    num_parameters: int
+
+    def kernels_record(self) -> dict[str, Any]:
+        """The content of ``kernels.json``."""
+        attention = {"name": self.attention.name, "reason": self.attention.reason}
+        if self.report is None:
+            return {"attention": attention, "ops": [], "reason": "kernels: false in the recipe"}
+        return {"attention": attention, **self.report.to_dict()}
+
+    def describe(self) -> str:
+        """A few lines for the console."""
+        share = self.num_trained / max(self.num_parameters, 1)
+        lines = [
+            f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",
+            f"attention: {self.attention.name} ({self.attention.reason})",
+            str(self.report) if self.report else "kernels: none replaced (kernels: false)",
+        ]
+        return "\n".join(lines)
+
+
+def build_model(
+    source: ModelSource,
+    *,
+    attention: str,
+    packing: bool,
+    lora: LoraOptions | None,
+    quantize: str | None,
+    kernels: bool | Mapping[str, bool],
+    reentrant: bool,
+) -> BuiltModel:
+    """Load the model and put adapters and kernels into it.
+
+    Args:
+        source: where the weights are.
+        attention: ``auto``, or a name that transformers knows.
+        packing: several documents share a row.
+        lora: adapters, or None for full fine-tuning.
+        quantize: ``nf4`` loads the frozen base in 4 bits.
+        kernels: all, none, or per op.
+        reentrant: reentrant gradient checkpointing, which needs gradients at the embeddings.
+
+    Raises:
+        ModelError: the model cannot be loaded, or a module name matches nothing.
+        PatchError: a kernel was asked for by name and cannot be put in.
+        RecipeError: 4-bit weights without adapters.
+    """
+    if quantize is not None and lora is None:
+        raise RecipeError("a 4-bit base cannot be trained itself", where="lora.quantize")
+    quantization = None
+    if quantize is not None:
+        quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
+    chosen = _attention(source, attention, packing=packing)
+    model: nn.Module = load_model(source, attention=chosen.name, quantization=quantization)
+    if chosen.name == own_attention.NAME:
+        own_attention.install(model, chosen.engine)
+    if lora is not None:
+        model = attach(model, lora, require_input_grads=reentrant)
+    report = None if kernels is False else patch(model, kernels)
+    num_trained, num_parameters = count_parameters(model)
+    return BuiltModel(model, chosen, report, num_trained, num_parameters)
+
+
+def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:
+    """Turn ``auto`` into a name, by the model's family and the device."""
+    if wanted != "auto":
+        return Attention(wanted, "named in the recipe")
+    config = load_config(source).get_text_config()
+    head_size = getattr(config, "head_dim", None)
+    own_attention.register()
+    return resolve_attention(
+        config.model_type,
+        packed=packing,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype=DTYPES.get(source.dtype, torch.bfloat16),
+        head_size=head_size or config.hidden_size // config.num_attention_heads,
+    )

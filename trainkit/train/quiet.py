@@ -1,0 +1,47 @@
+"""One voice on the terminal: libraries log to files, long preparation shows its progress."""
+
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+from trainkit.data.prepare import Progress
+from trainkit.run import Console
+
+NOTE_SECONDS = 10.0
+
+
+def quieten_libraries() -> None:
+    """Keep progress bars and advice of the libraries off the terminal; errors still come through."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for name in ("DeepSpeed", "accelerate", "peft", "datasets", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+@contextmanager
+def tokenisation_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A callback that says every ten seconds how far the data is, and how long it will take."""
+    started = time.monotonic()
+    last = started
+
+    def report(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < NOTE_SECONDS:
+            return
+        last = now
+        rate = progress.rows / (now - started)
+        line = f"reading {progress.source}: {progress.rows} rows, {rate:.0f} a second"
+        if progress.bytes_total and progress.bytes_done:
+            share = progress.bytes_done / progress.bytes_total
+            line += f", {share:.0%}, {(now - started) * (1 - share) / share:.0f} s left"
+        console.note(line)
+
+    yield report

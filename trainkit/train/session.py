@@ -1,0 +1,145 @@
+"""One training session: the Trainer with everything around it, and what it leaves behind."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+
+from trainkit.run import Console, RunDirectory
+from trainkit.run.model_card import write_model_card
+from trainkit.run.plot import draw_plots
+from trainkit.run.report import write_report
+from trainkit.train.callbacks import LeakTest, RunRecorder, StopWhenAsked, stopping_on_signals
+from trainkit.train.checkpoints import CheckpointWriter, ResumePoint, check_fingerprint
+from trainkit.train.data import RunData
+from trainkit.train.finish import AfterTraining, answer_held_out, save_final
+from trainkit.train.flops import peak_flops, training_flops_per_token
+from trainkit.train.model import BuiltModel
+from trainkit.train.trainer import SftTrainer, StopRequest
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything a run has before its first step.
+
+    Attributes:
+        run: the run directory.
+        console: speaks on rank 0.
+        args: transformers' arguments.
+        tokenizer: of the model.
+        data: what is trained and evaluated on.
+        built: the model.
+        fingerprint: what a continued run must agree with.
+        max_length: tokens per sample, for MFU.
+        is_packed: several documents share a row.
+        lora_plus_ratio: see :mod:`trainkit.train.optim`.
+        is_main: whether this rank writes.
+        after: what is asked of the trained model.
+    """
+
+    run: RunDirectory
+    console: Console
+    args: TrainingArguments
+    tokenizer: PreTrainedTokenizerBase
+    data: RunData
+    built: BuiltModel
+    fingerprint: Mapping[str, Any]
+    max_length: int
+    is_packed: bool
+    lora_plus_ratio: float | None
+    is_main: bool
+    after: AfterTraining
+
+    def train(self, point: ResumePoint | None) -> None:
+        """Train, from the beginning or from ``point``, and write the final model and the report.
+
+        Raises:
+            KeyboardInterrupt: the run was asked to stop; a checkpoint is written.
+            CheckpointError: ``point`` belongs to another run.
+        """
+        if point is not None:
+            self._check_point(point)
+        stop = StopRequest()
+        trainer = self._trainer(stop)
+        recorder = self._recorder(point)
+        if recorder is not None:
+            trainer.add_callback(recorder)
+        started = time.perf_counter()
+        with stopping_on_signals(stop, self.console):
+            trainer.train(resume_from_checkpoint=None if point is None else str(point.checkpoint))
+        seconds = time.perf_counter() - started
+        if recorder is not None:
+            recorder.finish()
+            self.run.write_json(self.run.log_history, trainer.state.log_history)
+        if stop.reason is not None:
+            saved = self.run.checkpoint(trainer.state.global_step)
+            self.console.stop()
+            self.console.note(f"{stop.reason}; saved {saved}")
+            self.console.note(f"continue with: --resume {self.run.root}")
+            raise KeyboardInterrupt(stop.reason)
+        self._finish(trainer, seconds)
+
+    def _check_point(self, point: ResumePoint) -> None:
+        check_fingerprint(point, self.fingerprint)
+        for path, reason in point.skipped:
+            self.console.warn(f"{path.name} is damaged and was passed over: {reason}")
+        self.console.note(f"continuing from {point.checkpoint}")
+
+    def _trainer(self, stop: StopRequest) -> SftTrainer:
+        trainer = SftTrainer(
+            model=self.built.model,
+            args=self.args,
+            tokenizer=self.tokenizer,
+            train_data=self.data.train,
+            eval_data=self.data.eval,
+            checkpoints=CheckpointWriter(self.run.root, self.fingerprint),
+            stop=stop,
+            lora_plus_ratio=self.lora_plus_ratio,
+            flops_per_token=training_flops_per_token(self.built.model, self.max_length),
+            peak_flops=peak_flops(),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(StopWhenAsked(stop))
+        if self.is_packed:
+            vocab_size = self.built.model.config.get_text_config().vocab_size
+            trainer.add_callback(LeakTest(self.built.attention.name, vocab_size))
+        return trainer
+
+    def _recorder(self, point: ResumePoint | None) -> RunRecorder | None:
+        if not self.is_main:
+            return None
+        metrics = self.run.open_metrics(resume_step=None if point is None else point.step)
+        return RunRecorder(self.run, self.console, metrics)
+
+    def _finish(self, trainer: SftTrainer, seconds: float) -> None:
+        """The final model first, then everything that only describes it."""
+        save_final(
+            trainer,
+            self.run.final,
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.data.stop_token_ids,
+            metadata={"step": trainer.state.global_step},
+        )
+        summary: dict[str, object] = {}
+        if self.after.held_out:
+            result = answer_held_out(trainer, self.run.final, self.tokenizer, self.after)
+            summary["exact match"] = f"{result.accuracy:.1%} of {result.num_total} held-out answers"
+            if self.is_main:
+                self.run.write_json(self.run.generation_eval, result.to_dict())
+        if not self.is_main:
+            return
+        draw_plots(self.run)
+        write_model_card(self.run, base_model=self.after.base_model)
+        write_report(self.run)
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        figures = {
+            "steps": trainer.state.global_step,
+            "loss": f"{rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}" if rows else "none",
+            "time": f"{seconds:.0f} s",
+            **summary,
+            "model": self.run.final,
+            "report": self.run.report,
+        }
+        self.console.finish(figures)
