@@ -5,6 +5,10 @@ the Triton kernel runs. Nothing here mutates its inputs, saved tensors or incomi
 """
 
 from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_chunk
+from trainkit.kernels.linear_cross_entropy.function import (
+    linear_cross_entropy,
+    linear_cross_entropy_counted,
+)
 from trainkit.kernels.rms_norm.function import add_rms_norm, rms_norm
 from trainkit.kernels.rope.function import apply_rope
 from trainkit.kernels.row_reduce.function import row_max, row_min
@@ -16,6 +20,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_chunk",
     "geglu_tanh",
+    "linear_cross_entropy",
+    "linear_cross_entropy_counted",
     "rms_norm",
     "row_max",
     "row_min",

@@ -7,7 +7,6 @@ compiled for; otherwise it takes Triton's own road.
 """
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -58,14 +57,21 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.get_device())
 
 
-@functools.cache
-def _num_multiprocessors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+_MULTIPROCESSORS: dict[int, int] = {}
 
 
 def num_multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's GPU; two under the interpreter, to exercise the loops."""
-    return _num_multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+    if not tensor.is_cuda:
+        return 2
+    index = tensor.get_device()
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_properties(index).multi_processor_count
+    count = _MULTIPROCESSORS.get(index)
+    if count is None:
+        count = torch.cuda.get_device_properties(index).multi_processor_count
+        _MULTIPROCESSORS[index] = count
+    return count
 
 
 def next_power_of_2(n: int) -> int:
@@ -82,6 +88,13 @@ def as_rows(tensor: Tensor) -> Tensor:
     """The tensor as (M, N) rows with unit column stride; a copy only where no such view exists."""
     rows = tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised contiguous memory of the tensor's shape and device."""
+    if tensor.is_contiguous():
+        return torch.empty_like(tensor, dtype=dtype)
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
 class Kernel:

@@ -169,6 +169,8 @@ def _prepare(
         scale = kernel.launch_scale(flat, num_items, options.ignore_index, logits)
     elif num_items is not None:
         scale = 1.0 / float(num_items) if float(num_items) > 0 else 0.0
+        if logits.dtype == torch.float64:  # a number reaches a kernel as fp32
+            scale = logits.new_tensor(scale)
     else:
         scale = kernel.launch_scale(flat, None, options.ignore_index, logits)
     losses = logits.new_empty((rows.shape[0],), dtype=kernel.loss_dtype(logits))

@@ -2,15 +2,13 @@
 
 One program makes one row's loss and gradient. A perfect kernel reads the logits once and writes the
 gradient once; a row of a large vocabulary (300 kB) fits no register file, so part of it is read
-twice. The end of the row (RESIDENT columns) stays in registers between the passes; the rest is
-streamed, and the second pass walks it backwards, over what the L2 cache saw last.
+twice. The end of the row (NUM_KEPT tiles) stays in registers between the passes; the rest is streamed, and the second pass walks it backwards, over what the L2 cache saw last.
 
 The sum over the other tokens is kept apart from the label's own term, so that ``p - 1`` and the
 loss of a token the model is sure of come out of a sum of small numbers, not of a difference of
 nearly equal ones.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +19,8 @@ from torch import Tensor
 from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
 
 ON_GPU = tl.constexpr(not INTERPRETING)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _log1p(x):
 def _opaque(x):
     # Hides from the compiler that x is known: it would keep the widened copy of a row in registers
     # (and spill) instead of widening 16-bit values again. There is no assembler to run on a CPU.
-    if ON_GPU:
+    if ON_GPU:  # noqa: SIM102
         if x.dtype.primitive_bitwidth == 16:
             x = tl.inline_asm_elementwise(
                 "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
@@ -51,10 +51,55 @@ def _opaque(x):
 
 
 @triton.jit
-def _gradient(x, cols, label, top, factor, floor, label_gradient, SOFTCAP: tl.constexpr):
+def _columns(NUM: tl.constexpr, GROUP: tl.constexpr):
+    # Groups of 16 bytes, one lane each: reductions along the second axis stay inside a thread.
+    return tl.arange(0, NUM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _others(x, cols, label, NUM: tl.constexpr):
+    # The label's column counts apart. Few tiles hold it, and the branch is cheaper than a select.
+    if (label >= 0) & (label < NUM):
+        x = tl.where(cols == label, -float("inf"), x)
+    return x
+
+
+@triton.jit
+def _kept_others(
+    tile,
+    cols,
+    label,
+    start,
+    WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    others = _others(_cap(_opaque(tile).to(WIDE), SOFTCAP), cols, label - start, BLOCK)
+    if SOFTCAP > 0.0:  # of the -inf that stands for no column
+        others = tl.where(cols < V - start, others, -float("inf"))
+    return others
+
+
+@triton.jit
+def _gradient(
+    x,
+    cols,
+    label,
+    top,
+    factor,
+    floor,
+    label_gradient,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NUM: tl.constexpr,
+):
     value = _cap(x, SOFTCAP)
-    gradient = tl.exp(value - top) * factor - floor
-    gradient = tl.where(cols == label, label_gradient, gradient)
+    gradient = tl.exp2(value * LOG2E - top) * factor
+    if SMOOTHING > 0.0:
+        gradient = gradient - floor
+    if (label >= 0) & (label < NUM):
+        gradient = tl.where(cols == label, label_gradient, gradient)
     if SOFTCAP > 0.0:
         slope = value / SOFTCAP
         gradient = gradient * (1.0 - slope * slope)
@@ -85,11 +130,12 @@ def _cross_entropy(
     Z_LOSS: tl.constexpr,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
-    RESIDENT: tl.constexpr,
     NUM_STREAMED: tl.constexpr,
+    NUM_KEPT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     WIDE: tl.constexpr = tl.float64 if logits_ptr.dtype.element_ty == tl.float64 else tl.float32
+    GROUP: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -98,27 +144,22 @@ def _cross_entropy(
     scale = tl.load(scale_ptr).to(WIDE) if SCALE_IS_TENSOR else scale_value
     if HAS_GRAD_OUTPUT:
         grad_output = tl.load(grad_output_ptr).to(WIDE)
-        if SKIP_UNIT_GRAD_OUTPUT:
+        if SKIP_UNIT_GRAD_OUTPUT:  # noqa: SIM102 (a constexpr and a tensor)
             if grad_output == 1.0:
                 return
         scale = scale * grad_output
 
     label = tl.load(labels_ptr + row).to(tl.int32)
-    block_cols = tl.arange(0, BLOCK)
-    resident_start: tl.constexpr = NUM_STREAMED * BLOCK
-    resident_cols = resident_start + tl.arange(0, RESIDENT)
-    resident_mask = resident_cols < V
+    cols = _columns(BLOCK, GROUP)
     if label == ignore_index:
         if WANT_LOSS:
             tl.store(losses_ptr + row, tl.zeros([], dtype=losses_ptr.dtype.element_ty))
         if WANT_CORRECT:
             tl.store(correct_ptr + row, tl.zeros([], dtype=correct_ptr.dtype.element_ty))
         if WANT_GRAD:
-            for index in range(NUM_STREAMED):
-                zeros = tl.zeros([BLOCK], dtype=dtype)
-                tl.store(dlogits_ptr + index * BLOCK + block_cols, zeros)
-            zeros = tl.zeros([RESIDENT], dtype=dtype)
-            tl.store(dlogits_ptr + resident_cols, zeros, mask=resident_mask)
+            for index in tl.range(NUM_STREAMED + NUM_KEPT):
+                zeros = tl.zeros([BLOCK // GROUP, GROUP], dtype=dtype)
+                tl.store(dlogits_ptr + index * BLOCK + cols, zeros, mask=index * BLOCK + cols < V)
         return
 
     # A label that names no column must not read out of bounds: its row becomes NaN, loudly.
@@ -126,83 +167,113 @@ def _cross_entropy(
     label_logit = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
     label_logit = _cap(label_logit, SOFTCAP)
 
-    # Pass 1. Each lane keeps a running maximum and the sum of exp(x - maximum) of its columns, with
-    # one exp a column: either the sum shrinks by exp(old - new) or the column adds that much.
-    lane_top = tl.full([BLOCK], -3.0e38, dtype=WIDE)
-    lane_sum = tl.zeros([BLOCK], dtype=WIDE)
+    # Pass 1. Each lane keeps a running maximum and sum of its groups, both on the scale of log2:
+    # exp(x) = 2^(x LOG2E) is one fused multiply-add and one instruction for 2^.
+    lane_top = tl.full([BLOCK // GROUP], -3.0e38, dtype=WIDE)
+    lane_sum = tl.zeros([BLOCK // GROUP], dtype=WIDE)
     if SMOOTHING > 0.0:
-        lane_total = tl.zeros([BLOCK], dtype=WIDE)
+        lane_total = tl.zeros([BLOCK // GROUP], dtype=WIDE)
     for index in tl.range(0, NUM_STREAMED, num_stages=STAGES):
         start = index * BLOCK
-        streamed = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_last").to(WIDE)
+        streamed = tl.load(logits_ptr + start + cols, eviction_policy="evict_last").to(WIDE)
         streamed = _cap(streamed, SOFTCAP)
         if SMOOTHING > 0.0:
-            lane_total += streamed
-        streamed = tl.where(block_cols == label - start, -float("inf"), streamed)
-        step = tl.exp(-tl.abs(streamed - lane_top))
-        rises = streamed > lane_top
-        lane_sum = tl.where(rises, lane_sum * step + 1.0, lane_sum + step)
-        lane_top = tl.where(rises, streamed, lane_top)
-    kept = tl.load(logits_ptr + resident_cols, mask=resident_mask, other=-float("inf"))
-    x = _cap(kept.to(WIDE), SOFTCAP)
-    others = tl.where(resident_cols == label, -float("inf"), x)
-    kept = _opaque(kept)
-    top = tl.maximum(tl.max(others, axis=0), label_logit)
-    if NUM_STREAMED > 0:
-        top = tl.maximum(top, tl.max(lane_top, axis=0))
-    x = _cap(kept.to(WIDE), SOFTCAP)
-    others = tl.where(resident_cols == label, -float("inf"), x)
-    sum_others = tl.sum(tl.exp(tl.where(resident_mask, others - top, -float("inf"))), axis=0)
-    if NUM_STREAMED > 0:
-        sum_others += tl.sum(lane_sum * tl.exp(lane_top - top), axis=0)
-    # maximum() may drop a NaN; the sums carry it on.
-    above = label_logit - top
-    total = sum_others + tl.exp(above)
-    log_total = tl.log(total)
+            lane_total += tl.sum(streamed, axis=1)
+        streamed = _others(streamed, cols, label - start, BLOCK)
+        higher = tl.maximum(lane_top, tl.max(streamed, axis=1) * LOG2E)
+        powers = tl.exp2(streamed * LOG2E - higher[:, None])
+        lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
+        lane_top = higher
+    kept = ()
+    for part in tl.static_range(NUM_KEPT):
+        start = (NUM_STREAMED + part) * BLOCK
+        tile = tl.load(
+            logits_ptr + start + cols,
+            mask=cols < V - start,
+            other=-float("inf"),
+            eviction_policy="evict_first",
+        )
+        kept = kept + (tile,)  # noqa: RUF005 (Triton knows no unpacking)
+    higher = lane_top
+    for part in tl.static_range(NUM_KEPT):
+        start = (NUM_STREAMED + part) * BLOCK
+        others = _kept_others(kept[part], cols, label, start, WIDE, SOFTCAP, V, BLOCK)
+        higher = tl.maximum(higher, tl.max(others, axis=1) * LOG2E)
+    others_top = tl.max(higher, axis=0)
+    top = tl.maximum(others_top, label_logit * LOG2E)
+    lane_sum = lane_sum * tl.exp2(lane_top - top)
+    for part in tl.static_range(NUM_KEPT):
+        start = (NUM_STREAMED + part) * BLOCK
+        others = _kept_others(kept[part], cols, label, start, WIDE, SOFTCAP, V, BLOCK)
+        lane_sum += tl.sum(tl.exp2(others * LOG2E - top), axis=1)
+        if SMOOTHING > 0.0:
+            value = _cap(kept[part].to(WIDE), SOFTCAP)
+            lane_total += tl.sum(tl.where(cols < V - start, value, 0.0), axis=1)
+    sum_others = tl.sum(lane_sum, axis=0)
+    above = label_logit * LOG2E - top
+    label_power = tl.exp2(above)
+    total = sum_others + label_power
 
     if WANT_LOSS:
-        nll = tl.where(above == 0.0, _log1p(sum_others), log_total - above)
+        # With p near 1, log1p of the others' share; with p near 0 the share may overflow.
+        share = sum_others / tl.where(label_power > 1e-30, label_power, 1.0)
+        nll = tl.where(label_power > 1e-30, _log1p(share), tl.log(total) - above * LN2)
         loss = nll
         if SMOOTHING > 0.0:
-            mean = tl.sum(tl.where(resident_mask, x, 0.0), axis=0)
-            if NUM_STREAMED > 0:
-                mean += tl.sum(lane_total, axis=0)
-            mean = mean / V
-            loss = (1.0 - SMOOTHING) * nll + SMOOTHING * (log_total + (top - mean))
+            mean = tl.sum(lane_total, axis=0) / V
+            loss = (1.0 - SMOOTHING) * nll + SMOOTHING * (nll + label_logit - mean)
         if Z_LOSS > 0.0:
-            lse = top + log_total
+            lse = nll + label_logit
             loss += Z_LOSS * lse * lse
         tl.store(losses_ptr + row, loss.to(losses_ptr.dtype.element_ty))
     if WANT_CORRECT:
-        tl.store(correct_ptr + row, (above == 0.0).to(correct_ptr.dtype.element_ty))
+        correct = label_logit * LOG2E >= others_top
+        tl.store(correct_ptr + row, correct.to(correct_ptr.dtype.element_ty))
 
     # Pass 2. d loss / d x_j = p_j (1 + 2 z lse) - e / V, and 1 - e less for the label.
     if WANT_GRAD:
         weight = scale
         if Z_LOSS > 0.0:
-            weight = scale * (1.0 + 2.0 * Z_LOSS * (top + log_total))
+            weight = scale * (1.0 + 2.0 * Z_LOSS * (top * LN2 + tl.log(total)))
         factor = weight / total
         floor = scale * (SMOOTHING / V)
         # p - 1 = -sum_others / total
-        label_gradient = (weight - scale) - sum_others * factor - floor
+        label_gradient = (weight - scale) - sum_others * factor
         if SMOOTHING > 0.0:
-            label_gradient += scale * SMOOTHING
-        kept = _opaque(kept)
-        gradient = _gradient(
-            kept.to(WIDE), resident_cols, label, top, factor, floor, label_gradient, SOFTCAP
-        )
-        tl.store(dlogits_ptr + resident_cols, gradient.to(dtype), mask=resident_mask)
+            label_gradient += scale * SMOOTHING - floor
+        for part in tl.static_range(NUM_KEPT):
+            start = (NUM_STREAMED + part) * BLOCK
+            gradient = _gradient(
+                _opaque(kept[part]).to(WIDE),
+                cols,
+                label - start,
+                top,
+                factor,
+                floor,
+                label_gradient,
+                SMOOTHING,
+                SOFTCAP,
+                BLOCK,
+            )
+            tl.store(dlogits_ptr + start + cols, gradient.to(dtype), mask=cols < V - start)
         for reverse in tl.range(0, NUM_STREAMED, num_stages=STAGES):
             start = (NUM_STREAMED - 1 - reverse) * BLOCK
-            streamed = tl.load(logits_ptr + start + block_cols, eviction_policy="evict_first").to(
-                WIDE
-            )
-            dstreamed = _gradient(
-                streamed, block_cols, label - start, top, factor, floor, label_gradient, SOFTCAP
+            again = tl.load(logits_ptr + start + cols, eviction_policy="evict_first").to(WIDE)
+            streamed_gradient = _gradient(
+                again,
+                cols,
+                label - start,
+                top,
+                factor,
+                floor,
+                label_gradient,
+                SMOOTHING,
+                SOFTCAP,
+                BLOCK,
             )
             tl.store(
-                dlogits_ptr + start + block_cols,
-                dstreamed.to(dtype),
+                dlogits_ptr + start + cols,
+                streamed_gradient.to(dtype),
                 eviction_policy="evict_first",
             )
 
@@ -258,16 +329,16 @@ class LossOptions:
     z_loss: float = 0.0
 
 
-@functools.cache
 def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK, RESIDENT, NUM_STREAMED, num_warps, STAGES) by row length and bytes an element."""
+    """(BLOCK, NUM_STREAMED, NUM_KEPT, num_warps, STAGES) by row length and bytes an element."""
     if INTERPRETING:
-        block, most, warps, stages = 4096, 8192, 4, 1
+        block, most, warps, stages = 4096, 2, 4, 1
     else:
-        block, most, warps, stages = 8192, 65536 // element_size, 16, 3
-    resident = min(next_power_of_2(vocab), most)
-    streamed = -(-max(0, vocab - resident) // block)
-    return block, resident, streamed, 4 if vocab <= 4096 else warps, stages
+        block, most, warps, stages = 8192, 16 // element_size, 16, 3
+    block = min(max(16, next_power_of_2(vocab)), block)
+    tiles = -(-vocab // block)
+    kept = min(tiles, most)
+    return block, tiles - kept, kept, 4 if vocab <= 4096 else warps, stages
 
 
 def launch(
@@ -298,7 +369,7 @@ def launch(
     num_rows, vocab = logits.shape
     if not num_rows:
         return
-    block, resident, streamed, warps, stages = config(vocab, logits.element_size())
+    block, streamed, kept, warps, stages = config(vocab, logits.element_size())
     on_device = isinstance(scale, Tensor)
     out = logits if dlogits is None else dlogits
     filler = labels
@@ -327,8 +398,8 @@ def launch(
             options.z_loss,
             vocab,
             block,
-            resident,
             streamed,
+            kept,
             stages,
         ),
         num_warps=warps,

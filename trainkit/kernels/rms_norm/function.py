@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, device_of, runs_kernel
 from trainkit.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 
 if HAS_TRITON:
@@ -87,12 +87,10 @@ class _RMSNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, gemma: bool
     ) -> Tensor:
         with device_of(x):
-            y, _, rstd = kernel.launch_forward(
-                as_rows(x), None, weight.contiguous(), eps, offset, gemma
-            )
+            y, _, rstd = kernel.launch_forward(x, None, weight.contiguous(), eps, offset, gemma)
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset = offset
-        return y.view(x.shape)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -101,16 +99,9 @@ class _RMSNorm(torch.autograd.Function):
         want_dx, want_dw = ctx.needs_input_grad[:2]
         with device_of(x):
             dx, dw = kernel.launch_backward(
-                as_rows(x),
-                weight.contiguous(),
-                rstd,
-                as_rows(dy),
-                None,
-                ctx.offset,
-                want_dx,
-                want_dw,
+                x, weight.contiguous(), rstd, dy, None, ctx.offset, want_dx, want_dw
             )
-        return None if dx is None else dx.view(x.shape), dw, None, None, None
+        return dx, dw, None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -124,37 +115,39 @@ class _AddRMSNorm(torch.autograd.Function):
         offset: float,
         gemma: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         with device_of(x):
             y, total, rstd = kernel.launch_forward(
-                as_rows(x), as_rows(residual), weight.contiguous(), eps, offset, gemma
+                x, residual, weight.contiguous(), eps, offset, gemma
             )
-        total = total.view(x.shape)
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset = offset
         ctx.dtypes = (x.dtype, residual.dtype)
-        return y.view(x.shape), total
+        return y, total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
         want_x, want_residual, want_dw = ctx.needs_input_grad[:3]
-        with device_of(total):
-            ds, dw = kernel.launch_backward(
-                as_rows(total),
-                weight.contiguous(),
-                rstd,
-                as_rows(dy),
-                as_rows(dtotal),
-                ctx.offset,
-                want_x or want_residual,
-                want_dw,
-            )
-        if ds is None:
+        if dy is None:  # only the sum was used
+            dsum, dw = dtotal, None
+        else:
+            with device_of(total):
+                dsum, dw = kernel.launch_backward(
+                    total,
+                    weight.contiguous(),
+                    rstd,
+                    dy,
+                    dtotal,
+                    ctx.offset,
+                    want_x or want_residual,
+                    want_dw,
+                )
+        if dsum is None:
             return None, None, dw, None, None, None
-        ds = ds.view(total.shape)
         # Both branches get the same tensor: none of our ops writes into a gradient it was given.
         x_dtype, residual_dtype = ctx.dtypes
-        dx = ds.to(x_dtype) if want_x else None
-        dresidual = ds.to(residual_dtype) if want_residual else None
+        dx = dsum.to(x_dtype) if want_x else None
+        dresidual = dsum.to(residual_dtype) if want_residual else None
         return dx, dresidual, dw, None, None, None

@@ -7,14 +7,19 @@ each keeps its share of dw in registers and leaves one fp32 row of a (P, H) buff
 kernel sums in a fixed order. So dw is the same bits in every run.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2, num_multiprocessors
+from trainkit.kernels.launch import (
+    INTERPRETING,
+    Kernel,
+    as_rows,
+    empty_like,
+    next_power_of_2,
+    num_multiprocessors,
+)
 
 MAX_HIDDEN = 65536  # one row must fit the registers of a program
 
@@ -149,58 +154,62 @@ FORWARD = Kernel(_forward)
 BACKWARD = Kernel(_backward)
 SUM_PARTIALS = Kernel(_sum_partials)
 
+SUM_CONFIG = (64, 512, 4) if INTERPRETING else (128, 16, 4)  # BLOCK_P, BLOCK_H, num_warps
+_WIDE = torch.float32
 
-@functools.cache
+
 def forward_config(hidden: int) -> tuple[int, int, int]:
     """(BLOCK_H, BLOCK_ROWS, num_warps) by hidden size."""
     block = next_power_of_2(hidden)
     if INTERPRETING:
         return block, max(1, min(64, 2**18 // block)), 4
-    rows = max(1, 2048 // block)
-    return block, rows, min(32, max(4, block // 1024))
+    if block <= 4096:
+        return block, max(1, 2048 // block), 4
+    return block, 1, min(32, block // 1024)
 
 
-@functools.cache
 def backward_config(hidden: int) -> tuple[int, int, int, int, int]:
     """(BLOCK_H, BLOCK_ROWS, num_warps, STAGES, programs per multiprocessor) by hidden size."""
     block = next_power_of_2(hidden)
     if INTERPRETING:
         return block, max(1, min(64, 2**18 // block)), 4, 1, 1
     if block <= 1024:
-        return block, 2048 // block, 4, 3, 4
+        return block, 4096 // block, 4, 3, 2
     if block <= 2048:
-        return block, 1, 4, 3, 4
+        return block, 1, 4, 3, 3
     if block <= 4096:
-        return block, 1, 8, 3, 2
-    return block, 1, 16 if block <= 16384 else 32, 3 if block <= 8192 else 2, 1
+        return block, 1, 4, 3, 2
+    if block <= 8192:
+        return block, 1, 8, 3, 1
+    return block, 1, min(32, block // 1024), 2, 1
 
 
 def launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, gemma: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise the rows of x (M, H), or of x + residual.
+    """Normalise the rows of x (..., H), or of x + residual.
 
     Returns:
-        y (M, H), the rows that were normalised (x itself, or the sum), and rstd (M,).
+        y, contiguous; what was normalised (x itself, or the sum); rstd, one a row.
     """
-    num_rows, hidden = x.shape
-    add = residual is not None
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    rows = as_rows(x)
+    others = rows if residual is None else as_rows(residual)
+    num_rows, hidden = rows.shape
     total = x
-    if add:
-        total = x.new_empty((num_rows, hidden), dtype=_promote(x.dtype, residual.dtype))
-    y_dtype = total.dtype if gemma else _promote(total.dtype, weight.dtype)
-    y = x.new_empty((num_rows, hidden), dtype=y_dtype)
-    rstd = x.new_empty((num_rows,), dtype=wide)
+    if residual is not None:
+        total = empty_like(x, _promote(x.dtype, residual.dtype))
+    y = empty_like(x, total.dtype if gemma else _promote(total.dtype, weight.dtype))
+    rstd = torch.empty(
+        num_rows, dtype=_WIDE if x.dtype is not torch.float64 else x.dtype, device=x.device
+    )
     if num_rows:
-        block, rows, warps = forward_config(hidden)
-        other = residual if add else x
+        block, block_rows, warps = forward_config(hidden)
         FORWARD.launch(
-            (-(-num_rows // rows),),
-            (x, other, weight, y, total, rstd),
-            (x.stride(0), other.stride(0)),
+            (-(-num_rows // block_rows),),
+            (rows, others, weight, y, total, rstd),
+            (rows.stride(0), others.stride(0)),
             (num_rows,),
-            (eps, offset, gemma, add, hidden, block, rows),
+            (eps, offset, gemma, residual is not None, hidden, block, block_rows),
             num_warps=warps,
         )
     return y, total, rstd
@@ -216,39 +225,40 @@ def launch_backward(
     want_dx: bool,
     want_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the normalised rows x (M, H) and of the weight; None where not wanted."""
-    num_rows, hidden = x.shape
+    """Gradients of what was normalised, x (..., H), and of the weight; None where not wanted."""
+    rows, dy = as_rows(x), as_rows(dy)
+    others = rows if dtotal is None else as_rows(dtotal)
+    num_rows, hidden = rows.shape
+    dx = empty_like(x) if want_dx else None
     if not num_rows:
-        return (torch.empty_like(x) if want_dx else None), (
-            torch.zeros_like(weight) if want_dw else None
-        )
-    block, rows, warps, stages, per_multiprocessor = backward_config(hidden)
-    programs = min(num_multiprocessors(x) * per_multiprocessor, -(-num_rows // rows))
-    dx = x.new_empty((num_rows, hidden)) if want_dx else x
-    partial = x.new_empty((programs, hidden), dtype=rstd.dtype) if want_dw else rstd
-    other = x if dtotal is None else dtotal
+        return dx, torch.zeros_like(weight) if want_dw else None
+    block, block_rows, warps, stages, per_multiprocessor = backward_config(hidden)
+    programs = min(num_multiprocessors(x) * per_multiprocessor, -(-num_rows // block_rows))
+    partial = rstd
+    if want_dw:
+        partial = torch.empty((programs, hidden), dtype=rstd.dtype, device=x.device)
     BACKWARD.launch(
         (programs,),
-        (x, weight, rstd, dy, other, dx, partial),
-        (x.stride(0), dy.stride(0), other.stride(0)),
+        (rows, weight, rstd, dy, others, x if dx is None else dx, partial),
+        (rows.stride(0), dy.stride(0), others.stride(0)),
         (num_rows, programs),
-        (offset, dtotal is not None, want_dx, want_dw, hidden, block, rows, stages),
+        (offset, dtotal is not None, want_dx, want_dw, hidden, block, block_rows, stages),
         num_warps=warps,
         num_stages=stages,
     )
     if not want_dw:
         return dx, None
     dw = torch.empty_like(weight)
-    block_p, block_h = (64, 512) if INTERPRETING else (64, 32)
+    block_p, block_h, warps = SUM_CONFIG
     SUM_PARTIALS.launch(
         (-(-hidden // block_h),),
         (partial, dw),
         (),
         (programs,),
         (hidden, block_p, block_h),
-        num_warps=4,
+        num_warps=warps,
     )
-    return (dx if want_dx else None), dw
+    return dx, dw
 
 
 def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:

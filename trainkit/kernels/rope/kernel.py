@@ -8,8 +8,6 @@ The backward pass is the same rotation with sin negated: the transpose, not the 
 attention scaling may be folded into cos and sin.
 """
 
-import functools
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -165,7 +163,6 @@ def _rope(
 ROPE = Kernel(_rope)
 
 
-@functools.cache
 def config(q_heads: int, k_heads: int, head_dim: int, rotary_dim: int) -> tuple[int, ...]:
     """(HEADS, BLOCK_HALF, BLOCK_REST, BLOCK_T, num_warps) by shape."""
     half = next_power_of_2(rotary_dim // 2)

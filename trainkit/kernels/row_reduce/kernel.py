@@ -5,8 +5,6 @@ the lanes: a NaN before any number, the lowest column among equals. The minimum 
 the negated row. The gradient writes each row once, zeros and the one value together.
 """
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -88,7 +86,6 @@ FORWARD = Kernel(_forward)
 BACKWARD = Kernel(_backward)
 
 
-@functools.cache
 def config(width: int) -> tuple[int, int, int]:
     """(BLOCK_D, BLOCK_ROWS, num_warps) by row length."""
     if INTERPRETING:

@@ -1,0 +1,226 @@
+"""One suite for every op of the registry: what trainkit/kernels/contract.py promises."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.kernels import launch
+from trainkit.kernels.contract import Draw, OpCase, OpSpec, measure, run
+from trainkit.kernels.ops import OPS
+
+GPU = torch.cuda.is_available()
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def accuracy_cases():
+    for spec in OPS.values():
+        for number, case in enumerate(spec.cases):
+            if case.large and not GPU:
+                continue
+            # The interpreter costs time: fp16 differs from bf16 only in the last rounding.
+            dtypes = (BF16, FP32, FP16) if GPU or number == 0 else (BF16, FP32)
+            for dtype in (BF16,) if case.large else dtypes:
+                yield pytest.param(
+                    spec, case, dtype, id=f"{spec.name}-{case.label}-{str(dtype)[6:]}"
+                )
+
+
+def each_op(cases=slice(0, 1)):
+    return [
+        pytest.param(spec, case, id=f"{spec.name}-{case.label}")
+        for spec in OPS.values()
+        for case in spec.cases[cases]
+        if not case.large
+    ]
+
+
+def incoming(output):
+    return Draw.seeded(FP32, output.device, 7).normal(*output.shape).to(output.dtype)
+
+
+def graph(spec: OpSpec, case: OpCase, device: str, dtype=BF16, seed=0):
+    """Leaves and outputs of a call, with the graph still attached."""
+    tensors = case.inputs(Draw.seeded(dtype, device, seed))
+    leaves = {k: v.detach().requires_grad_(k in case.grads) for k, v in tensors.items()}
+    result = spec.function(**leaves, **case.options)
+    outputs = [o for o in (result if isinstance(result, tuple) else (result,)) if o.requires_grad]
+    return leaves, outputs
+
+
+@pytest.mark.parametrize(("spec", "case", "dtype"), accuracy_cases())
+def test_error_is_no_larger_than_the_plain_models(spec, case, dtype, device):
+    errors = measure(spec, case, dtype, device)
+    assert errors
+    assert not [error for error in errors if not error.ok]
+
+
+@pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+def test_gradients_are_the_derivatives(spec, device, kernels_run):
+    tensors = spec.tiny.inputs(Draw.seeded(FP64, device, 3))
+    names = list(tensors)
+    values = [tensors[name].requires_grad_(name in spec.tiny.grads) for name in names]
+
+    def call(*arguments):
+        result = spec.function(**dict(zip(names, arguments, strict=True)), **spec.tiny.options)
+        outputs = result if isinstance(result, tuple) else (result,)
+        return tuple(output for output in outputs if output.is_floating_point())
+
+    assert torch.autograd.gradcheck(call, values, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_fp64_is_exact(spec, case, device):
+    assert not [error for error in measure(spec, case, FP64, device) if not error.ok]
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_nothing_is_mutated(spec, case, device):
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with hooks:
+        leaves, outputs = graph(spec, case, device)
+    gradients = [incoming(output) for output in outputs]
+    # The gradient that cross entropy made beforehand is its own to give away.
+    watched = [*leaves.values(), *gradients, *kept]
+    before = [(copy.deepcopy(tensor.detach()), tensor._version) for tensor in watched]
+    if spec.name == "cross_entropy":
+        gradients = [torch.ones_like(gradient) for gradient in gradients]
+    torch.autograd.backward(outputs, gradients)
+    for tensor, (values, version) in zip(watched, before, strict=True):
+        assert torch.equal(tensor, values)
+        assert tensor._version == version
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_second_backward_equals_the_first(spec, case, device):
+    leaves, outputs = graph(spec, case, device)
+    gradients = [incoming(output) for output in outputs]
+    wanted = [leaves[name] for name in case.grads]
+    first = torch.autograd.grad(outputs, wanted, gradients, retain_graph=True)
+    copies = [gradient.clone() for gradient in first]
+    doubled = torch.autograd.grad(outputs, wanted, [2 * g for g in gradients], retain_graph=True)
+    second = torch.autograd.grad(outputs, wanted, gradients)
+    for one, two, kept, double in zip(first, second, copies, doubled, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, kept)  # later passes leave it alone
+        torch.testing.assert_close(double, 2 * one, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_the_same_bits_every_time(spec, case, device):
+    tensors = case.inputs(Draw.seeded(BF16, device, 0))
+    one, two = (run(spec.function, case, tensors, incoming) for _ in range(2))
+    for left, right in zip([*one[0], *one[1].values()], [*two[0], *two[1].values()], strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_expanded_gradients(spec, case, device):
+    """``.sum().backward()`` hands in a gradient whose strides are all zero."""
+    tensors = case.inputs(Draw.seeded(FP32, device, 0))
+
+    def expanded(output):
+        return torch.full((), 0.5, device=output.device, dtype=output.dtype).expand(output.shape)
+
+    def dense(output):
+        return expanded(output).contiguous()
+
+    ours = run(spec.function, case, tensors, expanded)[1]
+    want = run(spec.function, case, tensors, dense)[1]
+    for name, gradient in ours.items():
+        assert torch.equal(gradient, want[name])
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_under_autocast(spec, case, device):
+    tensors = case.inputs(Draw.seeded(BF16, device, 0))
+    plain = run(spec.function, case, tensors, incoming)
+    with torch.autocast(device, dtype=BF16):
+        inside = run(spec.function, case, tensors, incoming)
+    for left, right in zip(
+        [*plain[0], *plain[1].values()], [*inside[0], *inside[1].values()], strict=True
+    ):
+        assert left.dtype == right.dtype
+        torch.testing.assert_close(left, right, rtol=2**-7, atol=1e-2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_under_checkpointing(spec, case, reentrant, device):
+    tensors = case.inputs(Draw.seeded(BF16, device, 0))
+    calls = 0
+
+    def counted(**arguments):
+        nonlocal calls
+        calls += 1
+        return spec.function(**arguments)
+
+    def checkpointed(**arguments):
+        names, values = list(arguments), list(arguments.values())
+
+        def body(*inner):
+            return counted(**dict(zip(names, inner, strict=True)))
+
+        return checkpoint(body, *values, use_reentrant=reentrant)
+
+    plain = run(spec.function, case, tensors, incoming)
+    inside = run_with_backward(checkpointed, case, tensors)
+    assert calls == 2
+    for name, gradient in plain[1].items():
+        assert torch.equal(gradient, inside[name])
+
+
+def run_with_backward(function, case, tensors):
+    """Gradients through .backward(): reentrant checkpointing knows no torch.autograd.grad."""
+    leaves = {k: v.detach().requires_grad_(k in case.grads) for k, v in tensors.items()}
+    result = function(**leaves, **case.options)
+    outputs = [o for o in (result if isinstance(result, tuple) else (result,)) if o.requires_grad]
+    torch.autograd.backward(outputs, [incoming(output) for output in outputs])
+    return {name: leaves[name].grad for name in case.grads}
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_without_gradients(spec, case, device):
+    tensors = case.inputs(Draw.seeded(BF16, device, 0))
+    with torch.no_grad():
+        result = spec.function(**tensors, **case.options)
+    attached = run(spec.function, case, tensors, incoming)[0]
+    outputs = result if isinstance(result, tuple) else (result,)
+    for left, right in zip(outputs, attached, strict=True):
+        assert torch.equal(left, right)
+        assert not left.requires_grad
+
+
+@pytest.mark.skipif(launch.INTERPRETING, reason="the interpreter is not what would be compiled")
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_compiles_as_one_graph(spec, case, device):
+    """On a GPU the kernels are traced, forward and backward; on a CPU the references are."""
+    tensors = case.inputs(Draw.seeded(BF16, device, 0))
+    torch.compiler.reset()
+    compiled = torch.compile(
+        spec.function, fullgraph=True, backend="inductor" if GPU else "aot_eager"
+    )
+    ours, want = (run(function, case, tensors, incoming) for function in (compiled, spec.function))
+    for left, right in zip(
+        [*ours[0], *ours[1].values()], [*want[0], *want[1].values()], strict=True
+    ):
+        torch.testing.assert_close(left, right, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("spec", "case"), each_op())
+def test_on_a_device_that_is_not_current(spec, case):
+    assert torch.cuda.current_device() == 0
+    assert not [error for error in measure(spec, case, BF16, "cuda:1") if not error.ok]
+
+
+def test_references_serve_cpu_tensors():
+    """A CPU tensor never reaches a kernel unless the interpreter was asked for."""
+    assert launch.runs_kernel(torch.ones(2)) == launch.INTERPRETING
+
+
+def test_unknown_dtypes_take_the_reference(device):
+    assert not launch.runs_kernel(torch.ones(2, dtype=torch.complex64, device=device))

@@ -1,0 +1,28 @@
+"""The registry of ops: everything that tests, self-checks and benchmarks walk over.
+
+Adding an op is one folder (reference, kernel, function, spec) and one line here.
+"""
+
+from trainkit.kernels.contract import OpSpec
+from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
+from trainkit.kernels.linear_cross_entropy.spec import LINEAR_CROSS_ENTROPY
+from trainkit.kernels.rms_norm.spec import ADD_RMS_NORM, RMS_NORM
+from trainkit.kernels.rope.spec import APPLY_ROPE
+from trainkit.kernels.row_reduce.spec import ROW_MAX, ROW_MIN
+from trainkit.kernels.swiglu.spec import GEGLU_TANH, SWIGLU, SWIGLU_PACKED
+
+OPS: dict[str, OpSpec] = {
+    spec.name: spec
+    for spec in (
+        RMS_NORM,
+        ADD_RMS_NORM,
+        APPLY_ROPE,
+        SWIGLU,
+        GEGLU_TANH,
+        SWIGLU_PACKED,
+        CROSS_ENTROPY,
+        LINEAR_CROSS_ENTROPY,
+        ROW_MAX,
+        ROW_MIN,
+    )
+}

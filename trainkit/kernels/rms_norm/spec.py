@@ -1,0 +1,114 @@
+"""The contracts of rms_norm and add_rms_norm."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.kernels.contract import Draw, OpCase, OpSpec
+from trainkit.kernels.rms_norm.function import add_rms_norm, rms_norm
+from trainkit.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+
+Layout = Callable[[Draw, tuple[int, ...]], Tensor]
+
+
+def dense(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor."""
+    return draw.normal(*shape)
+
+
+def sliced(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """The first columns of wider rows, as from a packed projection."""
+    return draw.normal(*shape[:-1], 3 * shape[-1])[..., : shape[-1]]
+
+
+def swapped(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """Heads before positions over position-major memory."""
+    first, second, *rest = shape
+    return draw.normal(second, first, *rest).transpose(0, 1)
+
+
+def columns_first(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """Transposed memory: the last axis is not the dense one."""
+    *rest, last = shape
+    return draw.normal(last, *rest).movedim(0, -1)
+
+
+def rms_norm_case(
+    label: str,
+    shape: tuple[int, ...],
+    *,
+    layout: Layout = dense,
+    wide_weight: bool = False,
+    residual: bool = False,
+    grads: tuple[str, ...] = ("x", "weight"),
+    large: bool = False,
+    **options: Any,
+) -> OpCase:
+    """A call on x of the given shape; with a residual, a call of add_rms_norm."""
+
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        tensors = {"x": layout(draw, shape)}
+        if residual:
+            tensors["residual"] = draw.normal(*shape)
+        weight = draw.normal(shape[-1])
+        tensors["weight"] = weight.float() if wide_weight and weight.itemsize < 4 else weight
+        return tensors
+
+    if residual and "x" in grads:
+        grads = ("x", "residual", *grads[1:])
+    return OpCase(label, inputs, grads, options, large)
+
+
+_GEMMA = {"offset": 1.0, "cast": "gemma"}
+
+
+def _cases(residual: bool) -> tuple[OpCase, ...]:
+    def case(label: str, shape: tuple[int, ...], **settings: Any) -> OpCase:
+        return rms_norm_case(label, shape, residual=residual, **settings)
+
+    return (
+        case("odd", (5, 7, 123)),
+        case("qwen2-0.5b", (3, 11, 896)),
+        case("qwen2-7b", (2, 9, 3584)),
+        case("gemma", (5, 320), **_GEMMA),
+        case("one row", (1, 896)),
+        case("two columns", (7, 2)),
+        case("no rows", (0, 4, 896)),
+        case("heads", (2, 5, 4, 128)),
+        case("sliced", (3, 5, 192), layout=sliced),
+        case("swapped", (3, 5, 2, 64), layout=swapped),
+        case("columns first", (6, 4, 48), layout=columns_first),
+        case("wide weight", (9, 256), wide_weight=True),
+        case("frozen weight", (9, 256), grads=("x",)),
+        case("frozen input", (9, 256), grads=("weight",)),
+        case("eps", (9, 64), eps=1e-2),
+        case("tall", (16384, 896), large=True),
+        case("1.5b", (4097, 1536), large=True),
+        case("3b", (4097, 2048), large=True),
+        case("7b", (4097, 3584), large=True),
+        case("8b", (4097, 4096), large=True),
+        case("70b", (2049, 8192), large=True),
+        case("wide", (513, 20000), large=True),
+        case("q norm", (65537, 128), large=True),
+        case("gemma 2b", (2049, 2304), large=True, **_GEMMA),
+    )
+
+
+RMS_NORM = OpSpec(
+    name="rms_norm",
+    function=rms_norm,
+    reference=rms_norm_reference,
+    outputs=("y",),
+    cases=_cases(residual=False),
+    tiny=rms_norm_case("tiny", (3, 5), **_GEMMA),
+)
+
+ADD_RMS_NORM = OpSpec(
+    name="add_rms_norm",
+    function=add_rms_norm,
+    reference=add_rms_norm_reference,
+    outputs=("y", "sum"),
+    cases=_cases(residual=True),
+    tiny=rms_norm_case("tiny", (3, 5), residual=True),
+)
