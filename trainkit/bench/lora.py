@@ -1,0 +1,346 @@
+"""LoRA and QLoRA steps side by side: forward, backward and a fused AdamW step, a process per cell.
+
+A cell is a provider in a mode. Providers: peft on SDPA, Unsloth, trainkit, and ``frozen``: the same
+step of trainkit on the same frozen base without adapters, which is what adapters cost nothing over.
+Modes: plain, checkpointed, and checkpointed on an nf4 base. Weights and tokens are random, made on
+the device; Unsloth loads what `save_base` wrote. Every step runs under bf16 autocast with adapters
+in fp32.
+
+Run as ``python -m trainkit.bench.lora`` it is the process of one cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.bench.clock import peak_gib, timed
+from trainkit.bench.step import MODELS, Shape, build
+
+PROVIDERS = ("peft", "unsloth", "trainkit", "frozen")
+MODES = ("lora", "lora_checkpointed", "qlora_checkpointed")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+QWEN2_1_5B = Shape(
+    "qwen2",
+    {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    },
+    4,
+    2048,
+)
+SHAPES = {**MODELS, "qwen2-1.5b": QWEN2_1_5B}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one process measures.
+
+    Args:
+        model: a key of `SHAPES`.
+        provider: one of `PROVIDERS`.
+        mode: one of `MODES`.
+        lora_rank: of every adapter.
+        offload: trainkit keeps checkpointed activations on the host.
+        loss_chunk_tokens: of trainkit's loss; None is its default.
+        warmups: steps before the clock runs.
+        steps: steps on the clock.
+        folder: where `save_base` wrote; for Unsloth.
+        batch_size: instead of the shape's.
+        length: instead of the shape's.
+        profile: a file to write the GPU's time by kernel to; empty for none.
+        shape: measured instead of the model's own; for tests.
+    """
+
+    model: str
+    provider: str
+    mode: str
+    lora_rank: int = 16
+    offload: bool = False
+    loss_chunk_tokens: int | None = None
+    warmups: int = 3
+    steps: int = 7
+    folder: str = ""
+    batch_size: int = 0
+    length: int = 0
+    profile: str = ""
+    shape: Shape | None = None
+
+    def shape_to_measure(self) -> Shape:
+        """The shape this cell runs."""
+        shape = self.shape or SHAPES[self.model]
+        return replace(
+            shape,
+            batch_size=self.batch_size or shape.batch_size,
+            length=self.length or shape.length,
+        )
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether the mode recomputes activations."""
+        return self.mode != "lora"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the base is nf4."""
+        return self.mode.startswith("qlora")
+
+
+def run(cells: Sequence[Cell], *, peer_path: str = "") -> Iterator[dict[str, Any]]:
+    """Measure cells one after another, each in a process of its own.
+
+    Args:
+        cells: what to measure.
+        peer_path: put before PYTHONPATH for Unsloth's processes.
+
+    Yields:
+        Per cell its model, provider, mode and the measured values, or ``error`` with the end of
+        what the process said.
+    """
+    processes = [_start(cell, peer_path) for cell in cells]
+    try:
+        for cell, process in zip(cells, processes, strict=True):
+            output, errors = process.communicate(json.dumps(asdict(cell)) + "\n")
+            name = {"model": cell.model, "provider": cell.provider, "mode": cell.mode}
+            if process.returncode:
+                yield {**name, "error": errors.strip()[-2000:]}
+            else:
+                yield {**name, **json.loads(output.strip().splitlines()[-1])}
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+
+
+def _start(cell: Cell, peer_path: str) -> subprocess.Popen[str]:
+    environment = dict(os.environ)
+    if cell.provider == "unsloth":
+        environment |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+        paths = [peer_path, environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainkit.bench.lora", cell.provider],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def save_base(shape: Shape, folder: str | Path, device: torch.device) -> None:
+    """Write a random base model and a byte-level tokenizer, for peers that load from a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    model = build(shape, device, "sdpa")
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.save_pretrained(folder)
+
+
+def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Replace the decoder's linear layers by nf4 ones with double quantisation, on the device.
+
+    What ``from_pretrained`` does with a quantisation config, without a folder to load from.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or name.endswith("lm_head"):
+            continue
+        with torch.device("meta"):
+            packed = Linear4bit(
+                module.in_features,
+                module.out_features,
+                bias=module.bias is not None,
+                compute_dtype=compute_dtype,
+                quant_type="nf4",
+                quant_storage=torch.bfloat16,
+            )
+        device = module.weight.device
+        packed.weight = Params4bit(
+            module.weight.data.cpu() if device.type == "cpu" else module.weight.data,
+            requires_grad=False,
+            quant_type="nf4",
+            compress_statistics=True,
+            quant_storage=torch.bfloat16,
+            module=packed,
+        ).to(device)
+        packed.bias = module.bias
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, packed)
+    model.is_loaded_in_4bit = True
+    model.is_quantized = True
+    return model
+
+
+def _peft(cell: Cell, device: torch.device) -> nn.Module:
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    model = build(cell.shape_to_measure(), device, "sdpa")
+    if cell.quantized:
+        model = prepare_model_for_kbit_training(quantize(model))
+    elif cell.checkpointed:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    config = LoraConfig(
+        r=cell.lora_rank, lora_alpha=32, target_modules=list(TARGETS), task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def _unsloth(cell: Cell, device: torch.device) -> nn.Module:
+    from unsloth import FastLanguageModel
+
+    shape = cell.shape_to_measure()
+    model, _ = FastLanguageModel.from_pretrained(
+        cell.folder,
+        max_seq_length=shape.length,
+        dtype=torch.bfloat16,
+        load_in_4bit=cell.quantized,
+        local_files_only=True,
+    )
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=cell.lora_rank,
+        lora_alpha=32,
+        target_modules=list(TARGETS),
+        lora_dropout=0,
+        use_gradient_checkpointing="unsloth" if cell.checkpointed else False,
+    )
+
+
+def _trainkit(cell: Cell, device: torch.device) -> nn.Module:
+    import trainkit
+    from trainkit.lora import LoraOptions, attach, fuse
+    from trainkit.lora.offload import offload_checkpoints
+    from trainkit.models import attention, loss_head
+
+    shape = cell.shape_to_measure()
+    chosen = attention.resolve_attention(shape.family, packed=False, device=device)
+    model = build(shape, device, chosen.name)
+    attention.install(model, chosen.engine)
+    trainkit.patch(model)
+    loss_head.configure(model, loss_head.LossOptions(chunk_tokens=cell.loss_chunk_tokens))
+    if cell.quantized:
+        model = quantize(model)
+    if cell.provider == "frozen":
+        model.requires_grad_(False)
+        model.enable_input_require_grads()
+        adapted = model
+    else:
+        adapted = attach(model, LoraOptions(r=cell.lora_rank, alpha=32))
+        fuse(adapted)
+    if cell.checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if cell.offload:
+            offload_checkpoints(model)
+    return adapted
+
+
+_BUILDERS: dict[str, Callable[[Cell, torch.device], nn.Module]] = {
+    "peft": _peft,
+    "unsloth": _unsloth,
+    "trainkit": _trainkit,
+    "frozen": _trainkit,
+}
+
+
+def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """Build a cell's model and time its steps."""
+    shape = cell.shape_to_measure()
+    model = _BUILDERS[cell.provider](cell, device).train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = None
+    if trained:
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
+    generator = torch.Generator(device).manual_seed(1)
+    size = (shape.batch_size, shape.length)
+    tokens = torch.randint(0, shape.config["vocab_size"], size, generator=generator, device=device)
+
+    def step() -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    for index in range(cell.warmups):
+        loss = step()
+        first = loss if index == 0 else first
+    milliseconds, loss = timed(step, cell.steps, device)
+    values = {
+        "batch_size": shape.batch_size,
+        "length": shape.length,
+        "lora_rank": cell.lora_rank,
+        "offload": cell.offload,
+        "ms": milliseconds,
+        "tokens_per_second": shape.batch_size * shape.length / milliseconds * 1e3,
+        "peak_memory_gib": peak_gib(device),
+        "loss": first.item(),
+        "last_loss": loss.item(),
+    }
+    if cell.profile:
+        _profile(step, Path(cell.profile), device)
+    return values
+
+
+def _profile(step: Callable[[], torch.Tensor], file: Path, device: torch.device) -> None:
+    """Write the GPU time of two steps by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, acc_events=True) as profiler:
+        step()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110)
+    file.write_text(table)
+
+
+def main() -> None:
+    """Read one cell from stdin, measure it, write one JSON line."""
+    if sys.argv[1:] == ["unsloth"]:
+        import unsloth  # noqa: F401  (it must come before transformers and peft)
+    import peft  # noqa: F401  (imported while other cells have the GPU)
+
+    values = json.loads(sys.stdin.readline())
+    shape = values.pop("shape")
+    cell = Cell(**values)
+    if shape is not None:
+        cell = replace(cell, shape=Shape(**shape))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sys.stdout.write("\n" + json.dumps(measure(cell, device)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
