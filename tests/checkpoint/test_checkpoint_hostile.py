@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainkit.checkpoint.reader import WeightsReader, plain_file, read_json
+from trainkit.checkpoint.plain_files import plain_file, read_json
+from trainkit.checkpoint.reader import WeightsReader
 from trainkit.errors import CheckpointError
 
 BODY = bytes(range(32))

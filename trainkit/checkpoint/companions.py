@@ -5,11 +5,11 @@ code over a tiktoken vocabulary is rebuilt as a plain ``tokenizer.json``.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.reader import plain_file, read_json
+from trainkit.checkpoint.plain_files import plain_file, read_json
 from trainkit.checkpoint.tiktoken_vocabulary import build_tokenizer_json
 from trainkit.errors import CheckpointError
 
@@ -63,6 +63,31 @@ def carry_companions(
         came["tokenizer_config.json"] = "copied without remote code"
     _write(target / "generation_config.json", _generation_config(source, config, new_config))
     came["generation_config.json"] = "written"
+    return came
+
+
+def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
+    """Copy tokenizer, template and generation settings as they are.
+
+    Args:
+        sources: directories; the first that has a tokenizer gives all of its files, and the first
+            that has generation settings gives those. A run's own come before its base's.
+        target: directory to write into.
+
+    Returns:
+        File name to the directory it came from.
+    """
+    came: dict[str, str] = {}
+    tokenizer = next((p for p in sources if (p / "tokenizer_config.json").exists()), None)
+    settings = next((p for p in sources if (p / "generation_config.json").exists()), None)
+    for source, names in (
+        (tokenizer, (*_COPIED, "tokenizer_config.json", "tokenizer.model")),
+        (settings, ("generation_config.json",)),
+    ):
+        for name in names:
+            if source is not None and (source / name).exists():
+                (target / name).write_bytes(plain_file(source, name).read_bytes())
+                came[name] = str(source)
     return came
 
 

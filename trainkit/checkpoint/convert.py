@@ -17,11 +17,13 @@ import torch
 
 from trainkit.checkpoint.atomic import free_space_check, staged_directory
 from trainkit.checkpoint.companions import carry_companions
+from trainkit.checkpoint.export import DTYPES, dtype_named
 from trainkit.checkpoint.glm4_to_qwen2 import keymap_to_qwen2, qwen2_shape
 from trainkit.checkpoint.glm_formats import FORMATS, Geometry, detect_format
 from trainkit.checkpoint.keymap import Keymap, Step
+from trainkit.checkpoint.plain_files import plain_file, read_config, read_json
 from trainkit.checkpoint.proof import Proof, prove_same_function
-from trainkit.checkpoint.reader import TensorInfo, WeightsReader, plain_file, read_json
+from trainkit.checkpoint.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.writer import WeightsWriter, tensor_bytes, tensor_sha256
 from trainkit.errors import CheckpointError
 
@@ -29,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 RECORD_NAME = "conversion.json"
 _MAX_KEPT_BYTES = 1 << 16
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def convert_model(
     old_record = _read_record(source)
     with WeightsReader(source) as reader:
         steps = keymap.steps(geometry.num_layers, reader.tensors)
-        plan = _plan(steps, reader, _dtype(options.dtype))
+        plan = _plan(steps, reader, dtype_named(options.dtype))
         _check_shapes(plan if target_format == "qwen2" else reader.tensors.values(), geometry)
         kept = _kept_before(old_record, target_format)
         plan += [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
@@ -105,7 +106,7 @@ def convert_model(
             proof = None
             if options.verify:
                 sides = (source, staging) if target_format == "qwen2" else (staging, source)
-                proof = prove_same_function(*sides, geometry, _dtype(options.dtype), progress)
+                proof = prove_same_function(*sides, geometry, dtype_named(options.dtype), progress)
             record = {
                 "schema_version": 1,
                 "from": source_format,
@@ -121,18 +122,6 @@ def convert_model(
     return Conversion(target, len(plan), proof)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model directory.
-
-    Raises:
-        CheckpointError: there is none, or it is not a JSON object.
-    """
-    config = read_json(plain_file(directory, "config.json"))
-    if not isinstance(config, dict):
-        raise CheckpointError("config.json is not a JSON object", where=str(directory))
-    return config
-
-
 def keymap_between(source_format: str, target_format: str, geometry: Geometry) -> Keymap:
     """The keymap from one layout to another, one of which is Qwen2.
 
@@ -144,14 +133,6 @@ def keymap_between(source_format: str, target_format: str, geometry: Geometry) -
     if source_format == "qwen2" and target_format != "qwen2":
         return keymap_to_qwen2(target_format, geometry).inverted()
     raise CheckpointError(f"from {source_format} to {target_format} there is nothing to convert")
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    if name not in _DTYPES:
-        raise CheckpointError(f"dtype {name!r} is none of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
 
 
 def _plan(
@@ -284,7 +265,7 @@ def _kept_before(
     try:
         for row in record["left_out"]:
             data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
-            dtype = _DTYPES[row["dtype"]]
+            dtype = DTYPES[row["dtype"]]
             kept.append((str(row["name"]), data.view(dtype).reshape(row["shape"])))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{RECORD_NAME} of the source is damaged: {error}") from None

@@ -158,6 +158,14 @@ class Rule:
         """The rule from target to source."""
         return Rule(self.target, self.source, Inverse(self.transform))
 
+    def at(self, layer: int | None) -> "Step":
+        """The rule with its layer filled in; None for a rule that is not per layer."""
+        source, target = self.source, self.target
+        if layer is not None:
+            source = tuple(name.replace(LAYER, str(layer)) for name in source)
+            target = tuple(name.replace(LAYER, str(layer)) for name in target)
+        return Step(source, target, self.transform)
+
 
 @dataclass(frozen=True)
 class Left:
@@ -213,7 +221,7 @@ class Keymap:
         Raises:
             CheckpointError: lists the names without a rule and those that a rule misses.
         """
-        steps = list(self._expand(num_layers))
+        steps = self.all_steps(num_layers)
         present = {name for name in names if self.left_reason(name) is None}
         wanted = {name for step in steps for name in step.source}
         problems = []
@@ -232,21 +240,14 @@ class Keymap:
         """Why a tensor is left out, or None if it is not."""
         return next((left.reason for left in self.left if re.fullmatch(left.pattern, name)), None)
 
-    def _expand(self, num_layers: int) -> Iterable[Step]:
+    def all_steps(self, num_layers: int) -> list[Step]:
+        """The steps of a complete source, in the order of the table, layer by layer."""
         per_layer = [rule for rule in self.rules if rule.is_per_layer]
-        are_layers_done = False
-        for rule in self.rules:
-            if not rule.is_per_layer:
-                yield Step(rule.source, rule.target, rule.transform)
-            elif not are_layers_done:
-                are_layers_done = True
-                for layer in range(num_layers):
-                    for inner in per_layer:
-                        yield Step(
-                            tuple(name.replace(LAYER, str(layer)) for name in inner.source),
-                            tuple(name.replace(LAYER, str(layer)) for name in inner.target),
-                            inner.transform,
-                        )
+        layers = [rule.at(layer) for layer in range(num_layers) for rule in per_layer]
+        start = self.rules.index(per_layer[0]) if per_layer else len(self.rules)
+        before = [rule.at(None) for rule in self.rules[:start]]
+        after = [rule.at(None) for rule in self.rules[start:] if not rule.is_per_layer]
+        return before + layers + after
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,16 +9,19 @@ import json
 import math
 import os
 import pickle
-import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
+from trainkit.checkpoint.plain_files import (
+    is_plain_name,
+    plain_file,
+    read_json,
+    refuse_duplicates,
+)
 from trainkit.errors import CheckpointError
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -48,8 +51,6 @@ _UNPICKLING_FAILURES = (
     AttributeError,
     TypeError,
 )
-_PLAIN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")
-_BLOB_NAME = re.compile(r"^[0-9a-f]{40,64}$")
 
 
 @dataclass(frozen=True)
@@ -70,64 +71,6 @@ class TensorInfo:
     def num_bytes(self) -> int:
         """Length of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def plain_file(directory: Path, name: str) -> Path:
-    """The path of a file of ``directory``, refused unless it really lies there.
-
-    A link is followed only inside the directory, or in the Hugging Face cache's own layout (a
-    snapshot whose files are links into the ``blobs`` folder of the same repository).
-
-    Raises:
-        CheckpointError: the name holds a path, or the file is missing, leads out, or is no file.
-    """
-    where = str(directory)
-    if not _PLAIN_NAME.match(name):
-        raise CheckpointError(f"{name!r} is not a plain file name", where=where)
-    path = directory / name
-    try:
-        real = path.resolve(strict=True)
-    except OSError:
-        raise CheckpointError(f"{name} is missing", where=where) from None
-    home = directory.resolve()
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else None
-    inside = real.is_relative_to(home) or (
-        real.parent == blobs and _BLOB_NAME.match(real.name) is not None
-    )
-    if not inside:
-        raise CheckpointError(
-            f"{name} is a link that leads out of the directory",
-            where=where,
-            fix="copy the file itself into the directory",
-        )
-    if not stat.S_ISREG(real.stat().st_mode):
-        raise CheckpointError(f"{name} is not a file", where=where)
-    return real
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file, with duplicate keys and ``NaN`` refused.
-
-    Raises:
-        CheckpointError: it cannot be parsed.
-    """
-    try:
-        return json.loads(
-            path.read_bytes(), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is not valid JSON: {error}", where=str(path)) from None
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice")
-    return result
-
-
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 class SafetensorsFile:
@@ -186,7 +129,7 @@ class SafetensorsFile:
             raise self._refuse("its header is longer than the file: not a safetensors file, or cut")
         try:
             header = json.loads(
-                os.pread(self._descriptor, header_bytes, 8), object_pairs_hook=_no_duplicates
+                os.pread(self._descriptor, header_bytes, 8), object_pairs_hook=refuse_duplicates
             )
         except (ValueError, RecursionError) as error:
             raise self._refuse(f"its header is not valid JSON: {error}") from None
@@ -360,7 +303,7 @@ class WeightsReader:
         for name, file_name in weight_map.items():
             if (
                 not isinstance(file_name, str)
-                or not _PLAIN_NAME.match(file_name)
+                or not is_plain_name(file_name)
                 or not file_name.endswith(suffix)
             ):
                 raise CheckpointError(
