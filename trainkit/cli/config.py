@@ -54,6 +54,40 @@ def show(
         typer.echo(dump_resolved(loaded, only_given=diff_defaults), nl=False)
 
 
+@app.command()
+def keys(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[WORD]...", help="Only keys that contain one of these words."),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object {key, type, default, help} a line."),
+    ] = False,
+) -> None:
+    """List the keys that a recipe can have, with type, default and effect."""
+    from trainkit.recipe import key_references, yaml_text
+
+    width = shutil.get_terminal_size().columns
+    for entry in key_references():
+        if words and not any(word in entry.key for word in words):
+            continue
+        if as_json:
+            row = {
+                "key": entry.key,
+                "type": entry.type,
+                "default": entry.default,
+                "required": entry.is_required,
+                "help": entry.help,
+            }
+            typer.echo(json.dumps(row, ensure_ascii=False))
+            continue
+        default = "required" if entry.is_required else f"default {yaml_text(entry.default)}"
+        typer.echo(f"{entry.key}: {entry.type}; {default}")
+        for line in textwrap.wrap(entry.help, width - 4):
+            typer.echo(f"    {line}")
+
+
 def table(values: "list[ResolvedValue]", width: int) -> list[str]:
     """Lay values out under their sections, origins at the right edge.
 

@@ -6,6 +6,7 @@ from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
 from trainkit.recipe.options import SftOptions
 from trainkit.recipe.presets import DEFAULT_PRESET, PRESETS, deepspeed_path
 from trainkit.recipe.problems import InvalidRecipe, Problem
+from trainkit.recipe.reference import KeyReference, key_references
 from trainkit.recipe.resolved import dump_resolved, shown_value, yaml_text
 from trainkit.recipe.schema import Recipe
 
@@ -13,6 +14,7 @@ __all__ = [
     "DEFAULT_PRESET",
     "PRESETS",
     "InvalidRecipe",
+    "KeyReference",
     "LoadedRecipe",
     "Problem",
     "Recipe",
@@ -21,6 +23,7 @@ __all__ = [
     "check_files",
     "deepspeed_path",
     "dump_resolved",
+    "key_references",
     "load_recipe",
     "resolve_accumulation",
     "shown_value",

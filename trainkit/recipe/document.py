@@ -21,7 +21,12 @@ KeyPath = tuple[str | int, ...]
 # A recipe has tens of values. Aliases of aliases could blow one up to billions.
 _MAX_VALUES = 10_000
 
+# Python refuses to read integers of thousands of digits; as a float one is merely infinite.
+_LONGEST_INTEGER = 100
+
 _INTEGER = re.compile(r"[-+]?[0-9]+")
+_OCTAL = re.compile(r"0o[0-7]{1,30}")
+_HEXADECIMAL = re.compile(r"0x[0-9a-fA-F]{1,30}")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _INFINITY = re.compile(r"[-+]?\.(?:inf|Inf|INF)")
 _WORDS: Mapping[str, bool | float | None] = {
@@ -93,17 +98,15 @@ def read_scalar(text: str) -> Any:
     """The value of a plain scalar: null, a boolean, a number, or else the text itself."""
     if text in _WORDS:
         return _WORDS[text]
-    if _INTEGER.fullmatch(text):
+    if _INTEGER.fullmatch(text) and len(text) <= _LONGEST_INTEGER:
         return int(text)
     if _FLOAT.fullmatch(text):
         return float(text)
     if _INFINITY.fullmatch(text):
         return float(text.replace(".", "", 1))
-    if text.startswith(("0o", "0x")):
-        try:
-            return int(text, 0)
-        except ValueError:
-            return text
+    for pattern, base in ((_OCTAL, 8), (_HEXADECIMAL, 16)):
+        if pattern.fullmatch(text):
+            return int(text, base)
     return text
 
 
@@ -149,12 +152,7 @@ class _Reader:
         try:
             node = yaml.compose(text, Loader=_Composer)
         except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            raise RecipeError(
-                f"not valid YAML: {' '.join(filter(None, (error.context, error.problem)))}",
-                where=self._place(mark.line if mark else 0),
-                fix=_yaml_advice(error.problem or "", self.is_file),
-            ) from error
+            raise self._broken(error, text) from error
         except yaml.YAMLError as error:  # a character that YAML forbids; it carries no mark
             raise RecipeError(
                 f"not valid YAML: {str(error).splitlines()[0]}",
@@ -164,6 +162,17 @@ class _Reader:
         except RecursionError as error:
             raise RecipeError("nested too deeply", where=self.where) from error
         return None if node is None else self._value(node, ())
+
+    def _broken(self, error: yaml.MarkedYAMLError, text: str) -> RecipeError:
+        """Say where YAML's own rules are broken, and where the broken thing began."""
+        what = f"not valid YAML: {' '.join(filter(None, (error.context, error.problem)))}"
+        start, mark = error.context_mark, error.problem_mark or error.context_mark
+        last_line = max(text.rstrip().count("\n"), 0)
+        line = min(mark.line, last_line) if mark else 0
+        if self.is_file and start is not None and start.line < line:
+            what += f" (it began on line {start.line + 1})"
+        advice = _yaml_advice(error.problem or "", self.is_file)
+        return RecipeError(what, where=self._place(line), fix=advice)
 
     def _place(self, line: int) -> str:
         return f"{self.where}:{line + 1}" if self.is_file else self.where

@@ -35,7 +35,7 @@ _PEFT = "peft's"
 _LORA_ON = "a `lora:` section turns adapters on; without one, all weights are trained"
 _NF4 = "4-bit loading is `lora: {quantize: nf4}`"
 _KERNELS = "`kernels: true` switches trainkit's kernels on"
-_OWN_TEMPLATE = "the tokenizer's own chat template is used"
+_OWN_TEMPLATE = "the tokenizer's own chat template is used, or data.chat_template"
 _EVAL_FILES = "give held-out files in data.eval"
 
 FOREIGN: Mapping[str, ForeignName] = {
@@ -90,7 +90,6 @@ FOREIGN: Mapping[str, ForeignName] = {
     "truncation_mode": ForeignName(_TRL, "data.truncation"),
     "truncation_strategy": ForeignName(_SWIFT, "data.truncation"),
     "template": ForeignName(_LF, None, _OWN_TEMPLATE),
-    "chat_template": ForeignName(_AX, None, _OWN_TEMPLATE),
     "pad_to_sequence_len": ForeignName(_AX, None, "packed batches are padded to one length"),
     # lora
     "lora_rank": ForeignName(f"{_LF} and {_SWIFT}", "lora.r"),

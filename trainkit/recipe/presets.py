@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.suggest import nearest
+from trainkit.recipe.suggest import ask, nearest
 
 DEFAULT_PRESET = "zero2"
 """What a bare ``--deepspeed`` means."""
@@ -43,16 +43,13 @@ def check_deepspeed(choice: str | None, where: str | None = None) -> None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        close = nearest(choice, PRESETS)
+        hint = ask(nearest(choice, PRESETS))
         raise RecipeError(
-            f"deepspeed: there is no preset {choice!r} and no file {path.absolute()}",
+            f"there is no DeepSpeed preset {choice!r} and no file {path.absolute()}",
             where=where,
-            fix=(f"did you mean {close}? " if close else "")
-            + f"The presets are {', '.join(PRESETS)}",
+            fix=f"{hint or ''} The presets are {', '.join(PRESETS)}".strip(),
         ) from error
     except ValueError as error:
-        raise RecipeError(
-            f"deepspeed: not JSON: {error}", where=str(path), fix="mend the file"
-        ) from error
+        raise RecipeError(f"not JSON: {error}", where=str(path), fix="mend the file") from error
     if not isinstance(content, dict):
-        raise RecipeError("deepspeed: not a JSON object", where=str(path), fix="mend the file")
+        raise RecipeError("not a JSON object", where=str(path), fix="mend the file")

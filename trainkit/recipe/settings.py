@@ -3,7 +3,7 @@
 Later places win. Mappings merge key by key; lists and single values are replaced whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Settings:
         tree: Any = value
         for key in reversed(path):
             tree = {key: tree}
-        origins: dict[KeyPath, Origin] = {path[:end]: origin for end in range(1, len(path) + 1)}
+        origins = dict.fromkeys(_paths(tree, ()), origin)
         self._merge(self.values, tree, (), origins)
 
     def origin(self, path: KeyPath) -> Origin | None:
@@ -86,3 +86,11 @@ class Settings:
         stale = [known for known in self.origins if known[: len(path)] == path]
         for known in stale:
             del self.origins[known]
+
+
+def _paths(value: Any, prefix: KeyPath) -> Iterator[KeyPath]:
+    """The paths of all keys in a tree of mappings."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield (*prefix, key)
+            yield from _paths(item, (*prefix, key))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from trainkit.recipe.document import KeyPath
@@ -12,6 +12,8 @@ from trainkit.recipe.problems import Problem
 # difflib's ratio. Among a few siblings a loose match is safe; among all keys it misleads.
 _SIBLING_CUTOFF = 0.6
 _ANYWHERE_CUTOFF = 0.8
+# Two candidates whose ratios differ by less are both named.
+_AS_CLOSE = 0.05
 _MOST_KEYS_LISTED = 30
 
 
@@ -90,10 +92,20 @@ def section_of(path: KeyPath) -> str:
     )
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = _SIBLING_CUTOFF) -> str | None:
-    """The known word closest to ``name``, if one is close."""
-    matches = get_close_matches(name.lower().replace("-", "_"), list(known), 1, cutoff)
-    return matches[0] if matches else None
+def nearest(name: str, known: Iterable[str], cutoff: float = _SIBLING_CUTOFF) -> list[str]:
+    """The known words closest to ``name``: none, one, or two that are about as close."""
+    word = name.lower().replace("-", "_")
+    matches = get_close_matches(word, list(known), 2, cutoff)
+    closeness = [SequenceMatcher(None, match, word).ratio() for match in matches]
+    if len(matches) == 2 and closeness[0] - closeness[1] > _AS_CLOSE:
+        return matches[:1]
+    return matches
+
+
+def ask(words: Iterable[str]) -> str | None:
+    """``did you mean a or b?``, or nothing to say."""
+    text = " or ".join(words)
+    return f"did you mean {text}?" if text else None
 
 
 def _explain_foreign(name: str, shown: str, where: str | None) -> Problem:
@@ -108,15 +120,14 @@ def _explain_typo(path: KeyPath, vocabulary: Vocabulary, where: str | None) -> P
     name, section = str(path[-1]), section_of(path)
     what = f"unknown key {dotted_key(path)}"
     siblings = vocabulary.sections.get(section, ())
-    sibling = nearest(name, siblings)
-    if sibling:
-        prefix = dotted_key(path[:-1])
-        return Problem(what, where, f"did you mean {f'{prefix}.' if prefix else ''}{sibling}?")
-    known = nearest(name, vocabulary.names(), _ANYWHERE_CUTOFF)
-    if known:
-        return Problem(what, where, f"did you mean {' or '.join(vocabulary.places(known))}?")
-    foreign = nearest(name, FOREIGN, _ANYWHERE_CUTOFF)
-    if foreign:
+    prefix = f"{dotted_key(path[:-1])}." if len(path) > 1 else ""
+    close = [f"{prefix}{sibling}" for sibling in nearest(name, siblings)]
+    if not close:
+        known = nearest(name, vocabulary.names(), _ANYWHERE_CUTOFF)
+        close = [place for word in known for place in vocabulary.places(word)]
+    if close:
+        return Problem(what, where, ask(close))
+    for foreign in nearest(name, FOREIGN, _ANYWHERE_CUTOFF):
         entry = FOREIGN[foreign]
         hint = f"{foreign} is {entry.owner} name for {entry.target}" if entry.target else entry.note
         return Problem(what, where, hint)

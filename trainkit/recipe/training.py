@@ -1,12 +1,13 @@
 """The rules of the ``training`` section: the names and types of the installed TrainingArguments."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.recipe.document import read_scalar
 from trainkit.recipe.foreign import REFUSED
-from trainkit.recipe.suggest import nearest
+from trainkit.recipe.suggest import ask, nearest
 from trainkit.recipe.training_fields import TrainingField, training_fields
 
 TRAINING_DEFAULTS: Mapping[str, Any] = {
@@ -14,7 +15,7 @@ TRAINING_DEFAULTS: Mapping[str, Any] = {
     "logging_steps": 1,
     # No account is asked for; tensorboard and wandb are opt-in.
     "report_to": "none",
-    # Each checkpoint of a 7B model with its optimizer is about 90 GB.
+    # Each checkpoint of a 7B model with its optimizer takes about 107 GB.
     "save_total_limit": 2,
 }
 """Where trainkit's defaults for ``training`` differ from TrainingArguments' own."""
@@ -92,10 +93,8 @@ def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:
     fix = None
     if isinstance(value, str):
         number = read_scalar(value)
-        close = nearest(value, field.choices)
-        if close:
-            fix = f"did you mean {close}?"
-        elif number is not value and field.accepts(number):
+        fix = ask(nearest(value, field.choices))
+        if fix is None and number is not value and field.accepts(number):
             fix = f"write {value} without quotes"
     elif isinstance(value, float) and value.is_integer() and field.accepts(int(value)):
         fix = f"write {int(value)}"
@@ -107,10 +106,12 @@ def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:
 def _out_of_range(name: str, value: float) -> list[TrainingProblem]:
     if name in _AT_LEAST_ONE and value < 1:
         rule = "at least 1"
-    elif name in _ABOVE_ZERO and value <= 0:
+    elif name in _ABOVE_ZERO and not value > 0:
         rule = "above 0"
     elif name in _NOT_NEGATIVE and not value >= 0:  # nan is not
         rule = "0 or more"
+    elif name in (*_ABOVE_ZERO, *_NOT_NEGATIVE) and math.isinf(value):
+        rule = "finite"
     else:
         return []
     return [TrainingProblem(name, f"training.{name}: {value} must be {rule}")]

@@ -25,6 +25,7 @@ _SCALARS: Mapping[str, tuple[type, ...]] = {
     "float": (float, int),  # a whole number is a float in YAML, too
     "bool": (bool,),
 }
+_CONTAINERS: Mapping[str, type] = {"dict": dict, "list": list}
 _WORDS = {
     "str": "text",
     "int": "a whole number",
@@ -43,18 +44,23 @@ class TrainingField:
         annotation: its type, as written in transformers.
         default: its default; a string of source code where it is not a constant.
         choices: the values it is limited to, where its type is an enum.
+        help: transformers' own words about it.
     """
 
     name: str
     annotation: ast.expr
     default: Any
     choices: tuple[str, ...] = ()
+    help: str = ""
 
     def accepts(self, value: Any) -> bool:
         """Whether a YAML value fits the type."""
-        if self.choices and isinstance(value, str):
+        if not self.choices:
+            return _fits(value, self.annotation)
+        if isinstance(value, str):
             return value in self.choices
-        return _fits(value, self.annotation)
+        plain = [o for o in _options(self.annotation) if not _is_foreign_class(o)]
+        return any(_fits_one(value, option) for option in plain)
 
     @property
     def rule(self) -> str:
@@ -125,6 +131,7 @@ def read_training_fields(package: Path, version: str) -> TrainingFields:
                 annotation,
                 _default(node.value, constants),
                 _choices(annotation, enums),
+                _help(node.value),
             )
     return TrainingFields(version, fields)
 
@@ -172,6 +179,17 @@ def _default(value: ast.expr | None, constants: Mapping[str, Any]) -> Any:
         return ast.unparse(value)
 
 
+def _help(value: ast.expr | None) -> str:
+    """The text in ``field(metadata={"help": ...})``, on one line."""
+    for node in ast.walk(value) if value is not None else ():
+        if isinstance(node, ast.Dict):
+            for key, text in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "help":
+                    words = text.value if isinstance(text, ast.Constant) else ""
+                    return " ".join(str(words).split())
+    return ""
+
+
 def _unquoted(annotation: ast.expr) -> ast.expr:
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return ast.parse(annotation.value, mode="eval").body
@@ -199,6 +217,11 @@ def _choices(annotation: ast.expr, enums: Mapping[str, tuple[str, ...]]) -> tupl
     return ()
 
 
+def _is_foreign_class(option: ast.expr) -> bool:
+    """Whether a type is a class of transformers' own, such as an enum."""
+    return isinstance(option, ast.Name) and option.id not in {*_SCALARS, *_CONTAINERS}
+
+
 def _fits(value: Any, annotation: ast.expr) -> bool:
     return any(_fits_one(value, option) for option in _options(annotation))
 
@@ -210,8 +233,8 @@ def _fits_one(value: Any, option: ast.expr) -> bool:
         if option.id in _SCALARS:
             is_bool = isinstance(value, bool)
             return isinstance(value, _SCALARS[option.id]) and (option.id == "bool") == is_bool
-        if option.id in ("dict", "list"):
-            return isinstance(value, dict if option.id == "dict" else list)
+        if option.id in _CONTAINERS:
+            return isinstance(value, _CONTAINERS[option.id])
         return True  # Any, or a class that only transformers can judge
     if isinstance(option, ast.Subscript):
         container = ast.unparse(option.value)

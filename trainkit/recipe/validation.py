@@ -1,10 +1,9 @@
 """Hold the merged values against the schema and say everything that is wrong, with its line."""
 
 import re
-import types
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -12,10 +11,12 @@ from pydantic_core import ErrorDetails
 from trainkit.recipe.document import KeyPath, read_scalar
 from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.problems import InvalidRecipe, Problem
+from trainkit.recipe.reference import section_in
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.settings import Settings
 from trainkit.recipe.suggest import (
     Vocabulary,
+    ask,
     dotted_key,
     explain_unknown_key,
     nearest,
@@ -85,23 +86,10 @@ def _collect(model: type[BaseModel], prefix: str, sections: dict[str, tuple[str,
     sections[prefix] = (*sections.get(prefix, ()), *model.model_fields)
     for name, field in model.model_fields.items():
         dotted = f"{prefix}.{name}" if prefix else name
-        found = _section_in(field.annotation)
+        found = section_in(field.annotation)
         if found is not None:
             section, in_list = found
             _collect(section, f"{dotted}[]" if in_list else dotted, sections)
-
-
-def _section_in(annotation: Any, *, in_list: bool = False) -> tuple[type[BaseModel], bool] | None:
-    """The section class inside an annotation, and whether it is the item of a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, in_list
-    origin = get_origin(annotation)
-    if origin in (Annotated, list, Union, types.UnionType):
-        for part in get_args(annotation):
-            found = _section_in(part, in_list=in_list or origin is list)
-            if found is not None:
-                return found
-    return None
 
 
 def _training_problems(settings: Settings) -> list[tuple[KeyPath, Problem]]:
@@ -136,6 +124,7 @@ def _schema_problems(
             problem = explain_unknown_key(path, error["input"], vocabulary(), where)
         elif error["type"] == "missing":
             problem = _missing(error, settings)
+            path = error["loc"]
         else:
             problem = _wrong_value(error, path, settings)
         problems.setdefault(path, problem)
@@ -187,8 +176,7 @@ def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
     kind = error["type"]
     if kind == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        close = nearest(value, choices)
-        return f"did you mean {close}?" if close else None
+        return ask(nearest(value, choices))
     if kind in ("model_type", "model_attributes_type"):
         if value is None:
             return f"put its keys under `{dotted}:`, indented by two spaces"

@@ -1,0 +1,41 @@
+"""The schema agrees with itself and with what it mirrors."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.recipe import Recipe, key_references
+from trainkit.recipe.schema import KERNEL_OPS
+from trainkit.recipe.validation import vocabulary
+
+
+def test_every_key_is_described():
+    for entry in key_references():
+        if not entry.key.startswith("training."):
+            assert entry.help, entry.key
+            assert entry.help.endswith("."), entry.key
+
+
+def test_sections_stay_small():
+    for section, names in vocabulary().sections.items():
+        assert section == "training" or len(names) <= 16, section
+
+
+def test_a_recipe_made_in_python_is_held_to_the_same_rules():
+    values = {"model": {"name_or_path": "m"}, "data": {"train": ["a"]}}
+    assert Recipe.model_validate(values).training["logging_steps"] == 1
+    with pytest.raises(ValueError, match="no key lerning_rate"):
+        Recipe.model_validate({**values, "training": {"lerning_rate": 1}})
+
+
+def test_kernel_switches_are_those_of_the_family_table():
+    # Read, not imported: the table's module brings torch.
+    source = (Path(trainkit.__file__).parent / "models" / "families.py").read_text()
+    assigned = {
+        node.targets[0].id: node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert ast.literal_eval(assigned["OPS"]) == KERNEL_OPS
