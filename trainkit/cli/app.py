@@ -29,6 +29,7 @@ class Entry:
 COMMANDS: dict[str, Entry] = {
     "sft": Entry("trainkit.cli.sft:sft", "Train a model as a recipe says."),
     "config": Entry("trainkit.cli.config:app", "Show what a recipe means, value by value."),
+    "kernels": Entry("trainkit.cli.kernels:app", "Check the kernels against plain torch."),
     "plot": Entry("trainkit.cli.plot:plot", "Draw the curves of runs over one another."),
 }
 

@@ -8,6 +8,7 @@ Nothing outside the model changes.
 import importlib
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from types import ModuleType
@@ -86,16 +87,31 @@ class PatchReport:
         Raises:
             PatchError: something else has swapped a class on top; nothing is changed then.
         """
-        patched = list(_patched_modules(self.model, self._swapped))
-        for module in patched:
+        for module in _patched_modules(self.model, self._swapped):
             if type(module) not in self._swapped:
                 raise PatchError(
                     f"{type(module).__name__} has another class swapped on top of the kernels'",
                     fix="undo the later change first (for fused LoRA: its own revert)",
                 )
-        for module in patched:
-            module.__class__ = _originals[type(module)]
+        self._restore()
         self._swapped = set()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within, the model runs without the kernels, and without what was swapped on top."""
+        before = self._restore()
+        try:
+            yield
+        finally:
+            for module, subclass in before.items():
+                module.__class__ = subclass
+
+    def _restore(self) -> dict[nn.Module, type[nn.Module]]:
+        """Give the modules their first classes back; returns what they had."""
+        before = {module: type(module) for module in _patched_modules(self.model, self._swapped)}
+        for module, subclass in before.items():
+            module.__class__ = next(_originals[c] for c in subclass.__mro__ if c in self._swapped)
+        return before
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for kernels.json."""
@@ -182,6 +198,11 @@ def family_of(model: nn.Module) -> Family:
                 fix="train without kernels (`kernels: false`), or add a row: CONTRIBUTING.md",
             )
     raise PatchError(f"{type(model).__name__} holds no Hugging Face model")
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class a module has, or had before it was patched."""
+    return _originals.get(type(module), type(module))
 
 
 def _switches(kernels: bool | Mapping[str, bool]) -> dict[str, str]:

@@ -1,0 +1,181 @@
+"""The self-check passes for every family, and names what is broken."""
+
+import json
+
+import pytest
+import torch
+from families.family_models import make, make_batch
+from torch.nn import functional as F
+
+import trainkit
+from trainkit import kernels
+from trainkit.cli.app import main
+from trainkit.lora import LoraOptions, attach, fuse
+from trainkit.models import forwards, loss_head, rope_forwards
+from trainkit.models.families import FAMILIES, OPS
+from trainkit.models.self_check import SelfCheckError, self_check
+
+
+def batch(name="llama"):
+    return {"input_ids": make_batch(name, rows=2, length=40)["input_ids"].clamp(max=119)}
+
+
+def check(name, dtype=torch.float32):
+    model = make(name, dtype=dtype)
+    return self_check(model, trainkit.patch(model), batch())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_passes_and_says_that_a_cpu_runs_references(name, dtype):
+    rows = check(name, dtype)
+    assert [row["op"] for row in rows] == [*OPS, "replica", "model"]
+    assert {row["family"] for row in rows} == {name}
+    assert [row["status"] for row in rows] == ["reference"] * len(OPS) + ["ok", "ok"]
+    assert all(row["speedup"] is None for row in rows)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def broken_rms_norm(x, weight, eps, **options):
+    return kernels.rms_norm(x, weight, 2 * eps + 1e-3, **options)
+
+
+def broken_rope(q, k, cos, sin, *, interleaved):
+    return kernels.apply_rope(q, k, cos, -sin, interleaved=interleaved)
+
+
+def broken_swiglu(gate, up):
+    return 1.002 * F.silu(gate) * up
+
+
+class Crooked(torch.autograd.Function):
+    """Right forward, a gradient that is off by 0.1 %."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return 1.001 * dx
+
+
+def broken_backward(x, residual, weight, eps, **options):
+    return kernels.add_rms_norm(Crooked.apply(x), residual, weight, eps, **options)
+
+
+def broken_loss(hidden, weight, labels, **options):
+    return loss_head.linear_cross_entropy_counted(hidden, weight, labels.roll(1), **options)
+
+
+BREAKS = {
+    "rms_norm": (kernels, "rms_norm", broken_rms_norm),
+    "add_rms_norm": (kernels, "add_rms_norm", broken_backward),
+    "apply_rope": (kernels, "apply_rope", broken_rope),
+    "swiglu": (kernels, "swiglu", broken_swiglu),
+    "linear_cross_entropy": (loss_head, "linear_cross_entropy_counted", broken_loss),
+}
+
+
+@pytest.mark.parametrize("kernel", BREAKS)
+def test_a_broken_kernel_is_caught_and_named(kernel, monkeypatch):
+    module, attribute, broken = BREAKS[kernel]
+    healthy = getattr(module, attribute)
+
+    def call(*args, **options):
+        with monkeypatch.context() as inner:  # the broken one calls the healthy one
+            inner.setattr(module, attribute, healthy)
+            return broken(*args, **options)
+
+    monkeypatch.setattr(module, attribute, call)
+    # A signature like the healthy one's, as a broken kernel would have.
+    call.__wrapped__ = healthy
+    with pytest.raises(SelfCheckError, match=f"the self-check failed: {kernel} is off by") as info:
+        check("llama")
+    failed = [row["kernel"] for row in info.value.rows if row["status"] == "failed"]
+    assert failed[0] == kernel
+    assert len(info.value.rows) == len(OPS) + 2
+
+
+def test_nan_is_a_failure(monkeypatch):
+    healthy = kernels.swiglu
+    monkeypatch.setattr(kernels, "swiglu", lambda gate, up: healthy(gate, up) * float("nan"))
+    with pytest.raises(SelfCheckError, match="swiglu is off by nan"):
+        check("llama")
+
+
+def test_right_ops_put_together_wrongly_are_caught(monkeypatch):
+    def forward(self, x):  # gate and up the wrong way round
+        return self.down_proj(kernels.swiglu(self.up_proj(x), self.gate_proj(x)))
+
+    monkeypatch.setattr(forwards.SplitMLP, "forward", forward)
+    with pytest.raises(SelfCheckError, match="the patched replica is off by") as info:
+        check("llama")
+    assert {row["op"] for row in info.value.rows if row["status"] == "failed"} == {
+        "replica",
+        "model",
+    }
+
+
+def test_an_op_that_is_on_and_never_runs_is_a_failure(monkeypatch):
+    monkeypatch.delattr(rope_forwards.Attention, "forward")  # Hugging Face's own then runs
+    with pytest.raises(SelfCheckError, match="apply_rope was never called"):
+        check("llama")
+
+
+def test_the_check_leaves_no_trace():
+    model = make("qwen2")
+    report = trainkit.patch(model)
+    model.model.layers[0].eval()
+    classes = [type(module) for module in model.modules()]
+    flags = [module.training for module in model.modules()]
+    tokens = batch()
+    random = torch.random.get_rng_state()
+    self_check(model, report, tokens)
+    assert [type(module) for module in model.modules()] == classes
+    assert [module.training for module in model.modules()] == flags
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_after_fused_adapters_and_with_an_op_switched_off():
+    model = make("qwen2")
+    adapted = attach(model, LoraOptions(r=4))
+    report = trainkit.patch(adapted, {"rope": False})
+    fuse(adapted)
+    classes = [type(module) for module in adapted.modules()]
+    rows = {row["op"]: row for row in self_check(adapted, report, batch())}
+    assert rows["rope"]["status"] == "off"
+    assert rows["model"]["status"] == "ok"
+    assert [type(module) for module in adapted.modules()] == classes
+
+
+def test_labels_without_a_trained_token_still_check_the_loss():
+    model = make("qwen2")
+    report = trainkit.patch(model)
+    masked = batch() | {"labels": torch.full((2, 40), -100)}
+    rows = {row["op"]: row for row in self_check(model, report, masked)}
+    assert not rows["model"]["detail"].startswith("loss 0.0")
+
+
+def test_the_command_prints_json_rows_or_a_table(tmp_path, capsys):
+    make("qwen2").save_pretrained(tmp_path)
+    capsys.readouterr()  # saving imports libraries that print
+    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["op"] for row in rows] == [*OPS, "replica", "model"]
+    wanted = {"op", "family", "max_error", "reference_error", "speedup", "status"}
+    assert all(wanted <= row.keys() for row in rows)
+    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu"]) == 0
+    assert "swiglu                reference" in capsys.readouterr().out
+
+
+def test_the_command_fails_and_still_prints_the_rows(tmp_path, capsys, monkeypatch):
+    make("qwen2").save_pretrained(tmp_path)
+    capsys.readouterr()
+    healthy = kernels.swiglu
+    monkeypatch.setattr(kernels, "swiglu", lambda gate, up: healthy(gate, up) * 1.01)
+    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[0])["op"] == "rms_norm"
+    assert "error: kernels, family qwen2: the self-check failed: swiglu is off by" in shown.err
