@@ -21,7 +21,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from trainkit.kernels.linear_cross_entropy.function import linear_cross_entropy_counted
+from trainkit.kernels import linear_cross_entropy_counted
 from trainkit.models.forwards import KernelForward
 
 logger = logging.getLogger(__name__)

@@ -93,6 +93,7 @@ def linear_cross_entropy(
     ).loss
 
 
+@torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
 def linear_cross_entropy_counted(
     hidden: Tensor,
     weight: Tensor,
@@ -132,13 +133,15 @@ def linear_cross_entropy_counted(
     )
 
 
-def default_chunk_tokens(vocab_size: int, element_size: int) -> int:
-    """Rows in a chunk such that its logits take about 1.2 GiB.
+def default_chunk_tokens(hidden_size: int, vocab_size: int, element_size: int) -> int:
+    """Rows in a chunk: its logits take as much memory as the fp32 gradient of the weight.
 
-    Larger chunks keep the matrix products busy and read and write the fp32 weight gradient less
-    often; beyond this size the gain is within a per cent of the step.
+    Every chunk reads and writes that gradient once, so a chunk should outweigh it; the limits, 1.2
+    and 2.4 GiB, keep small models busy and large ones from paying memory for the last per cent.
     """
-    rows = int(1.2 * 2**30) // (vocab_size * element_size)
+    gradient_bytes = 1.15 * vocab_size * hidden_size * 4
+    logits_bytes = min(max(gradient_bytes, 1.2 * 2**30), 2.4 * 2**30)
+    rows = int(logits_bytes) // (vocab_size * element_size)
     return max(ROWS_MULTIPLE, rows // ROWS_MULTIPLE * ROWS_MULTIPLE)
 
 
@@ -185,20 +188,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants = [settings.wants_gradients and wanted for wanted in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
             result = _compute(hidden, weight, bias, labels, settings, *wants)
-        items = _denominator(result.num_trained if num_items is None else num_items, result.total)
+        per_item = _inverse(result.num_trained if num_items is None else num_items, result.total)
         ctx.save_for_backward(
-            result.dhidden, result.dweight, result.dbias, result.slots, items * result.grad_scale
+            result.dhidden, result.dweight, result.dbias, result.slots, per_item / result.grad_scale
         )
         ctx.like = (hidden.shape, hidden.dtype, weight.dtype, bias is not None and bias.dtype)
         ctx.mark_non_differentiable(result.num_correct, result.num_trained)
-        return result.total / items, result.num_correct, result.num_trained
+        return result.total * per_item, result.num_correct, result.num_trained
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        dhidden, dweight, dbias, slots, divisor = ctx.saved_tensors
+        dhidden, dweight, dbias, slots, factor = ctx.saved_tensors
         hidden_shape, hidden_dtype, weight_dtype, bias_dtype = ctx.like
-        scale = grad_output / divisor
+        scale = grad_output * factor
         if dhidden is not None:
             dhidden = _scaled(dhidden, scale, hidden_dtype)
             if slots is not None:
@@ -211,12 +214,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, dbias, None, None, None
 
 
-def _denominator(num_items: Tensor | int, like: Tensor) -> Tensor:
-    """``num_items`` as a 0-d tensor beside ``like``; 1 in place of 0: no label means loss 0."""
+def _inverse(num_items: Tensor | int, like: Tensor) -> Tensor:
+    """1 / num_items as a 0-d tensor beside ``like``, and 0 for 0: no item means loss 0."""
     if not isinstance(num_items, Tensor):  # a fill on the device, not a copy from the host
-        return like.new_full((), num_items or 1)
+        return like.new_full((), 1 / num_items if num_items else 0.0)
     items = num_items.to(device=like.device, dtype=like.dtype).reshape(())
-    return items.where(items != 0, 1)
+    return torch.where(items != 0, 1 / items, 0.0)
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -267,7 +270,10 @@ def _compute(
     if dhidden is not None:
         dhidden[num_rows].zero_()
 
-    chunk = _chunk_rows(num_rows, vocab_size, dtype.itemsize, settings.chunk_tokens)
+    limit = settings.chunk_tokens
+    if limit is None:
+        limit = default_chunk_tokens(matrix.shape[1], vocab_size, dtype.itemsize)
+    chunk = _chunk_rows(num_rows, limit)
     # Rows start at multiples of 128 bytes whatever the vocabulary size, or cuBLAS goes slow.
     buffer = rows.new_empty((chunk, -(-vocab_size // 64) * 64))
     for start in range(0, num_rows, max(chunk, 1)):
@@ -335,9 +341,8 @@ def _keep_trained(
     return rows.index_select(0, chosen), labels, slots
 
 
-def _chunk_rows(num_rows: int, vocab_size: int, element_size: int, chunk_tokens: int | None) -> int:
+def _chunk_rows(num_rows: int, limit: int) -> int:
     """The chunk size: at most the limit, and as equal as multiples of ``ROWS_MULTIPLE`` allow."""
-    limit = chunk_tokens or default_chunk_tokens(vocab_size, element_size)
     if num_rows <= limit:
         return num_rows
     num_chunks = -(-num_rows // limit)

@@ -1,0 +1,101 @@
+"""Linear cross entropy on a GPU: accuracy, memory, determinism, and a host that never waits."""
+
+import pytest
+import torch
+
+from trainkit.kernels.linear_cross_entropy.function import linear_cross_entropy
+from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def make_case(rows, hidden, vocab, dtype, *, trained=0.7, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    states = torch.randn(rows, hidden, generator=generator, device="cuda")
+    weight = torch.randn(vocab, hidden, generator=generator, device="cuda") * hidden**-0.5
+    labels = torch.randint(0, vocab, (rows,), generator=generator, device="cuda")
+    labels[torch.rand(rows, generator=generator, device="cuda") >= trained] = -100
+    return states.to(dtype), weight.to(dtype), labels
+
+
+def run(op, states, weight, labels, **options):
+    leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
+    loss = op(*leaves, labels, **options)
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "vocab"),
+    [(1500, 896, 32003), (700, 256, 151936), (1, 64, 5), (513, 72, 999)],
+)
+def test_no_less_accurate_than_full_logits(rows, hidden, vocab, dtype):
+    case = make_case(rows, hidden, vocab, dtype, trained=1.0 if rows == 1 else 0.7)
+    count = int((case[2] != -100).sum())
+    truth = run(linear_cross_entropy_reference, case[0].double(), case[1].double(), case[2])
+    theirs = run(linear_cross_entropy_reference, *case)
+    for options in ({}, {"num_trained": count}, {"num_trained": count, "chunk_tokens": 300}):
+        ours = run(linear_cross_entropy, *case, **options)
+        for got, plain, wanted in zip(ours, theirs, truth, strict=True):
+            error, allowed = ((each.double() - wanted).norm() for each in (got, plain))
+            assert error <= 1.05 * allowed + 2e-6 * wanted.norm(), options
+
+
+def test_runs_repeat_bit_for_bit():
+    case = make_case(3000, 512, 50257, torch.bfloat16)
+    first, second = (run(linear_cross_entropy, *case, chunk_tokens=1024) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_host_never_waits():
+    states, weight, labels = make_case(2048, 256, 32000, torch.bfloat16)
+    states.requires_grad_(), weight.requires_grad_()
+    count = int((labels != -100).sum())
+    items = torch.tensor(count, device="cuda")
+    scale = torch.tensor(3.0, device="cuda")
+    linear_cross_entropy(states, weight, labels, num_trained=count).backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for num_items in (None, items, 5):
+            loss = linear_cross_entropy(
+                states, weight, labels, num_items=num_items, num_trained=count, chunk_tokens=512
+            )
+            (loss * scale).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_extra_memory_is_bounded_by_the_chunk():
+    rows, hidden, vocab = 16384, 896, 151936
+    states, weight, labels = make_case(rows, hidden, vocab, torch.bfloat16, trained=1.0)
+    states.requires_grad_(), weight.requires_grad_()
+
+    def extra(chunk_tokens):
+        weight.grad = states.grad = None
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        linear_cross_entropy(states, weight, labels, chunk_tokens=chunk_tokens).backward()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+    assert extra(None) <= 2.2
+    # What remains is the fp32 gradients of the weight and the hidden states, and their bf16 ones.
+    gradients = (vocab * hidden + rows * hidden) * 6 / 2**30
+    assert extra(256) <= gradients + 0.15
+
+
+@pytest.mark.parametrize("frozen", ["states", "weight"])
+def test_frozen_inputs(frozen):
+    states, weight, labels = make_case(1000, 128, 5000, torch.bfloat16)
+    truth = run(linear_cross_entropy_reference, states.double(), weight.double(), labels)
+    leaf = weight if frozen == "states" else states
+    leaf.requires_grad_()
+    linear_cross_entropy(states, weight, labels, chunk_tokens=256).backward()
+    wanted = truth[2] if frozen == "states" else truth[1]
+    assert (leaf.grad.double() - wanted).norm() <= 1e-2 * wanted.norm()  # bf16: a few of 2^-9

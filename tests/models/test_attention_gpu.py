@@ -1,0 +1,107 @@
+"""Packed attention on a GPU: every engine keeps documents apart, and no layer waits."""
+
+import pytest
+import torch
+from families.family_models import make
+from models.test_attention import PACKS, documents, packed_batch
+
+from trainkit.models import attention
+from trainkit.models.leak_test import leak_test
+from trainkit.models.patch import patch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_gpu(batch):
+    return {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def model_with(name, engine=None, implementation=attention.NAME, dtype=torch.bfloat16, **sizes):
+    attention.register()
+    model = make(name, **sizes).to("cuda", dtype)
+    model.set_attn_implementation(implementation)
+    if implementation == attention.NAME:
+        attention.install(model, engine)
+    return model.eval()
+
+
+def deviation(model, plain, batch):
+    """The largest difference of a packed document's logits to the document alone."""
+    with torch.no_grad():
+        packed = model(**batch).logits
+        return max(
+            (packed[row, part] - plain(batch["input_ids"][row : row + 1, part]).logits[0])
+            .abs()
+            .max()
+            .item()
+            for row, part in documents()
+        )
+
+
+@pytest.mark.parametrize("name", PACKS)
+def test_varlen_keeps_documents_apart(name):
+    model = model_with(name, "varlen")
+    plain = model_with(name, implementation="eager", dtype=torch.float32)
+    batch = on_gpu(packed_batch())
+    # bf16 through two layers, logits of order one: 2^-8 a rounding, a few dozen of them.
+    assert deviation(model, plain, batch) < 0.15
+    assert leak_test(model, attention="varlen", vocab_size=128) > 0
+    patch(model)
+    assert deviation(model, plain, batch) < 0.15
+    assert leak_test(model, attention="varlen", vocab_size=128) > 0
+
+
+@pytest.mark.parametrize("engine", ["flex", "mask"])
+def test_the_fallbacks_in_fp32(engine):
+    model = model_with("qwen2", engine, dtype=torch.float32)
+    plain = model_with("qwen2", implementation="eager", dtype=torch.float32)
+    # fp32 with tf32 off; flex attention may use tf32 inside, 2^-11 a product.
+    assert deviation(model, plain, on_gpu(packed_batch())) < 5e-3
+    assert leak_test(model, attention=engine, vocab_size=128) > 0
+    model.train()
+    model(**on_gpu(packed_batch())).logits.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_sliding_window_on_varlen():
+    model = model_with("mistral", "varlen", sliding_window=4)
+    plain = model_with("mistral", implementation="eager", dtype=torch.float32, sliding_window=4)
+    unlimited = model_with("mistral", "varlen", sliding_window=None)
+    batch = on_gpu(packed_batch())
+    assert deviation(model, plain, batch) < 0.15
+    assert deviation(unlimited, plain, batch) > 0.2
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_step_waits_for_the_device(packed):
+    model = model_with("qwen2").train()
+    patch(model)
+    batch = on_gpu(packed_batch())
+    if not packed:
+        batch = {"input_ids": batch["input_ids"]}
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["labels"] = batch["input_ids"]
+    batch["num_items_in_batch"] = torch.tensor(46, device="cuda")
+    batch["num_trained_tokens"] = 46
+    model(**batch).loss.backward()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_gradients_of_packed_rows():
+    grads = []
+    batch = on_gpu(packed_batch())
+    for engine, dtype in (("varlen", torch.bfloat16), ("mask", torch.float32)):
+        model = model_with("llama", engine, dtype=dtype).train()
+        logits = model(**batch).logits.float()
+        sum(logits[row, part].square().mean() for row, part in documents()).backward()
+        grads.append([p.grad.float() for p in model.parameters()])
+    for low, high in zip(*grads, strict=True):
+        # bf16 weights, activations and gradients through two layers.
+        assert (low - high).norm() <= 0.08 * high.norm()

@@ -1,0 +1,101 @@
+"""The contract of linear_cross_entropy."""
+
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.kernels.contract import Draw, OpCase, OpSpec
+from trainkit.kernels.linear_cross_entropy.function import linear_cross_entropy
+from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+
+def linear_cross_entropy_case(
+    label: str,
+    rows: tuple[int, ...],
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    ignored: float = 0.3,
+    bias: bool = False,
+    turned: bool = False,
+    large: bool = False,
+    **options: Any,
+) -> OpCase:
+    """A call on hidden states (*rows, hidden_size).
+
+    Args:
+        label: what is special about it.
+        rows: shape of the labels.
+        hidden_size: H.
+        vocab_size: V.
+        ignored: share of the rows that are not trained.
+        bias: with a bias.
+        turned: hidden states whose rows do not follow one another in memory.
+        large: GPU only.
+        options: further keyword arguments of linear_cross_entropy.
+    """
+
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        labels = draw.integers(vocab_size, *rows)
+        if turned:
+            hidden = draw.normal(*reversed(rows), hidden_size).transpose(0, 1)
+        else:
+            hidden = draw.normal(*rows, hidden_size)
+        skipped = draw.integers(1000, *rows) < 1000 * ignored
+        tensors = {
+            "hidden": hidden,
+            "weight": draw.normal(vocab_size, hidden_size, scale=2.0 * hidden_size**-0.5),
+            "labels": labels.masked_fill(skipped, -100),
+        }
+        if bias:
+            tensors["bias"] = draw.normal(vocab_size)
+        return tensors
+
+    grads = ("hidden", "weight", "bias") if bias else ("hidden", "weight")
+    return OpCase(label, inputs, grads, options, large)
+
+
+LINEAR_CROSS_ENTROPY = OpSpec(
+    name="linear_cross_entropy",
+    function=linear_cross_entropy,
+    reference=linear_cross_entropy_reference,
+    outputs=("loss",),
+    # Sizes at which the roundings of thousands of numbers average out: eager rounds the logits'
+    # gradient after the incoming gradient and 1 / num_items have entered, this op before.
+    cases=(
+        linear_cross_entropy_case("odd", (3, 11), 123, 1999),
+        linear_cross_entropy_case("turned", (4, 8), 128, 2000, turned=True),
+        linear_cross_entropy_case("bias", (32,), 128, 5003, bias=True),
+        linear_cross_entropy_case("one row", (1,), 4096, 700, ignored=0.0),
+        linear_cross_entropy_case("no rows", (0,), 8, 40),
+        linear_cross_entropy_case("nothing trained", (5,), 8, 40, ignored=1.0),
+        linear_cross_entropy_case("num_items", (32,), 128, 2000, num_items=17),
+        linear_cross_entropy_case("zero items", (6,), 8, 40, num_items=0),
+        linear_cross_entropy_case("softcap", (32,), 128, 2000, softcap=5.0),
+        linear_cross_entropy_case(
+            "all options",
+            (32,),
+            128,
+            2000,
+            label_smoothing=0.1,
+            softcap=5.0,
+            z_loss=1e-3,
+            num_items=9,
+        ),
+        linear_cross_entropy_case("qwen2 0.5b", (3, 700), 896, 151936, large=True),
+        linear_cross_entropy_case("resized vocabulary", (1030,), 256, 151655, large=True),
+        linear_cross_entropy_case("llama 3.2 1b", (1500,), 2048, 128256, large=True),
+    ),
+    tiny=linear_cross_entropy_case(
+        "tiny",
+        (5,),
+        3,
+        7,
+        bias=True,
+        label_smoothing=0.1,
+        softcap=5.0,
+        z_loss=1e-2,
+        num_items=3,
+    ),
+    one_graph=False,
+)
