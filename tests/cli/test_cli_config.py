@@ -1,0 +1,91 @@
+"""``trainkit config``: values, origins, and layouts for people, pipes and programs."""
+
+import json
+
+import pytest
+import yaml
+
+from trainkit.cli.app import main
+
+RECIPE = """\
+model: {name_or_path: m}
+data: {train: [a.jsonl, b.jsonl]}
+training:
+  learning_rate: 1e-5
+  hub_token: hf_secret
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = tmp_path / "r.yaml"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def test_json_lines_have_key_value_origin(recipe, capsys):
+    assert main(["config", "show", recipe, "training.seed=7", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert all(list(row) == ["key", "value", "origin"] for row in rows)
+    found = {row["key"]: (row["value"], row["origin"]) for row in rows}
+    assert found["training.learning_rate"] == (1e-5, "r.yaml:4")
+    assert found["training.seed"] == (7, "override")
+    assert found["training.hub_token"] == ("<redacted>", "r.yaml:5")
+    assert found["training.logging_steps"] == (1, "trainkit default")
+    assert found["training.max_grad_norm"] == (1.0, "transformers default")
+    assert found["data.train"] == (["a.jsonl", "b.jsonl"], "r.yaml:2")
+    assert found["data.mask"] == ("assistant", "default")
+
+
+def test_a_pipe_gets_a_recipe(recipe, tmp_path, capsys):
+    assert main(["config", "show", recipe]) == 0
+    text = capsys.readouterr().out
+    assert "hf_secret" not in text
+    assert yaml.safe_load(text)["training"]["learning_rate"] == 1e-5
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert main(["config", "show", str(again)]) == 0
+
+
+def test_diff_defaults_leaves_only_choices(recipe, capsys):
+    assert main(["config", "show", recipe, "--diff_defaults", "--json"]) == 0
+    keys = [json.loads(line)["key"] for line in capsys.readouterr().out.splitlines()]
+    assert keys == [
+        "model.name_or_path",
+        "data.train",
+        "training.learning_rate",
+        "training.hub_token",
+    ]
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_table_fits_and_keeps_every_word(recipe, capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["config", "show", recipe]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    long_name = "  restore_callback_states_from_checkpoint: false"
+    assert max(map(len, lines)) <= max(width, len(long_name))
+    text = " ".join(" ".join(lines).split())
+    for words in ("name_or_path: m", "r.yaml:4", "learning_rate: 1.0e-05", "transformers default"):
+        assert words in text
+
+
+def test_a_bad_recipe_exits_2_with_every_problem(tmp_path, capsys):
+    path = tmp_path / "bad.yaml"
+    path.write_text("model: {name_or_path: m}\ndata: {train: [a], cutoff_len: 3}\nlr: 1\n")
+    assert main(["config", "show", str(path)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert f"{path}:2: cutoff_len is LLaMA-Factory's name for data.max_length" in shown.err
+    assert f"{path}:3: lr is torch's name for training.learning_rate" in shown.err
+
+
+def test_keys_can_be_looked_up(capsys):
+    assert main(["config", "keys", "max_length", "--json"]) == 0
+    (row,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (row["key"], row["default"], row["required"]) == ("data.max_length", 2048, False)
+    assert main(["config", "keys", "warmup", "name_or_path"]) == 0
+    text = capsys.readouterr().out
+    assert "training.warmup_steps: a number; default 0" in text
+    assert "model.name_or_path: text; required" in text

@@ -1,0 +1,99 @@
+"""``trainkit sft`` up to the training: what the options mean, and what stops before torch."""
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.app import main
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "m").mkdir()
+    path = tmp_path / "r.yaml"
+    path.write_text("model: {name_or_path: ./m}\ndata: {train: [a.jsonl]}\n")
+    return path
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Stand in for the training; collects what it was asked to do."""
+    calls = []
+    build = types.ModuleType("trainkit.train.build")
+
+    def run_sft(loaded, options):
+        calls.append((loaded, options))
+        return None if options.dry_run else Path("train_model/demo-1")
+
+    build.run_sft = run_sft
+    monkeypatch.setitem(sys.modules, "trainkit.train.build", build)
+    return calls
+
+
+def test_the_last_line_is_the_run_directory(recipe, trained, capsys):
+    assert main(["sft", "--config", "r.yaml"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "train_model/demo-1"
+    ((loaded, options),) = trained
+    assert (loaded.recipe.deepspeed, loaded.recipe.kernels) == (None, False)
+    assert (options.resume, options.output_dir, options.dry_run, options.json) == (
+        None,
+        None,
+        False,
+        False,
+    )
+
+
+def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
+    argv = "sft -c r.yaml --deepspeed training.seed=3 --replace_kernel --pretrain --resume"
+    argv += " --output_dir out/run --dry_run data.max_length=64 --json"
+    assert main(argv.split()) == 0
+    assert capsys.readouterr().out == ""
+    ((loaded, options),) = trained
+    recipe = loaded.recipe
+    assert (recipe.deepspeed, recipe.kernels, recipe.data.mask) == ("zero2", True, "none")
+    assert (recipe.training["seed"], recipe.data.max_length) == (3, 64)
+    assert (options.resume, options.dry_run, options.json) == ("auto", True, True)
+    assert options.output_dir == Path("out/run")
+    assert options.command == tuple(argv.split()), "as it was typed, so that it can be typed again"
+
+
+def test_the_output_directory_may_stand_in_the_recipe(recipe, trained):
+    assert main(["sft", "--config", "r.yaml", "training.output_dir=there"]) == 0
+    assert trained[0][1].output_dir == Path("there")
+    assert main(["sft", "-c", "r.yaml", "training.output_dir=there", "--output-dir", "here"]) == 0
+    assert trained[1][1].output_dir == Path("here")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--config gone.yaml", "there is no recipe at"),
+        ("--config r.yaml training.lerning_rate=1", "did you mean training.learning_rate?"),
+        ("--config r.yaml --deepspeed zero4", "did you mean zero"),
+        ("--config r.yaml data.train=gone.jsonl", "there is no file"),
+        ("--config r.yaml model.name_or_path=./gone", "there is nothing at"),
+        ("--config r.yaml r.yaml", "section.key=value"),
+    ],
+)
+def test_mistakes_stop_before_torch_and_leave_nothing(recipe, argv, message):
+    before = sorted(path.name for path in recipe.parent.iterdir())
+    code = (
+        "import sys; from trainkit.cli.app import main; code = main(sys.argv[1:]);"
+        "print(code, [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "sft", *argv.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "2 []\n"
+    assert done.stderr.startswith("error: ")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in recipe.parent.iterdir()) == before
