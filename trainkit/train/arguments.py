@@ -1,6 +1,7 @@
 """transformers' TrainingArguments from a recipe's ``training`` section, and DeepSpeed's file."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ import torch
 from transformers import TrainingArguments
 
 from trainkit.errors import RecipeError
+
+
+logger = logging.getLogger(__name__)
 
 
 def deepspeed_config(path: Path) -> dict[str, Any]:
@@ -47,6 +51,8 @@ def training_arguments(
     values: dict[str, Any] = dict(training)
     values["output_dir"] = str(output_dir)
     values["gradient_accumulation_steps"] = gradient_accumulation_steps
+    values.setdefault("log_level", "error")
+    values.setdefault("log_level_replica", "error")
     if on_cpu:
         values["use_cpu"] = True
         values["dataloader_pin_memory"] = False
@@ -63,10 +69,18 @@ def training_arguments(
         if values.get(name):
             values.setdefault(f"{name}_kwargs", {"use_reentrant": False})
     try:
-        return TrainingArguments(**values)
+        arguments = TrainingArguments(**values)
     except (ValueError, TypeError) as error:
         raise RecipeError(
             f"transformers refuses these settings: {error}",
             where="training",
             fix="change the key that the message names",
         ) from error
+    # Asking for the device starts the process group. DeepSpeed must know it, too, before ZeRO-3
+    # shards a model while loading; on a CPU accelerate does not tell it.
+    logger.info("training on %s, %s", arguments.device, arguments.parallel_mode)
+    if deepspeed is not None:
+        from deepspeed import comm
+
+        comm.init_distributed("gloo" if on_cpu else "nccl", verbose=False)
+    return arguments

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from trainkit.data.options import DataOptions, Source
 from trainkit.errors import TrainkitError
@@ -42,6 +43,7 @@ from trainkit.train.arguments import deepspeed_config, training_arguments
 from trainkit.train.checkpoints import ResumePoint, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.dry_run import describe_dry_run, run_longest_batch
+from trainkit.train.finish import AfterTraining
 from trainkit.train.launch import (
     ProcessPlace,
     count_local_gpus,
@@ -51,7 +53,6 @@ from trainkit.train.launch import (
 from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
-from trainkit.train.finish import AfterTraining
 from trainkit.train.session import Session
 
 logger = logging.getLogger(__name__)
@@ -145,8 +146,9 @@ def _session(
     """Build the model and everything that training needs around it."""
     recipe = loaded.recipe
     built = _build(recipe, prepared)
+    record = built.check_kernels(prepared.data.train.one_batch())
     if place.is_main:
-        run.write_json(run.kernels, built.kernels_record())
+        run.write_json(run.kernels, record)
         console.note(built.describe())
     held_out = recipe.generation_eval
     return Session(
@@ -184,6 +186,7 @@ def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
         quantize=recipe.lora.quantize if recipe.lora else None,
         kernels=recipe.kernels,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
+        device=None if is_deepspeed_zero3_enabled() else args.device,
     )
 
 
@@ -251,7 +254,7 @@ def _lora_options(recipe: Recipe) -> LoraOptions | None:
 
 
 def _arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:
-    """transformers' arguments; with several ranks the process group exists after this."""
+    """The Trainer's arguments; with several ranks the process group exists after this."""
     deepspeed = None
     if recipe.deepspeed is not None:
         prepare_deepspeed(place, on_cpu=not torch.cuda.is_available())
@@ -291,7 +294,7 @@ def _resume_point(loaded: LoadedRecipe, options: SftOptions) -> ResumePoint | No
 def _run_directory(
     loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace, point: ResumePoint | None
 ) -> RunDirectory:
-    """Make the run directory on rank 0, or open the one to continue; all ranks learn where it is."""
+    """Make the run directory on rank 0, or open the one to continue; all ranks learn of it."""
     if point is not None:
         return RunDirectory.open(point.run)
     told: list[Any] = [None]

@@ -99,7 +99,11 @@ def _with_cache(trainer: SftTrainer) -> Iterator[None]:
 
 
 def answer_held_out(
-    trainer: SftTrainer, final: Path, tokenizer: PreTrainedTokenizerBase, after: AfterTraining
+    trainer: SftTrainer,
+    final: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_token_ids: Sequence[int],
+    after: AfterTraining,
 ) -> GenerationEvalResult:
     """Answer held-out conversations greedily and count exact matches; every rank takes a share.
 
@@ -107,6 +111,7 @@ def answer_held_out(
         trainer: after training.
         final: the saved model; under ZeRO-3 it is loaded again, since no rank holds it whole.
         tokenizer: of the model.
+        stop_token_ids: what the model was taught to end its turn with.
         after: the conversations and how to answer.
     """
     accelerator = trainer.accelerator
@@ -120,6 +125,7 @@ def answer_held_out(
             mine,
             max_new_tokens=after.max_new_tokens,
             batch_size=after.batch_size,
+            stop_token_ids=stop_token_ids,
         )
     if accelerator.num_processes == 1:
         return result

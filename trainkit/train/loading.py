@@ -103,7 +103,11 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
 
 
 def load_model(
-    source: ModelSource, *, attention: str, quantization: Any | None = None
+    source: ModelSource,
+    *,
+    attention: str,
+    quantization: Any | None = None,
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """Load (or, with ``random_weights``, build) the model; ``use_cache`` is off for training.
 
@@ -111,6 +115,7 @@ def load_model(
         source: where from.
         attention: transformers' ``attn_implementation``.
         quantization: a transformers quantization config, or None.
+        device: where the weights go; None leaves them where the loader puts them.
 
     Raises:
         ModelError: the weights are missing or unreadable, or the hub cannot be reached.
@@ -132,11 +137,18 @@ def load_model(
                 place,
                 dtype=dtype,
                 attn_implementation=attention,
-                **({"quantization_config": quantization} if quantization is not None else {}),
+                # 4-bit weights cannot be moved later; the others are moved below.
+                **(
+                    {"quantization_config": quantization, "device_map": device and {"": device}}
+                    if quantization is not None
+                    else {}
+                ),
                 **options,
             )
     if "gguf_file" in options:
         model = _as_plain_model(model)
+    if device is not None and getattr(model, "hf_quantizer", None) is None:
+        model.to(device)  # type: ignore[arg-type]
     # Packing is isolated only without a cache, and training never needs one.
     model.config.use_cache = False
     return model

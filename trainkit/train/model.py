@@ -5,18 +5,21 @@ load (ZeRO-3 shards while loading), adapters before kernels (the report counts w
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
 from trainkit.lora.adapter import LoraOptions, attach, count_parameters
+from trainkit.lora.fused import FuseReport, fuse
 from trainkit.lora.quant import quantization_config
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, resolve_attention
 from trainkit.models.patch import PatchReport, patch
+from trainkit.models.self_check import self_check
 from trainkit.train.loading import DTYPES, ModelSource, load_config, load_model
 
 
@@ -28,22 +31,34 @@ class BuiltModel:
         model: the transformers or peft model.
         attention: what it attends with, and why.
         report: what the kernels replaced; None when none were asked for.
+        fused: what the fused adapters replaced; None without adapters or kernels.
         num_trained: parameters that are trained.
         num_parameters: all of them.
     """
 
-    model: nn.Module
+    model: PreTrainedModel | PeftModel
     attention: Attention
     report: PatchReport | None
+    fused: FuseReport | None
     num_trained: int
     num_parameters: int
 
-    def kernels_record(self) -> dict[str, Any]:
-        """The content of ``kernels.json``."""
-        attention = {"name": self.attention.name, "reason": self.attention.reason}
+    def check_kernels(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Hold the kernels against plain torch, then say what runs: the content of ``kernels.json``.
+
+        Args:
+            batch: ``input_ids`` and ``labels`` of real samples, (B, S).
+
+        Raises:
+            TrainkitError: an op is less exact than plain torch; it is named.
+        """
+        record: dict[str, Any] = {"attention": asdict(self.attention)}
         if self.report is None:
-            return {"attention": attention, "ops": [], "reason": "kernels: false in the recipe"}
-        return {"attention": attention, **self.report.to_dict()}
+            return {**record, "ops": [], "reason": "kernels: false in the recipe"}
+        if self.fused is not None:
+            record["lora"] = [asdict(row) for row in self.fused.rows]
+        checks = self_check(self.model, self.report, batch)
+        return {**record, **self.report.to_dict(), "self_check": checks}
 
     def describe(self) -> str:
         """A few lines for the console."""
@@ -52,6 +67,7 @@ class BuiltModel:
             f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",
             f"attention: {self.attention.name} ({self.attention.reason})",
             str(self.report) if self.report else "kernels: none replaced (kernels: false)",
+            *([str(self.fused)] if self.fused else []),
         ]
         return "\n".join(lines)
 
@@ -65,6 +81,7 @@ def build_model(
     quantize: str | None,
     kernels: bool | Mapping[str, bool],
     reentrant: bool,
+    device: torch.device | None,
 ) -> BuiltModel:
     """Load the model and put adapters and kernels into it.
 
@@ -76,6 +93,7 @@ def build_model(
         quantize: ``nf4`` loads the frozen base in 4 bits.
         kernels: all, none, or per op.
         reentrant: reentrant gradient checkpointing, which needs gradients at the embeddings.
+        device: where the weights go; None leaves that to DeepSpeed (ZeRO-3 shards while loading).
 
     Raises:
         ModelError: the model cannot be loaded, or a module name matches nothing.
@@ -88,14 +106,15 @@ def build_model(
     if quantize is not None:
         quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
     chosen = _attention(source, attention, packing=packing)
-    model: nn.Module = load_model(source, attention=chosen.name, quantization=quantization)
+    model: Any = load_model(source, attention=chosen.name, quantization=quantization, device=device)
     if chosen.name == own_attention.NAME:
         own_attention.install(model, chosen.engine)
     if lora is not None:
         model = attach(model, lora, require_input_grads=reentrant)
     report = None if kernels is False else patch(model, kernels)
+    fused = fuse(model) if report is not None and lora is not None else None
     num_trained, num_parameters = count_parameters(model)
-    return BuiltModel(model, chosen, report, num_trained, num_parameters)
+    return BuiltModel(model, chosen, report, fused, num_trained, num_parameters)
 
 
 def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:

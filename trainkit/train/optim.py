@@ -56,7 +56,7 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         if self._pairs:
-            targets = [parameter for parameter, _ in self._pairs]
+            targets: list[torch.Tensor] = [parameter for parameter, _ in self._pairs]
             torch._foreach_copy_(targets, [master for _, master in self._pairs])
         for _, master in self._pairs:
             master.grad = None

@@ -16,7 +16,7 @@ NOTE_SECONDS = 10.0
 
 
 def quieten_libraries() -> None:
-    """Keep progress bars and advice of the libraries off the terminal; errors still come through."""
+    """Keep progress bars and advice of libraries off the terminal; errors still come through."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,8 +1,8 @@
 """Which samples a process sees, and when.
 
-The order of an epoch belongs to the dataset and is a pure function of (seed, epoch), independent of
-how many processes there are and of how a global batch is cut into micro-batches. So 1 x 8, 8 x 1 and
-2 ranks x 4 train on the same samples in every step, and a resumed run finds its place by counting.
+The order of an epoch belongs to the dataset and is a pure function of (seed, epoch), independent
+of how many processes there are and of how a global batch is cut into micro-batches. So 1 x 8, 8 x 1
+and 2 ranks x 4 train on the same samples in every step, and a resumed run counts to its place.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 LENGTH_BLOCK = 400
-"""``group_by_length`` sorts within blocks of so many samples: like lengths meet, order stays random."""
+"""``group_by_length`` sorts within blocks of so many samples, so that like lengths meet."""
 
 
 class EpochDataset(Protocol):

@@ -124,7 +124,9 @@ class Session:
         )
         summary: dict[str, object] = {}
         if self.after.held_out:
-            result = answer_held_out(trainer, self.run.final, self.tokenizer, self.after)
+            result = answer_held_out(
+                trainer, self.run.final, self.tokenizer, self.data.stop_token_ids, self.after
+            )
             summary["exact match"] = f"{result.accuracy:.1%} of {result.num_total} held-out answers"
             if self.is_main:
                 self.run.write_json(self.run.generation_eval, result.to_dict())

@@ -19,6 +19,8 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit.errors import TrainkitError
+from trainkit.models.loss_head import LossHead
+from trainkit.models.loss_head import take_counts as take_correct
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
 from trainkit.train.sampling import (
@@ -44,6 +46,11 @@ class TrainingData:
     samples: EpochDataset
     collator: CountingCollator
     without_training: Callable[[Any], Any]
+
+    def one_batch(self) -> dict[str, torch.Tensor]:
+        """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
+        batch = self.collator([self.samples[0]])
+        return {name: batch[name] for name in ("input_ids", "labels")}
 
 
 @dataclass
@@ -102,6 +109,7 @@ class SftTrainer(Trainer):
         self._peak_flops = peak_flops
         self._counts = StepCounts()
         self._staging: Path | None = None
+        self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
         super().__init__(
             model=model,
             args=args,
@@ -168,10 +176,17 @@ class SftTrainer(Trainer):
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._counts.data_seconds += time.perf_counter() - started
         for batch in batches:
-            counts = take_counts(batch)
+            counts = self._take_counts(batch)
             self._counts.num_tokens += counts["num_tokens"]
             self._counts.num_trained_tokens += counts["num_trained_tokens"]
         return batches, num_items
+
+    def _take_counts(self, batch: dict[str, Any]) -> Mapping[str, int]:
+        """Take the counts out of a batch; a loss head is told how many rows it must compute."""
+        counts = take_counts(batch)
+        if self._has_loss_head:
+            batch["num_trained_tokens"] = counts["num_trained_tokens"]
+        return counts
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Copy a batch to the device without waiting for the device to finish its work."""
@@ -228,7 +243,7 @@ class SftTrainer(Trainer):
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         one = torch.ones((), device=self.args.device)
         for batch in dataloader:
-            counts = take_counts(batch)
+            counts = self._take_counts(batch)
             with self.compute_loss_context_manager():
                 outputs = model(**self._prepare_inputs(batch), num_items_in_batch=one)
             totals[0] += outputs["loss"].double()
@@ -297,7 +312,11 @@ class SftTrainer(Trainer):
             dtype=torch.float64,
             device=self.args.device,
         )
-        num_tokens, num_trained, stops = self.accelerator.reduce(mine, reduction="sum").tolist()
+        correct = take_correct(self.model) if self._has_loss_head else None
+        if correct is not None:
+            mine = torch.cat((mine, correct.double()))
+        total = self.accelerator.reduce(mine, reduction="sum").tolist()
+        num_tokens, num_trained, stops = total[:3]
         if stops:
             self._stop.reason = self._stop.reason or "another process was asked to stop"
             self.control.should_save = True
@@ -310,6 +329,8 @@ class SftTrainer(Trainer):
             "tokens_per_second": num_tokens / max(seconds, 1e-9),
             "data_seconds": counts.data_seconds / num_steps,
         }
+        if correct is not None:
+            metrics["token_accuracy"] = total[3] / max(total[4], 1)
         if self._peak_flops and self._flops_per_token:
             per_device = num_tokens / max(seconds, 1e-9) / self.args.world_size
             metrics["mfu"] = per_device * self._flops_per_token / self._peak_flops

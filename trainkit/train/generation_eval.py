@@ -1,0 +1,135 @@
+"""Answers to held-out conversations, compared word for word."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.prompt import PromptRenderer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One assistant turn, as it was written and as the model wrote it.
+
+    Attributes:
+        conversation: which conversation, counted from 0.
+        turn: which of its messages, counted from 0.
+        question: the message before it.
+        expected: the reference.
+        given: what the model generated.
+        is_exact: equal but for white space at the ends.
+    """
+
+    conversation: int
+    turn: int
+    question: str
+    expected: str
+    given: str
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class GenerationEvalResult:
+    """How many answers are exact."""
+
+    rows: tuple[Answer, ...]
+
+    @property
+    def num_total(self) -> int:
+        """Answers asked for."""
+        return len(self.rows)
+
+    @property
+    def accuracy(self) -> float:
+        """Share of exact answers; 0 where nothing was asked."""
+        return sum(row.is_exact for row in self.rows) / max(self.num_total, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for ``generation_eval.json``."""
+        return {
+            "accuracy": self.accuracy,
+            "num_total": self.num_total,
+            "num_exact": sum(row.is_exact for row in self.rows),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    @classmethod
+    def merge(cls, results: Iterable["GenerationEvalResult"]) -> "GenerationEvalResult":
+        """The answers of several ranks in one."""
+        return cls(tuple(row for result in results for row in result.rows))
+
+
+@torch.no_grad()
+def evaluate_answers(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[dict[str, Any]]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    stop_token_ids: Sequence[int] = (),
+) -> GenerationEvalResult:
+    """Generate every assistant turn greedily from the reference turns before it.
+
+    Prompts are rendered as in training, by the tokenizer's own chat template. Batches hold prompts
+    of like length, padded on the left.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: with the chat template of training.
+        conversations: messages with ``role`` and ``content``; assistant turns are the references.
+        max_new_tokens: longest answer.
+        batch_size: prompts at once.
+        stop_token_ids: what ends an answer; none takes the model's own generation settings.
+    """
+    renderer = PromptRenderer(tokenizer)
+    asked = [
+        (number, turn, renderer.input_ids(messages[:turn]))
+        for number, messages in enumerate(conversations)
+        for turn, message in enumerate(messages)
+        if message["role"] == "assistant" and turn > 0
+    ]
+    asked.sort(key=lambda question: len(question[2]))
+    answers = []
+    for start in range(0, len(asked), batch_size):
+        batch = asked[start : start + batch_size]
+        prompts = [prompt for _, _, prompt in batch]
+        given = _generate(model, tokenizer, prompts, max_new_tokens, stop_token_ids)
+        for (number, turn, _), text in zip(batch, given, strict=True):
+            messages = conversations[number]
+            expected = str(messages[turn]["content"])
+            question = str(messages[turn - 1]["content"])
+            exact = text.strip() == expected.strip()
+            answers.append(Answer(number, turn, question, expected, text, exact))
+    return GenerationEvalResult(tuple(sorted(answers, key=lambda a: (a.conversation, a.turn))))
+
+
+def _generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int],
+) -> list[str]:
+    """The model's continuations of a batch, without special tokens."""
+    device = next(model.parameters()).device
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    width = max(map(len, prompts))
+    input_ids = torch.full((len(prompts), width), pad)
+    attention_mask = torch.zeros((len(prompts), width), dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        attention_mask[row, width - len(prompt) :] = 1
+    output = model.generate(
+        input_ids=input_ids.to(device),
+        attention_mask=attention_mask.to(device),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=pad,
+        **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
+    )
+    return tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
