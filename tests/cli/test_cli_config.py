@@ -67,6 +67,7 @@ def test_the_table_fits_and_keeps_every_word(recipe, capsys, monkeypatch, width)
     long_name = "  restore_callback_states_from_checkpoint: false"
     assert max(map(len, lines)) <= max(width, len(long_name))
     text = " ".join(" ".join(lines).split())
+    assert "hf_secret" not in text
     for words in ("name_or_path: m", "r.yaml:4", "learning_rate: 1.0e-05", "transformers default"):
         assert words in text
 

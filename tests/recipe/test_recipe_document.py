@@ -120,7 +120,9 @@ def test_a_directory_is_no_recipe(tmp_path):
 
 
 def test_a_byte_order_mark_is_skipped(write_recipe):
-    assert values(write_recipe, b"\xef\xbb\xbfa: 1\r\nb: 2\r\n") == {"a": 1, "b": 2}
+    document = read_document(write_recipe(b"\xef\xbb\xbfa: 1\r\nb: 2\r\n"))
+    assert document.values == {"a": 1, "b": 2}
+    assert document.text.startswith("a")
 
 
 def test_deep_nesting_and_alias_bombs_end_in_one_sentence(write_recipe):
