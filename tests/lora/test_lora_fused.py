@@ -278,6 +278,14 @@ def test_generation_is_pefts_after_the_prompt():
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=5, do_sample=False), expected)
 
 
+def test_the_loss_comes_out_of_the_head_under_peft():
+    """peft passes arguments that are None; they must not cost the logits."""
+    model = adapt(make("qwen2"))
+    trainkit.patch(model)
+    fuse(model)
+    assert model(**make_batch("qwen2")).logits is None
+
+
 def test_packed_rows_are_fused_too():
     model = exact(adapt(make("qwen2")))
     trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})

@@ -290,9 +290,9 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    for index in range(cell.warmups):
-        loss = step()
-        first = loss if index == 0 else first
+    first = step()
+    for _ in range(cell.warmups - 1):
+        step()
     milliseconds, loss = timed(step, cell.steps, device)
     values = {
         "batch_size": shape.batch_size,

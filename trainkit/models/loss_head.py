@@ -207,7 +207,8 @@ class CausalLM(KernelForward):
         keep = given.get("logits_to_keep")
         if isinstance(keep, torch.Tensor) or keep not in (None, 0):
             return "logits_to_keep asks for some of the logits"
-        if not given.get("return_dict", self.config.return_dict):
+        wants_object = given.get("return_dict")  # peft passes None for "as configured"
+        if not (self.config.return_dict if wants_object is None else wants_object):
             return "the caller wants a tuple"
         return None
 
