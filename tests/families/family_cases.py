@@ -1,5 +1,6 @@
 """What other processes run for the family tests; each function returns plain JSON values."""
 
+import dataclasses
 import os
 
 import torch
@@ -68,3 +69,59 @@ def interpreted(name):
     truth = run(exact(make(name)), make_batch(name))
     trainkit.patch(model)
     return excess_errors(plain, run(model, make_batch(name)), truth)
+
+
+def new_op():
+    """The new op's kernel through the contract suite and in a model, under the interpreter."""
+    import kernels.test_kernel_contract as contract_suite
+    import pytest
+
+    from trainkit.kernels.contract import measure
+    from trainkit.models.self_check import self_check
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        spec = add_silu_mul(monkeypatch)
+        bad = [
+            f"{case.label} {dtype} {error}"
+            for case in spec.cases
+            for dtype in (torch.bfloat16, torch.float32)
+            for error in measure(spec, case, dtype, "cpu")
+            if not error.ok
+        ]
+        contract_suite.test_gradients_are_the_derivatives(spec, "cpu", None)
+        contract_suite.test_nothing_is_mutated(spec, spec.cases[0], "cpu")
+        contract_suite.test_second_backward_equals_the_first(spec, spec.cases[0], "cpu")
+        model = make("llama")
+        batch = make_batch("llama")
+        checks = self_check(model, trainkit.patch(model), batch)
+        return {"bad": bad, "status": {row["op"]: row["status"] for row in checks}["silu_mul"]}
+
+
+def add_silu_mul(monkeypatch):
+    """What a change that adds the op ``silu_mul`` does besides its folder; returns its spec."""
+    from families.silu_mul.spec import SILU_MUL
+
+    from trainkit import kernels
+    from trainkit.models import forwards, patch
+    from trainkit.models.families import OPS, Swap, Unsupported
+
+    class SiluMulMLP(forwards.SplitMLP):
+        """Step 7: a forward that says which ops it uses and which names it accounts for."""
+
+        uses = ("silu_mul",)
+
+        def gate(self, gate, up):
+            return kernels.silu_mul(gate, up)
+
+    # Step 5: the registry. Step 6: the public name.
+    monkeypatch.setitem(kernels.ops.OPS, "silu_mul", SILU_MUL)
+    monkeypatch.setattr(kernels, "silu_mul", SILU_MUL.function, raising=False)
+    # Step 8: a switch, and an answer in every row.
+    monkeypatch.setattr(patch, "OPS", (*OPS, "silu_mul"))
+    for family in list(FAMILIES.values()):
+        ops = {**family.ops, "silu_mul": Unsupported("swiglu does the same")}
+        if family.name == "llama":
+            ops["swiglu"] = Unsupported("silu_mul takes its place")
+            ops["silu_mul"] = (Swap("LlamaMLP", SiluMulMLP),)
+        monkeypatch.setitem(FAMILIES, family.name, dataclasses.replace(family, ops=ops))
+    return SILU_MUL

@@ -119,15 +119,16 @@ def run(model, batch, *, want_logits=True, **arguments):
 def excess_errors(plain, patched, truth):
     """Where the patched result is further from the fp64 truth than twice the plain one.
 
-    Both round in the same dtype at about the same number of places, so their largest errors are
-    alike; twice that, and eight roundings of the tensor's largest entry where the plain one
-    happens to be exact, is what another order of the same sums can cost.
+    Distances are Euclidean, over the size of the truth: both sides round in the same dtype at
+    about as many places, so their sums of squares are alike. Twice that, and eight roundings where
+    the plain one happens to be exact, is what another order of the same sums can cost.
     """
     bad = {}
     for name, exact in truth.items():
-        hair = 8 * torch.finfo(plain[name].dtype).eps * exact.abs().max().item()
-        allowed = 2 * (plain[name].double() - exact).abs().max().item() + hair
-        error = (patched[name].double() - exact).abs().max().item()
+        size = exact.norm().item() or 1.0
+        eager = (plain[name].double() - exact).norm().item() / size
+        error = (patched[name].double() - exact).norm().item() / size
+        allowed = 2 * eager + 8 * torch.finfo(plain[name].dtype).eps
         if not error <= allowed:
             bad[name] = (error, allowed)
     return bad

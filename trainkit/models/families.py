@@ -24,7 +24,7 @@ class Swap:
         target: the Hugging Face class whose instances take the kernel.
         forward: the shared forward.
         settings: class attributes of that forward in which this family differs.
-        at: patch only the ``nn.Linear`` found under this name in the causal LM (its head).
+        at: patch only the module under this name in the causal LM; ``target`` is then in torch.nn.
     """
 
     target: str

@@ -124,7 +124,7 @@ def _bind(
             f"the op {name} has no spec, so nothing can check it",
             fix="register it in trainkit/kernels/ops.py",
         )
-    bound = inspect.signature(function).bind(*args, **options).arguments
+    bound = inspect.signature(spec.function).bind(*args, **options).arguments
     known = inspect.signature(spec.reference).parameters
     given = {key: value for key, value in bound.items() if key in known}
     tensors = {

@@ -240,7 +240,7 @@ def _plan_op(
         if swap.at is None:
             original = guards.find_class(modeling, swap.target, family.name)
         else:
-            original = nn.Linear
+            original = getattr(nn, swap.target)
         subclass = _subclass(original, swap.forward, modeling, swap.settings)
         guards.check_forward(original, subclass)
         modules = _modules_of(model, original, swap.at, family)
