@@ -14,7 +14,7 @@ from typing import Any
 
 REDACTED = "***"
 
-_SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|pwd|credentials?|authorization")
+_SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|authorization")
 _KEY_OWNER = re.compile(r"api|access|private|secret|account|auth|encryption|signing|ssh")
 # "token" is ambiguous in this field: eos_token and pad_token name vocabulary entries. These words
 # before it mark the harmless kind.

@@ -1,0 +1,334 @@
+"""Make the quickstart's model, tokenizer and conversations: seeded, offline, in seconds.
+
+Writes ``quickstart/model`` (a tiny Qwen2 with random weights and its tokenizer),
+``quickstart/train.jsonl`` and ``quickstart/held_out.jsonl``. Two runs write the same bytes.
+
+The task is one that half a million weights can truly learn in two minutes, and that no model can
+answer without reading the conversation: recall who the system prompt says you are, recall the
+names of pets told some turns ago, repeat some words, reverse some words. In English and Chinese.
+
+The *facts* that decide an answer (a persona, the pets told so far, the words to repeat) belong to
+one split by their hash: the names and the words of a held-out question are familiar, but their
+combination was never seen in training. A model that learned answers by heart fails.
+
+    python scripts/make_quickstart_assets.py [--output quickstart] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+Message = dict[str, str]
+Drawn = TypeVar("Drawn")
+
+NUM_TRAIN = 4500
+NUM_HELD_OUT = 100
+# One combination of facts in this many is kept for the held-out split.
+HELD_OUT_SHARE = 8
+# More than the corpus needs: training stops when every word is one token.
+VOCAB_SIZE = 1024
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def listed(words: str) -> list[str]:
+    """The words of a line."""
+    return words.split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Language:
+    """The words and sentences of one language; ``{}`` fields are filled in by the skills."""
+
+    code: str
+    names: list[str]
+    jobs: list[str]
+    cities: list[str]
+    things: list[str]
+    words: list[str]
+    joiner: str
+    persona: str
+    persona_questions: list[tuple[str, str]]
+    told: str
+    told_reply: str
+    told_question: str
+    told_answer: str
+    repeat: str
+    repeat_answer: str
+    reverse: str
+    reverse_answer: str
+
+
+ENGLISH = Language(
+    code="en",
+    names=listed("Ada Ben Cleo Dora Emil Finn Gwen Hugo Iris Jack Kira Leo Mona Nils Olga Paul"),
+    jobs=listed("baker pilot nurse farmer painter singer judge tailor miner sailor teacher writer"),
+    cities=listed("Oslo Lima Cairo Paris Tokyo Delhi Quito Rome Berlin Havana Sofia Dublin"),
+    things=listed("cat dog horse bird fish rabbit"),
+    words=listed(
+        "river stone cloud storm tiger eagle lemon apple bread sugar lamp chair clock piano "
+        "north south seven nine"
+    ),
+    joiner=" ",
+    persona="You are {name}, a {job} from {city}.",
+    persona_questions=[
+        ("What is your name?", "My name is {name}."),
+        ("What is your job?", "I am a {job}."),
+        ("Where are you from?", "I am from {city}."),
+    ],
+    told="My {thing} is called {name}.",
+    told_reply="Hello to {name} the {thing}!",
+    told_question="What is my {thing} called?",
+    told_answer="Your {thing} is called {name}.",
+    repeat="Please repeat: {words}",
+    repeat_answer="You said: {words}",
+    reverse="Please say backwards: {words}",
+    reverse_answer="Backwards: {words}",
+)
+
+CHINESE = Language(
+    code="zh",
+    names=listed("志强 美玲 建国 丽华 春梅 子轩 雨桐 浩然 思远 佳怡 文博 晓峰 国栋 秀英 海燕 若兰"),
+    jobs=listed("厨师 医生 司机 画家 歌手 老师 农民 作家 律师 护士"),
+    cities=listed("北京 上海 广州 成都 西安 南京 杭州 武汉 青岛 昆明"),
+    things=listed("猫 狗 马 鸟 鱼 兔"),
+    words=listed("山 水 云 雨 虎 鹰 梨 桃 米 糖 灯 椅 钟 琴 南 北 七 九"),
+    joiner="、",
+    persona="你是{name}，来自{city}的{job}。",
+    persona_questions=[
+        ("你叫什么名字？", "我叫{name}。"),
+        ("你做什么工作？", "我是{job}。"),
+        ("你来自哪里？", "我来自{city}。"),
+    ],
+    told="我的{thing}叫{name}。",
+    told_reply="{name}这只{thing}，你好！",
+    told_question="我的{thing}叫什么？",
+    told_answer="你的{thing}叫{name}。",
+    repeat="请重复：{words}",
+    repeat_answer="你说：{words}",
+    reverse="请倒着说：{words}",
+    reverse_answer="倒着说：{words}",
+)
+
+
+class ConversationMaker:
+    """Draws conversations of one split.
+
+    Args:
+        seed: of the generator.
+        held_out: which side of the instance hash this split owns.
+    """
+
+    def __init__(self, seed: int, *, held_out: bool) -> None:
+        self._random = random.Random(f"quickstart-{seed}-{held_out}")
+        self._held_out = held_out
+
+    def conversation(self) -> list[Message]:
+        """A conversation of two to six exchanges, with a persona two times out of three."""
+        language = self._random.choice([ENGLISH, CHINESE])
+        messages: list[Message] = []
+        persona: dict[str, str] = {}
+        if self._random.random() < 2 / 3:
+            persona = self._draw(lambda: self._persona(language), lambda drawn: [*drawn.values()])
+            messages.append({"role": "system", "content": language.persona.format(**persona)})
+        pets: dict[str, str] = {}
+        for _ in range(self._random.randint(2, 6)):
+            question, answer = self._exchange(language, persona, pets)
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        return messages
+
+    def _exchange(
+        self, language: Language, persona: dict[str, str], pets: dict[str, str]
+    ) -> tuple[str, str]:
+        skills = ["repeat", "reverse"]
+        skills += ["ask_persona"] * 2 if persona else []
+        skills += ["ask_pet"] * 2 if pets else []
+        skills += ["tell_pet"] if len(pets) < 3 else []
+        match self._random.choice(skills):
+            case "repeat":
+                return self._repeat(language)
+            case "reverse":
+                return self._reverse(language)
+            case "ask_persona":
+                question, answer = self._random.choice(language.persona_questions)
+                return question, answer.format(**persona)
+            case "ask_pet":
+                thing = self._random.choice(list(pets))
+                answer = language.told_answer.format(thing=thing, name=pets[thing])
+                return language.told_question.format(thing=thing), answer
+            case _:
+                return self._tell_pet(language, pets)
+
+    def _draw(self, draw: Callable[[], Drawn], facts: Callable[[Drawn], list[str]]) -> Drawn:
+        """Draw until the facts belong to this split."""
+        while True:
+            drawn = draw()
+            digest = hashlib.sha256("|".join(facts(drawn)).encode()).digest()
+            if (digest[0] % HELD_OUT_SHARE == 0) == self._held_out:
+                return drawn
+
+    def _persona(self, language: Language) -> dict[str, str]:
+        return {
+            "name": self._random.choice(language.names),
+            "job": self._random.choice(language.jobs),
+            "city": self._random.choice(language.cities),
+        }
+
+    def _tell_pet(self, language: Language, pets: dict[str, str]) -> tuple[str, str]:
+        def draw() -> dict[str, str]:
+            thing = self._random.choice([thing for thing in language.things if thing not in pets])
+            name = self._random.choice(
+                [name for name in language.names if name not in pets.values()]
+            )
+            return {**pets, thing: name}
+
+        # All the pets known so far decide the answers to come, so all of them make the instance.
+        told = self._draw(draw, lambda drawn: [f"{key}={drawn[key]}" for key in sorted(drawn)])
+        thing, name = list(told.items())[-1]
+        pets[thing] = name
+        return (
+            language.told.format(thing=thing, name=name),
+            language.told_reply.format(thing=thing, name=name),
+        )
+
+    def _words(self, language: Language, skill: str, most: int) -> list[str]:
+        return self._draw(
+            lambda: self._random.sample(language.words, self._random.randint(2, most)),
+            lambda drawn: [skill, *drawn],
+        )
+
+    def _repeat(self, language: Language) -> tuple[str, str]:
+        words = language.joiner.join(self._words(language, "repeat", 3))
+        return language.repeat.format(words=words), language.repeat_answer.format(words=words)
+
+    def _reverse(self, language: Language) -> tuple[str, str]:
+        words = self._words(language, "reverse", 2)
+        question = language.reverse.format(words=language.joiner.join(words))
+        backwards = language.joiner.join(reversed(words))
+        return question, language.reverse_answer.format(words=backwards)
+
+
+def train_tokenizer(conversations: list[list[Message]], vocab_size: int):  # noqa: ANN201 - transformers loads late
+    """A byte-level BPE of the corpus with a ChatML template; Chinese is split by character."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # One character, one piece: else a whole sentence without spaces becomes one token.
+            pre_tokenizers.Split(Regex(r"[\u4e00-\u9fff]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=specials,
+        show_progress=False,
+    )
+    texts = (m["content"] for conversation in conversations for m in conversation)
+    core.train_from_iterator(["system", "user", "assistant", *texts], trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(vocab_size: int, seed: int):  # noqa: ANN201 - transformers loads late
+    """A random Qwen2 of two layers: one to look back a token, one to copy what was found there."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=vocab_size,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            # Conversations are short: a small base turns every pair of dimensions within them.
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+            # About 1/sqrt(hidden_size). The usual 0.02 is for wide models: at this width attention
+            # starts flat, and the loss waits on a plateau for longer than this training lasts.
+            initializer_range=0.08,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+        )
+    )
+
+
+def write_conversations(path: Path, conversations: list[list[Message]]) -> None:
+    """One ``{"messages": [...]}`` a line."""
+    lines = (json.dumps({"messages": each}, ensure_ascii=False) for each in conversations)
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def make_conversations(num_conversations: int, seed: int, *, held_out: bool) -> list[list[Message]]:
+    """Different conversations of one split."""
+    maker = ConversationMaker(seed, held_out=held_out)
+    unique: dict[str, list[Message]] = {}
+    while len(unique) < num_conversations:
+        conversation = maker.conversation()
+        unique[json.dumps(conversation, ensure_ascii=False)] = conversation
+    return list(unique.values())
+
+
+def make_assets(output: Path, seed: int = 0) -> None:
+    """Write the model, the tokenizer and both splits into ``output``, replacing what is there."""
+    train = make_conversations(NUM_TRAIN, seed, held_out=False)
+    held_out = make_conversations(NUM_HELD_OUT, seed, held_out=True)
+    output.mkdir(parents=True, exist_ok=True)
+    write_conversations(output / "train.jsonl", train)
+    write_conversations(output / "held_out.jsonl", held_out)
+
+    tokenizer = train_tokenizer(train, VOCAB_SIZE)
+    model = make_model(len(tokenizer), seed)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    # The model last: train.sh takes its config.json for a sign that everything is there.
+    tokenizer.save_pretrained(output / "model")
+    model.save_pretrained(output / "model")
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(
+        f"{output}: {len(train)} conversations to train on, {len(held_out)} held out, "
+        f"a model of {num_parameters:,} parameters, a vocabulary of {len(tokenizer)}",
+        file=sys.stderr,
+    )
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, default=Path("quickstart"))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    make_assets(arguments.output, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
