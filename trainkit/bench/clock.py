@@ -41,3 +41,16 @@ def peak_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return torch.cuda.max_memory_allocated() / 2**30
+
+
+def sm_clock_mhz(step: Callable[[], torch.Tensor], device: torch.device) -> float | None:
+    """The GPU's clock while it works on a step; None on a CPU or without NVIDIA's library."""
+    if device.type != "cuda":
+        return None
+    step()
+    try:
+        return float(torch.cuda.clock_rate())
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+    finally:
+        torch.cuda.synchronize()

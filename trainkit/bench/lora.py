@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from trainkit.bench.clock import peak_gib, timed
-from trainkit.bench.step import MODELS, Shape, build
+from trainkit.bench.providers import MODELS, Shape, build
 
 PROVIDERS = ("peft", "unsloth", "trainkit", "frozen")
 MODES = ("lora", "lora_checkpointed", "qlora_checkpointed")

@@ -9,89 +9,21 @@ while Python starts. Run as ``python -m trainkit.bench.step`` it is the process 
 """
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainkit.bench.clock import peak_gib, timed
+from trainkit.bench.ceilings import warm_up
+from trainkit.bench.clock import peak_gib, sm_clock_mhz, timed
+from trainkit.bench.processes import run_in_processes
+from trainkit.bench.providers import MODELS, Shape, attention_of, provide
 
 PEAK_FLOPS = 989e12
 """Dense bf16 of an H100 or H200 by the vendor's datasheet."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's shape with the batch it is measured on.
-
-    Args:
-        family: ``model_type``.
-        config: the arguments of its configuration.
-        batch_size: sequences in a step.
-        length: tokens in a sequence.
-    """
-
-    family: str
-    config: dict[str, Any]
-    batch_size: int
-    length: int
-
-
-MODELS: dict[str, Shape] = {
-    "qwen2-0.5b": Shape(
-        "qwen2",
-        {
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 32768,
-        },
-        16,
-        2048,
-    ),
-    "llama-3.2-1b": Shape(
-        "llama",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 128256,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 131072,
-        },
-        16,
-        2048,
-    ),
-    "qwen2-7b": Shape(
-        "qwen2",
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 32768,
-        },
-        4,
-        2048,
-    ),
-}
-
-PROVIDERS = ("hf_sdpa", "hf_cudnn", "torch_compile", "liger", "trainkit")
 
 
 @dataclass(frozen=True)
@@ -102,8 +34,7 @@ class Cell:
         model: a key of `MODELS`.
         provider: one of `PROVIDERS`.
         loss_chunk_tokens: of trainkit's loss; None is its default.
-        optimizer: also run a fused AdamW step on bf16 weights.
-        warmups: steps before the clock runs.
+        warm_up_seconds: steps before the clock runs; clocks and temperature settle meanwhile.
         steps: steps on the clock.
         shape: measured instead of the model's own; for tests.
     """
@@ -111,9 +42,8 @@ class Cell:
     model: str
     provider: str
     loss_chunk_tokens: int | None = None
-    optimizer: bool = False
-    warmups: int = 4
-    steps: int = 10
+    warm_up_seconds: float = 3.0
+    steps: int = 12
     shape: Shape | None = None
 
     def shape_to_measure(self) -> Shape:
@@ -125,131 +55,49 @@ def run(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Measure cells one after another, each in a process of its own.
 
     Yields:
-        Per cell its fields with ms, tokens_per_second, mfu, peak_memory_gib, loss and provider
-        versions, or ``error`` with the end of what the process said.
+        Per cell its model and provider with ms, tokens_per_second, mfu, peak_memory_gib,
+        sm_clock_mhz and loss, or ``error`` with the end of what the process said.
     """
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "trainkit.bench.step"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in cells
-    ]
-    try:
-        for cell, process in zip(cells, processes, strict=True):
-            output, errors = process.communicate(json.dumps(asdict(cell)) + "\n")
-            name = {"model": cell.model, "provider": cell.provider}
-            if process.returncode:
-                yield {**name, "error": errors.strip()[-2000:]}
-            else:
-                yield {**name, **json.loads(output.strip().splitlines()[-1])}
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-
-
-def build(shape: Shape, device: torch.device, implementation: str) -> nn.Module:
-    """The model in bf16 with random weights, in training mode, without a key/value cache."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(shape.family, **shape.config, use_cache=False)
-    torch.manual_seed(0)
-    with device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=implementation
-        )
-    return model.train()
-
-
-def _trainkit(cell: Cell, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
-    import trainkit
-    from trainkit.models import attention, loss_head
-
-    shape = cell.shape_to_measure()
-    chosen = attention.resolve_attention(shape.family, packed=False, device=device)
-    model = build(shape, device, chosen.name)
-    attention.install(model, chosen.engine)
-    trainkit.patch(model)
-    loss_head.configure(model, loss_head.LossOptions(chunk_tokens=cell.loss_chunk_tokens))
-    return model, model
-
-
-def _liger(cell: Cell, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    model = build(cell.shape_to_measure(), device, "sdpa")
-    _apply_liger_kernel_to_instance(model)
-    return model, model
-
-
-def _compiled(cell: Cell, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
-    model = build(cell.shape_to_measure(), device, "sdpa")
-    return model, torch.compile(model)
-
-
-def _plain(cell: Cell, device: torch.device) -> tuple[nn.Module, Callable[..., Any]]:
-    model = build(cell.shape_to_measure(), device, "sdpa")
-    return model, model
-
-
-def _cudnn_first() -> AbstractContextManager[Any]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
-
-
-_BUILDERS = {
-    "hf_sdpa": _plain,
-    "hf_cudnn": _plain,
-    "torch_compile": _compiled,
-    "liger": _liger,
-    "trainkit": _trainkit,
-}
+    rows = run_in_processes("trainkit.bench.step", [asdict(cell) for cell in cells])
+    for cell, row in zip(cells, rows, strict=True):
+        yield {"model": cell.model, "provider": cell.provider, **row}
 
 
 def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     """Build a cell's model and time its steps on ``device``."""
     shape = cell.shape_to_measure()
-    model, step_model = _BUILDERS[cell.provider](cell, device)
-    optimizer = None
-    if cell.optimizer:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    chunk = cell.loss_chunk_tokens
+    provided = provide(cell.provider, shape, device, loss_chunk_tokens=chunk)
     generator = torch.Generator(device).manual_seed(1)
     size = (shape.batch_size, shape.length)
     tokens = torch.randint(0, shape.config["vocab_size"], size, generator=generator, device=device)
     num_items = torch.tensor(shape.batch_size * (shape.length - 1), device=device)
 
     def step() -> torch.Tensor:
-        loss = step_model(input_ids=tokens, labels=tokens, num_items_in_batch=num_items).loss
+        loss = provided.call(input_ids=tokens, labels=tokens, num_items_in_batch=num_items).loss
         loss.backward()
-        if optimizer is not None:
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
+        provided.model.zero_grad(set_to_none=True)
         return loss.detach()
 
-    context = _cudnn_first() if cell.provider == "hf_cudnn" else nullcontext()
-    with context:
-        for _ in range(cell.warmups):
-            first = step()
-        milliseconds, loss = timed(step, cell.steps, device)
+    with attention_of(cell.provider):
+        first = step()
+        warm_up(step, seconds=cell.warm_up_seconds)
+        milliseconds, _ = timed(step, cell.steps, device)
+        peak_memory_gib = peak_gib(device)
+        clock = sm_clock_mhz(step, device)
     num_tokens = shape.batch_size * shape.length
-    flops = _flops_per_token(model, shape) * num_tokens
+    flops = _flops_per_token(provided.model, shape) * num_tokens
     seconds = milliseconds / 1e3
     return {
         "batch_size": shape.batch_size,
         "length": shape.length,
-        "optimizer": cell.optimizer,
         "loss_chunk_tokens": cell.loss_chunk_tokens,
         "ms": milliseconds,
         "tokens_per_second": num_tokens / seconds,
         "mfu": flops / seconds / PEAK_FLOPS,
-        "peak_memory_gib": peak_gib(device),
-        "loss": (first if optimizer is None else loss).item(),
+        "peak_memory_gib": peak_memory_gib,
+        "sm_clock_mhz": clock,
+        "loss": first.item(),
     }
 
 
@@ -270,9 +118,7 @@ def main() -> None:
 
     values = json.loads(sys.stdin.readline())
     shape = values.pop("shape")
-    cell = Cell(**values)
-    if shape is not None:
-        cell = replace(cell, shape=Shape(**shape))
+    cell = Cell(**values, shape=None if shape is None else Shape(**shape))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sys.stdout.write(json.dumps(measure(cell, device)) + "\n")
 

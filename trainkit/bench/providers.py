@@ -1,0 +1,158 @@
+"""The models of the benchmarks, and the peers that train them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape with the batch it is measured on.
+
+    Args:
+        family: ``model_type``.
+        config: the arguments of its configuration.
+        batch_size: sequences in a step.
+        length: tokens in a sequence.
+    """
+
+    family: str
+    config: dict[str, Any]
+    batch_size: int
+    length: int
+
+
+MODELS: dict[str, Shape] = {
+    "qwen2-0.5b": Shape(
+        "qwen2",
+        {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+        },
+        16,
+        2048,
+    ),
+    "llama-3.2-1b": Shape(
+        "llama",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 128256,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 131072,
+        },
+        16,
+        2048,
+    ),
+    "qwen2-7b": Shape(
+        "qwen2",
+        {
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 32768,
+        },
+        4,
+        2048,
+    ),
+}
+
+PROVIDERS = ("hf_sdpa", "hf_cudnn", "torch_compile", "liger", "trainkit")
+
+
+@dataclass(frozen=True)
+class Provided:
+    """A model as a provider trains it.
+
+    Args:
+        model: holds the parameters.
+        call: runs its forward pass.
+    """
+
+    model: nn.Module
+    call: Callable[..., Any]
+
+
+def build(shape: Shape, device: torch.device, implementation: str) -> nn.Module:
+    """The model in bf16 with random weights, in training mode, without a key/value cache."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(shape.family, **shape.config, use_cache=False)
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation=implementation
+        )
+    return model.train()
+
+
+def provide(
+    provider: str,
+    shape: Shape,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    loss_chunk_tokens: int | None = None,
+) -> Provided:
+    """Build a shape's model as a provider's users have it.
+
+    Args:
+        provider: one of `PROVIDERS`.
+        shape: the model.
+        device: where it runs.
+        packed: the batches will be packed; trainkit only.
+        loss_chunk_tokens: of trainkit's loss; None is its default.
+    """
+    if provider == "trainkit":
+        return _trainkit(shape, device, packed, loss_chunk_tokens)
+    if packed:
+        raise ValueError(f"{provider} is not measured on packed batches")
+    model = build(shape, device, "sdpa")
+    if provider == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model)
+    call = torch.compile(model) if provider == "torch_compile" else model
+    return Provided(model, call)
+
+
+def attention_of(provider: str) -> AbstractContextManager[Any]:
+    """The context a provider's steps run in: which of SDPA's kernels comes first."""
+    if provider != "hf_cudnn":
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def _trainkit(
+    shape: Shape, device: torch.device, packed: bool, loss_chunk_tokens: int | None
+) -> Provided:
+    import trainkit
+    from trainkit.models import attention, loss_head
+
+    chosen = attention.resolve_attention(shape.family, packed=packed, device=device)
+    model = build(shape, device, chosen.name)
+    attention.install(model, chosen.engine)
+    trainkit.patch(model)
+    loss_head.configure(model, loss_head.LossOptions(chunk_tokens=loss_chunk_tokens))
+    return Provided(model, model)
