@@ -76,7 +76,7 @@ def test_the_output_directory_may_stand_in_the_recipe(recipe, trained):
         ("--config r.yaml training.lerning_rate=1", "did you mean training.learning_rate?"),
         ("--config r.yaml --deepspeed zero4", "did you mean zero"),
         ("--config r.yaml data.train=gone.jsonl", "there is no file"),
-        ("--config r.yaml model.name_or_path=./gone", "there is nothing at"),
+        ("--config r.yaml model.name_or_path=./gone", "there is no model at"),
         ("--config r.yaml r.yaml", "section.key=value"),
     ],
 )

@@ -7,7 +7,13 @@ import pytest
 import yaml
 
 from trainkit.errors import RecipeError
-from trainkit.recipe import InvalidRecipe, check_files, dump_resolved, load_recipe
+from trainkit.recipe import (
+    InvalidRecipe,
+    check_files,
+    dump_resolved,
+    load_recipe,
+    read_chat_template,
+)
 from trainkit.recipe.load import DEFAULT, TRAINKIT_DEFAULT, TRANSFORMERS_DEFAULT
 
 FULL = """\
@@ -282,8 +288,20 @@ def test_missing_files_are_told_before_anything_slow(load, tmp_path, monkeypatch
         ("6", f"data.train: there is no file {tmp_path}/gone.jsonl"),
         ("8", f"data.train: no file matches {tmp_path}/*.parquet"),
         ("12", f"generation_eval.data: there is no file {tmp_path}/asked.jsonl"),
-        ("2", f"model.name_or_path: there is nothing at {tmp_path}/gone"),
+        ("2", f"model.name_or_path: there is no model at {tmp_path}/gone"),
     ]
+
+
+def test_a_chat_template_is_jinja_or_a_file_of_it(load, tmp_path):
+    path = tmp_path / "template.jinja"
+    given = f"model: {{name_or_path: m}}\ndata: {{train: {tmp_path}, chat_template: {path}}}\n"
+    with pytest.raises(InvalidRecipe, match=r"recipe\.yaml:2: data\.chat_template: .*template"):
+        check_files(load(given))
+    path.write_text("{{ messages }}")
+    check_files(load(given))
+    assert read_chat_template(str(path)) == "{{ messages }}"
+    assert read_chat_template("{{ bos_token }}") == "{{ bos_token }}"
+    assert read_chat_template(None) is None
 
 
 def test_hub_names_are_left_to_the_hub(load, tmp_path):

@@ -23,6 +23,16 @@ def test_sections_stay_small():
         assert section == "training" or len(names) <= 16, section
 
 
+def test_each_key_is_read_where_everything_is_wired():
+    # A key that nothing reads would be accepted and do nothing.
+    read = {"base"}
+    for module in ("train/build.py", "recipe/accumulation.py"):
+        tree = ast.parse((Path(trainkit.__file__).parent / module).read_text())
+        read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    keys = [entry.key for entry in key_references() if not entry.key.startswith("training.")]
+    assert not [key for key in keys if key.rpartition(".")[2] not in read]
+
+
 def test_a_recipe_made_in_python_is_held_to_the_same_rules():
     values = {"model": {"name_or_path": "m"}, "data": {"train": ["a"]}}
     assert Recipe.model_validate(values).training["logging_steps"] == 1

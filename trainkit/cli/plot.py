@@ -10,7 +10,7 @@ def plot(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     output: Annotated[
         Path | None,
-        typer.Option(help="The picture to write; by default comparison.png in each run's plots."),
+        typer.Option(help="The picture to write; comparison.png here without it."),
     ] = None,
 ) -> None:
     """Draw the curves of runs over one another and print where the pictures are."""

@@ -1,14 +1,14 @@
 """Recipes: the schema, the YAML loader and overrides. No torch here."""
 
 from trainkit.recipe.accumulation import resolve_accumulation
-from trainkit.recipe.files import check_files
+from trainkit.recipe.files import check_files, read_chat_template
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
 from trainkit.recipe.options import SftOptions
 from trainkit.recipe.presets import DEFAULT_PRESET, PRESETS, deepspeed_path
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.reference import KeyReference, key_references
 from trainkit.recipe.resolved import dump_resolved, shown_value, yaml_text
-from trainkit.recipe.schema import Recipe
+from trainkit.recipe.schema import Recipe, SourceSpec
 
 __all__ = [
     "DEFAULT_PRESET",
@@ -20,11 +20,13 @@ __all__ = [
     "Recipe",
     "ResolvedValue",
     "SftOptions",
+    "SourceSpec",
     "check_files",
     "deepspeed_path",
     "dump_resolved",
     "key_references",
     "load_recipe",
+    "read_chat_template",
     "resolve_accumulation",
     "shown_value",
     "yaml_text",

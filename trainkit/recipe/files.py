@@ -4,6 +4,7 @@ import glob
 import os
 from pathlib import Path
 
+from trainkit.errors import RecipeError
 from trainkit.recipe.load import LoadedRecipe
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.schema import SourceSpec
@@ -33,13 +34,36 @@ def check_files(loaded: LoadedRecipe) -> None:
     if _is_local(model) and not os.path.exists(path):  # noqa: PTH110 - as above
         problems.append(
             Problem(
-                f"model.name_or_path: there is nothing at {path.absolute()}",
+                f"model.name_or_path: there is no model at {path.absolute()}",
                 loaded.where("model.name_or_path"),
                 "give a directory that save_pretrained wrote, a .gguf file, or a hub name",
             )
         )
+    try:
+        read_chat_template(recipe.data.chat_template)
+    except RecipeError as error:
+        problems.append(Problem(error.what, loaded.where("data.chat_template"), error.fix))
     if problems:
         raise InvalidRecipe(problems)
+
+
+def read_chat_template(choice: str | None) -> str | None:
+    """The template itself: ``choice`` is Jinja when it has a brace, else a file with it.
+
+    Raises:
+        RecipeError: the file cannot be read.
+    """
+    if choice is None or "{" in choice:
+        return choice
+    path = Path(choice).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"data.chat_template: {path.absolute()} cannot be read: {error}",
+            where="data.chat_template",
+            fix="give a text file with the Jinja template, or the template itself",
+        ) from error
 
 
 def _missing_source(source: SourceSpec, key: str, where: str) -> Problem | None:

@@ -160,6 +160,9 @@ class DataSection(Section):
     template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For the chat template: {enable_thinking: false}."
     )
+    append_eos: bool = Field(
+        False, description="End a last turn that the template leaves open with the eos token."
+    )
     max_dropped: MaxDropped = Field(
         None,
         description="Unusable rows allowed before the run stops: a count, a share (1% or 0.01), "
@@ -171,7 +174,6 @@ class DataSection(Section):
     num_workers: int | None = Field(
         None, ge=0, description="Processes that tokenise; null is one a core."
     )
-    streaming: bool = Field(False, description="Read while training, for data beyond the disk.")
 
 
 class LoraSection(Section):
