@@ -73,6 +73,12 @@ class Parity:
         return sum(prompt.effect for prompt in self.prompts) / len(self.prompts)
 
     @property
+    def other_divergence(self) -> float | None:
+        """Mean over the prompts for the base that was not chosen; None where there is one base."""
+        values = [p.other_divergence for p in self.prompts if p.other_divergence is not None]
+        return sum(values) / len(values) if values else None
+
+    @property
     def num_same(self) -> int:
         """Prompts whose greedy continuations agree."""
         return sum(prompt.adapter == prompt.merged for prompt in self.prompts)

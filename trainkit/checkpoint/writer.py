@@ -7,7 +7,6 @@ written first, its room is reserved on the disk, and each tensor goes to its pla
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,16 +174,3 @@ def _plan(tensors: Iterable[TensorInfo], max_shard_bytes: int) -> list[list[Tens
         shards[-1].append(info)
         filled += info.num_bytes
     return shards
-
-
-def parse_size(text: str) -> int:
-    """Bytes of a size like ``5GB``, ``500MB`` or ``2GiB``.
-
-    Raises:
-        ValueError: it is no such size.
-    """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    match = re.fullmatch(r"([0-9.]+) *([A-Z]+)", text.strip().upper())
-    if match is None or match[2] not in units or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a size such as 5GB or 500MB")
-    return int(float(match[1]) * units[match[2]])

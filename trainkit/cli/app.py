@@ -30,6 +30,10 @@ COMMANDS: dict[str, Entry] = {
     "sft": Entry("trainkit.cli.sft:sft", "Train a model as a recipe says."),
     "config": Entry("trainkit.cli.config:app", "Show what a recipe means, value by value."),
     "kernels": Entry("trainkit.cli.kernels:app", "Check the kernels against plain torch."),
+    "chat": Entry("trainkit.cli.chat:chat", "Talk to a trained model in the terminal."),
+    "generate": Entry("trainkit.cli.generate:generate", "Answer a file of prompts."),
+    "merge": Entry("trainkit.cli.merge:merge", "Make one plain model of an adapter or shards."),
+    "convert": Entry("trainkit.cli.convert:app", "Convert GLM-4 checkpoints to Qwen2 and back."),
     "plot": Entry("trainkit.cli.plot:plot", "Draw the curves of runs over one another."),
 }
 

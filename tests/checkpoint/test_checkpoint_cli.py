@@ -1,0 +1,118 @@
+"""The commands convert and merge, as a user types them."""
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from ranks import run_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from trainkit.cli.app import main
+
+
+def make_adapter(base, directory):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    wrapped.save_pretrained(directory)
+    return directory
+
+
+def output(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def test_convert_there_and_back(glm_directory, tmp_path, capsys):
+    target, back = str(tmp_path / "qwen2"), str(tmp_path / "glm")
+    command = ["convert", "glm4-to-qwen2", str(glm_directory), target, "--shard-size", "1MB"]
+    assert main([*command, "--json"]) == 0
+    row = output(capsys)
+    assert row["max_position"] == 131071
+    assert row["max_logit_error"] < 1e-5 * row["max_logit"]
+    assert main(["convert", "qwen2-to-glm4", target, back, "--no-verify", "--json"]) == 0
+    assert output(capsys) == {"target": back, "num_tensors": 36}
+    assert main(["convert", "glm4-to-qwen2", str(glm_directory), target]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_convert_an_adapter(glm_directory, tmp_path, capsys):
+    adapter = make_adapter(glm_directory, tmp_path / "a")
+    command = ["convert", "glm4-to-qwen2", str(adapter), str(tmp_path / "b")]
+    assert main(command) == 2
+    assert "--base-model" in capsys.readouterr().err
+    assert main([*command, "--base-model", str(glm_directory), "--json"]) == 0
+    assert output(capsys)["num_modules"] == 6
+
+
+@pytest.mark.parametrize("size", ["lots", "0GB", "-1GB", "5"])
+def test_bad_shard_size(glm_directory, tmp_path, capsys, size):
+    command = ["convert", "glm4-to-qwen2", str(glm_directory), str(tmp_path / "t")]
+    assert main([*command, f"--shard-size={size}"]) == 2
+    assert "--shard-size" in capsys.readouterr().err
+
+
+def as_run(directory, tiny_qwen2, quantize=None):
+    """A run directory with an adapter as its final model."""
+    directory.mkdir()
+    make_adapter(tiny_qwen2, directory / "final")
+    (directory / "status.json").write_text(json.dumps({"state": "done"}))
+    lora = f"lora: {{r: 4, quantize: {quantize or 'null'}}}\n"
+    recipe = f"model: {{name_or_path: {tiny_qwen2}}}\ndata: {{train: [d.jsonl]}}\n{lora}"
+    (directory / "resolved.yaml").write_text(recipe)
+    return directory
+
+
+def test_merge_a_run(tiny_qwen2, tmp_path, capsys):
+    run = as_run(tmp_path / "run", tiny_qwen2)
+    assert main(["merge", str(run), str(tmp_path / "m"), "--json"]) == 0
+    row = output(capsys)
+    assert row["num_merged"] == 4
+    assert row["num_same_continuations"] == row["num_prompts"] == 4
+    assert row["divergence"] < 1e-9 < row["adapter_effect"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert main(["merge", str(run), str(tmp_path / "n"), "--no-verify"]) == 0
+    assert "4 tensors changed" in capsys.readouterr().out
+
+
+def test_merge_of_a_qlora_run_takes_the_base_that_training_saw(tiny_qwen2, tmp_path, capsys):
+    run = as_run(tmp_path / "run", tiny_qwen2, quantize="nf4")
+    assert main(["merge", str(run), str(tmp_path / "m"), "--json"]) == 0
+    row = output(capsys)
+    assert row["merged_into"] == "dequantized"
+    assert row["weight_error_dequantized"] < 1e-6 < row["weight_error_original"]
+    assert row["divergence"] < row["other_divergence"]
+    assert main(["merge", str(run), str(tmp_path / "o"), "--base", "original"]) == 0
+    assert "this is original" in capsys.readouterr().out
+
+
+def test_merge_a_zero3_checkpoint(tmp_path, capsys):
+    run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=3)
+    assert main(["merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "m"), "--json"]) == 0
+    assert output(capsys)["num_tensors"] == 26
+    truth = load_file(tmp_path / "truth.safetensors")
+    ours = load_file(tmp_path / "m" / "model.safetensors")
+    assert all(torch.equal(ours[name], truth[name].to(ours[name].dtype)) for name in ours)
+
+
+def test_merge_a_zero2_checkpoint_of_an_adapter(tmp_path, capsys):
+    from tiny import make_qwen2, make_tokenizer
+
+    run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=2, lora=True)
+    tokenizer = make_tokenizer()
+    make_qwen2(len(tokenizer)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    command = ["merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "m")]
+    assert main([*command, "--base-model", str(tmp_path / "base"), "--json"]) == 0
+    assert output(capsys)["num_merged"] == 4
+
+
+def test_merge_of_nothing(tiny_qwen2, tmp_path, capsys):
+    assert main(["merge", str(tiny_qwen2), str(tmp_path / "m")]) == 2
+    assert "nothing to merge" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "nowhere"), str(tmp_path / "m")]) == 2
+    assert "no such directory" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""Batches of answers: the same as one by one, kept, resumed, and never mixed up."""
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainkit.errors import DataError
+from trainkit.infer.batch import generate_file, read_prompts
+from trainkit.infer.engine import Engine
+from trainkit.infer.sampling import SamplingOptions
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("\n".join(["one", "a longer prompt", "", "three", "fourth prompt", "five"]))
+    return read_prompts(path)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_qwen2):
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2).eval()
+    return Engine(model, AutoTokenizer.from_pretrained(tiny_qwen2))
+
+
+def run(engine, prompts, target, sampling=None, **options):
+    sampling = sampling or SamplingOptions(max_new_tokens=6)
+    arguments = {"batch_size": 2, "settings": {"model": "tiny"}, **options}
+    return generate_file(lambda: engine, prompts, target, sampling, **arguments)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_batch_equals_one_by_one(engine, prompts, tmp_path):
+    """Left padding must not change an answer (greedy, float32)."""
+    run(engine, prompts, tmp_path / "out.jsonl", batch_size=5)
+    sampling = SamplingOptions(max_new_tokens=6)
+    for row, prompt in zip(rows(tmp_path / "out.jsonl"), prompts, strict=True):
+        answer = engine.answer(prompt.messages, sampling)
+        assert row["answer"] == answer.text
+        assert row["num_prompt_tokens"] == len(answer.input_ids)
+        assert row["finish"] == "length"
+        assert row["messages"][-1] == {"role": "assistant", "content": answer.text}
+    assert [row["id"] for row in rows(tmp_path / "out.jsonl")][2] == "p.txt:4"
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_resumed_equals_uninterrupted(engine, prompts, tmp_path, cut):
+    """Killed after a number of batches, with half a line written; sampling continues the same."""
+    sampling = SamplingOptions(max_new_tokens=6, temperature=2.0)
+    run(engine, prompts, tmp_path / "whole.jsonl", sampling)
+    batches = []
+
+    class Killed(Exception):
+        pass
+
+    def die(done, total):
+        batches.append(done)
+        if len(batches) == cut + 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(engine, prompts, tmp_path / "out.jsonl", sampling, progress=die)
+    assert not (tmp_path / "out.jsonl").exists()
+    partial = tmp_path / ".out.jsonl.partial"
+    partial.write_text(partial.read_text()[:-20])
+    found = run(engine, prompts, tmp_path / "out.jsonl", sampling)
+    assert found == 2 * cut
+    assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert not partial.exists()
+
+
+def test_finished_file_is_left_alone(engine, prompts, tmp_path):
+    run(engine, prompts, tmp_path / "out.jsonl")
+    before = (tmp_path / "out.jsonl").stat().st_mtime_ns
+
+    def never():
+        raise AssertionError("loaded for nothing")
+
+    sampling = SamplingOptions(max_new_tokens=6)
+    found = generate_file(
+        never,
+        prompts,
+        tmp_path / "out.jsonl",
+        sampling,
+        batch_size=2,
+        settings={"model": "tiny"},
+    )
+    assert found == len(prompts)
+    assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling": SamplingOptions(max_new_tokens=7)},
+        {"settings": {"model": "other"}},
+        {"batch_size": 3},
+    ],
+)
+def test_other_settings_are_refused(engine, prompts, tmp_path, change):
+    run(engine, prompts, tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="other options"):
+        run(engine, prompts, tmp_path / "out.jsonl", **change)
+
+
+def test_prompt_files(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        '{"prompt": "hi"}\n'
+        '{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]}\n'
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
+    )
+    roles = [[m["role"] for m in prompt.messages] for prompt in read_prompts(path, "X")]
+    assert roles == [["system", "user"]] * 3
+    assert read_prompts(path, "X")[1].messages[0]["content"] == "S"
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "neither"),
+        ('{"messages": [3]}', "neither"),
+        ('{"messages": []}', "no question"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "no question"),
+        ("[" * 9999, "not JSON"),
+        ("", "no prompt"),
+    ],
+)
+def test_bad_prompts_name_their_line(tmp_path, line, word):
+    path = tmp_path / "p.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(DataError, match=word):
+        read_prompts(path)
+
+
+def test_beams_find_what_greedy_misses(engine):
+    """Three beams give an answer at least as likely as the greedy one."""
+    import torch
+
+    messages = [{"role": "user", "content": "x"}]
+
+    def likelihood(answer):
+        ids = torch.tensor([[*answer.input_ids, *answer.output_ids]])
+        with torch.inference_mode():
+            scores = engine.model(ids).logits.log_softmax(-1)[0]
+        start = len(answer.input_ids)
+        return sum(scores[start + i - 1, token] for i, token in enumerate(answer.output_ids))
+
+    greedy = engine.answer(messages, SamplingOptions(max_new_tokens=5))
+    pieces = []
+    beams = engine.answer(
+        messages, SamplingOptions(max_new_tokens=5, num_beams=4), on_text=pieces.append
+    )
+    assert likelihood(beams) >= likelihood(greedy) - 1e-4
+    assert pieces == [beams.text]

@@ -1,0 +1,118 @@
+"""The commands chat and generate, as a user types them."""
+
+import io
+import json
+import shutil
+
+import pytest
+
+from trainkit.cli.app import main
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Run a chat with lines on its standard input; returns exit code, stdout, stderr."""
+
+    def run(arguments, lines):
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        code = main(["chat", *arguments])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_chat_on_a_run(run_directory, talk, tmp_path):
+    saved = tmp_path / "saved.jsonl"
+    arguments = [str(run_directory), "--max-new-tokens", "5", "--greedy", "--device", "cpu"]
+    lines = ["hello", "again", "/undo", f"/save {saved}", "/quit", "never seen"]
+    code, out, err = talk(arguments, lines)
+    assert code == 0
+    assert out.count("\n") >= 2
+    assert "taken back" in err
+    (row,) = [json.loads(line) for line in saved.read_text().splitlines()]
+    assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+    assert row["messages"][1]["content"] in out
+
+
+def test_chat_ends_with_its_input_and_survives_a_bad_command(run_directory, talk):
+    code, _, err = talk([str(run_directory), "--device", "cpu"], ["/nonsense", "/save /no/dir/x"])
+    assert code == 0
+    assert "/reset" in err
+    assert "error:" in err
+
+
+def test_chat_seed_and_sampling(run_directory, talk):
+    arguments = [str(run_directory), "--max-new-tokens", "8", "--temperature", "3", "--seed", "4"]
+    first, second = talk(arguments, ["x"])[1], talk(arguments, ["x"])[1]
+    assert first == second != talk([*arguments[:-1], "5"], ["x"])[1]
+
+
+def test_chat_with_adapter_and_beams(tiny_qwen2, talk, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+    beams = ["--beams", "2", "--max-new-tokens", "4"]
+    assert talk([str(tiny_qwen2), "--adapter", str(tmp_path / "a"), *beams], ["hi"])[0] == 0
+    assert talk([str(tmp_path / "a"), *beams], ["hi"])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nowhere/at/all"], "nothing at this path"),
+        (["{run}", "--temperature", "0"], "--temperature"),
+        (["{run}", "--greedy", "--top-p", "0.5"], "--greedy"),
+        (["{run}", "--adapter", "nowhere"], "adapter"),
+    ],
+)
+def test_bad_chat_commands_exit_with_a_sentence(run_directory, talk, arguments, word):
+    code, _, err = talk([part.format(run=run_directory) for part in arguments], [])
+    assert code in (1, 2)
+    assert word in err
+    assert "Traceback" not in err
+
+
+def test_generate_and_generate_again(run_directory, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n')
+    command = ["generate", str(run_directory), "--prompts", str(tmp_path / "p.jsonl")]
+    command += ["--out", str(tmp_path / "o.jsonl"), "--max-new-tokens", "4", "--batch-size", "2"]
+    assert main([*command, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["num_answers"], row["num_found"]) == (3, 0)
+    assert len((tmp_path / "o.jsonl").read_text().splitlines()) == 3
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_found"] == 3
+    assert main([*command, "--max_new_tokens", "5"]) == 2
+    assert "other options" in capsys.readouterr().err
+
+
+def test_stop_tokens_of_the_run_end_an_answer(run_directory, tmp_path, capsys):
+    """A token recorded as end of turn stops generation, though nothing else names it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(run_directory / "final")
+    with torch.no_grad():  # a model that says token 65 whatever it reads
+        model.model.norm.weight.fill_(0)
+    shutil.rmtree(run_directory / "final")
+    model.config.tie_word_embeddings = False
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    with torch.no_grad():
+        model.lm_head.bias.zero_()[65] = 9
+    (tmp_path / "p.txt").write_text("a\n")
+    from trainkit.infer.engine import Engine
+    from trainkit.infer.sampling import SamplingOptions
+
+    tokenizer_home = tmp_path / "tokenizer"
+    from tiny import make_tokenizer
+
+    make_tokenizer().save_pretrained(tokenizer_home)
+    engine = Engine(model.eval(), make_tokenizer(), stop_ids=[65])
+    answer = engine.answer([{"role": "user", "content": "x"}], SamplingOptions(max_new_tokens=9))
+    assert (answer.finish, answer.text, answer.output_ids) == ("stop", "", (65,))
+    engine = Engine(model, make_tokenizer())
+    answer = engine.answer([{"role": "user", "content": "x"}], SamplingOptions(max_new_tokens=9))
+    assert (answer.finish, len(answer.output_ids)) == ("length", 9)

@@ -1,0 +1,55 @@
+"""What ``chat`` and ``generate`` share: their options, and the way to a loaded model."""
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainkit.cli.run_settings import quantized_by
+
+if TYPE_CHECKING:
+    from trainkit.infer.engine import Engine
+    from trainkit.infer.place import ModelPlace
+
+
+class LoadDtype(str, Enum):
+    """What weights can be in memory."""
+
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL", help="A run directory, a checkpoint, an adapter, or a model."
+    ),
+]
+Adapter = Annotated[Path | None, typer.Option(help="An adapter to put over the model.")]
+BaseModel = Annotated[
+    str | None, typer.Option(help="The base model, where it is not where the adapter says.")
+]
+System = Annotated[str | None, typer.Option(help="The system prompt.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
+Temperature = Annotated[float | None, typer.Option(help="Sample; lower is closer to greedy.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from this share of the likelihood.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0 is all.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1, repeats are rarer.")]
+Beams = Annotated[int, typer.Option("--beams", help="Search with this many beams.")]
+Seed = Annotated[int, typer.Option(help="Of the sampling.")]
+DtypeOption = Annotated[LoadDtype, typer.Option(help="Of the weights in memory.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default the GPU if there is one.")]
+
+
+def load(place: "ModelPlace", dtype: LoadDtype, device: str, system: str | None) -> "Engine":
+    """Load a found model as its run trained it."""
+    from trainkit.infer.engine import load_engine
+    from trainkit.train.quiet import quieten_libraries
+
+    quieten_libraries()
+    quantize = quantized_by(place.run) if place.adapter is not None else None
+    return load_engine(place, dtype=dtype.value, quantize=quantize, device=device, system=system)

@@ -1,0 +1,65 @@
+"""``trainkit generate``: answers to a file of prompts."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainkit.cli import answering as shared
+from trainkit.errors import RecipeError
+
+
+def generate(
+    model: shared.Model,
+    prompts: Annotated[
+        Path,
+        typer.Option(help="JSON lines with messages or a prompt each, or a text file of prompts."),
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write, one JSON object a line.")],
+    batch_size: Annotated[int, typer.Option(help="Prompts answered at once.")] = 8,
+    adapter: shared.Adapter = None,
+    base_model: shared.BaseModel = None,
+    system: shared.System = None,
+    max_new_tokens: shared.MaxNewTokens = 512,
+    greedy: shared.Greedy = False,
+    temperature: shared.Temperature = None,
+    top_p: shared.TopP = None,
+    top_k: shared.TopK = None,
+    repetition_penalty: shared.RepetitionPenalty = None,
+    beams: shared.Beams = 1,
+    seed: shared.Seed = 0,
+    dtype: shared.DtypeOption = shared.LoadDtype.auto,
+    device: shared.Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Answer every prompt of a file; the same command again goes on where it stopped."""
+    if batch_size < 1:
+        raise RecipeError("it must be at least 1", where="--batch-size")
+    from trainkit.infer.place import find_place
+    from trainkit.infer.sampling import SamplingOptions
+
+    sampling = SamplingOptions(
+        max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
+    )
+    place = find_place(model, adapter=adapter, base_model=base_model)
+
+    from trainkit.infer.batch import generate_file, read_prompts
+
+    asked = read_prompts(prompts, system)
+    settings = {"model": place.model, "adapter": str(place.adapter), "dtype": dtype.value}
+    before = generate_file(
+        lambda: shared.load(place, dtype, device, system),
+        asked,
+        out,
+        sampling,
+        batch_size=batch_size,
+        settings=settings,
+        progress=lambda done, total: typer.echo(f"{done} of {total} answered", err=True),
+    )
+    row = {"out": str(out), "num_answers": len(asked), "num_found": before}
+    typer.echo(
+        json.dumps(row)
+        if as_json
+        else f"{out}: {len(asked)} answers, {before} of them from an earlier call"
+    )

@@ -1,0 +1,157 @@
+"""``trainkit merge``: an adapter, or a sharded checkpoint, into one plain model."""
+
+import json
+import tempfile
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainkit.cli.convert import AsJson, DtypeOption, ShardSize, parse_shard_size
+from trainkit.cli.run_settings import quantized_by
+from trainkit.errors import ModelError
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint.merge import MergeOptions
+
+
+class Base(str, Enum):
+    """What a QLoRA adapter can be merged into."""
+
+    dequantized = "dequantized"
+    original = "original"
+
+
+def merge(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ADAPTER_OR_RUN",
+            help="A run directory, an adapter, or a checkpoint with DeepSpeed shards.",
+        ),
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
+    base: Annotated[
+        Base | None,
+        typer.Option(
+            help="For an adapter trained over 4 bits: merge into the weights that training saw "
+            "(dequantized; a QLoRA run's default) or into the original ones."
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The base model, where it is not where the adapter says.")
+    ] = None,
+    dtype: DtypeOption = None,
+    shard_size: ShardSize = "5GB",
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare the result with base and adapter on a few prompts; loads both.",
+        ),
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Write one plain model: base and adapter merged, or ZeRO shards put together."""
+    size = parse_shard_size(shard_size)
+    if not source.is_dir():
+        raise ModelError("there is no such directory", where=str(source))
+    from trainkit.checkpoint.export_zero import (
+        export_zero,
+        extract_adapter,
+        needs_adapter_from_shards,
+    )
+    from trainkit.checkpoint.manifest import MANIFEST_NAME, verify_directory
+    from trainkit.checkpoint.merge import MergeOptions
+    from trainkit.checkpoint.zero import find_zero_folder
+    from trainkit.infer.place import locate
+
+    directory, run = locate(source)
+    if (directory / MANIFEST_NAME).exists():
+        verify_directory(directory)
+    quantize = quantized_by(run) or ("nf4" if base is not None else None)
+    options = MergeOptions(
+        quantize=quantize,
+        base="original" if quantize is None or base is Base.original else "dequantized",
+        dtype=None if dtype is None else dtype.value,
+        max_shard_bytes=size,
+        verify=verify,
+    )
+    folder = find_zero_folder(directory)
+    if folder is not None and needs_adapter_from_shards(directory):
+        with tempfile.TemporaryDirectory() as temporary:
+            adapter = extract_adapter(folder, directory, Path(temporary))
+            row = _merge_adapter(adapter, base_model, target, options)
+    elif folder is not None and not (directory / "adapter_config.json").exists():
+        number = export_zero(folder, directory, target, dtype=options.dtype, max_shard_bytes=size)
+        row = {"target": str(target), "num_tensors": number}
+    elif (directory / "adapter_config.json").exists():
+        row = _merge_adapter(directory, base_model, target, options)
+    else:
+        raise ModelError(
+            "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
+            where=str(directory),
+        )
+    typer.echo(json.dumps(row) if as_json else _summary(row))
+
+
+def _merge_adapter(
+    adapter: Path, base_model: str | None, target: Path, options: "MergeOptions"
+) -> dict[str, Any]:
+    from trainkit.checkpoint.adapter import read_adapter
+    from trainkit.checkpoint.merge import merge_adapter
+    from trainkit.infer.place import base_directory
+
+    base = base_directory(adapter, base_model)
+    done = merge_adapter(read_adapter(adapter), base, target, options, progress=_say)
+    updates = [change.relative_update for change in done.changes]
+    row: dict[str, Any] = {
+        "target": str(target),
+        "num_merged": len(done.changes),
+        "max_relative_update": max(updates),
+        "merged_into": options.base if options.quantize else "original",
+    }
+    pairs = [
+        (change.error_dequantized, change.error_original)
+        for change in done.changes
+        if change.error_dequantized is not None and change.error_original is not None
+    ]
+    if pairs:
+        row["weight_error_dequantized"] = sum(pair[0] for pair in pairs) / len(pairs)
+        row["weight_error_original"] = sum(pair[1] for pair in pairs) / len(pairs)
+    if done.parity is not None:
+        row["divergence"] = done.parity.divergence
+        row["other_divergence"] = done.parity.other_divergence
+        row["adapter_effect"] = done.parity.effect
+        row["num_same_continuations"] = done.parity.num_same
+        row["num_prompts"] = len(done.parity.prompts)
+    return row
+
+
+def _summary(row: dict[str, Any]) -> str:
+    if "num_tensors" in row:
+        return f"{row['target']}: {row['num_tensors']} tensors put together"
+    lines = [
+        f"{row['target']}: {row['num_merged']} tensors changed, by up to "
+        f"{row['max_relative_update']:.1%} of their size"
+    ]
+    if "weight_error_original" in row:
+        lines.append(
+            "error of the merged weights against those of training: "
+            f"{row['weight_error_dequantized']:.1%} into the dequantized base, "
+            f"{row['weight_error_original']:.1%} into the original; this is {row['merged_into']}"
+        )
+    if "divergence" in row:
+        lines.append(
+            f"{row['num_same_continuations']} of {row['num_prompts']} greedy continuations are "
+            f"the adapter's; {row['divergence']:.1e} nats a token from it (the adapter itself is "
+            f"{row['adapter_effect']:.1e} from the base)"
+        )
+    if row.get("other_divergence") is not None:
+        lines.append(f"merged into the other base: {row['other_divergence']:.1e} nats a token")
+    return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

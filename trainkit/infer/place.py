@@ -1,0 +1,202 @@
+"""Where a model is, given a run directory, a checkpoint, an adapter, or a plain model. No torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.atomic import newest_valid
+from trainkit.errors import ModelError
+
+ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class ModelPlace:
+    """What to load, and from where.
+
+    Attributes:
+        model: directory or hub name of the plain weights.
+        adapter: directory of an adapter over them, or None.
+        tokenizer: directory or hub name of the tokenizer, the run's own where it has one.
+        run: the run directory, or None for a model from elsewhere.
+        directory: what was found: the final model, a checkpoint, an adapter or a plain model.
+    """
+
+    model: str
+    adapter: Path | None
+    tokenizer: str
+    run: Path | None
+    directory: Path | None
+
+
+def find_place(
+    name: str, *, adapter: Path | None = None, base_model: str | None = None
+) -> ModelPlace:
+    """Find a model.
+
+    Args:
+        name: a run directory, a checkpoint, an adapter, a model directory, or a hub name.
+        adapter: an adapter to put over it.
+        base_model: the weights under an adapter, where the adapter's own word for them leads
+            nowhere.
+
+    Raises:
+        ModelError: there is nothing usable there.
+    """
+    if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
+        raise ModelError("there is no adapter here", where=str(adapter))
+    directory = Path(name).expanduser()
+    if not directory.exists():
+        if name.startswith((".", "/", "~")) or name.count("/") > 1:
+            raise ModelError("there is nothing at this path", where=name)
+        tokenizer = str(adapter) if adapter is not None and _has_tokenizer(adapter) else name
+        return ModelPlace(name, adapter, tokenizer, None, None)
+    directory, run = locate(directory)
+    if adapter is None and (directory / ADAPTER_CONFIG).is_file():
+        adapter = directory
+    if adapter == directory:
+        model = base_model or _base_of(directory)
+    elif _has_weights(directory):
+        model = str(directory)
+    else:
+        raise _nothing_to_load(directory)
+    spots = [spot for spot in (adapter, directory) if spot is not None and _has_tokenizer(spot)]
+    return ModelPlace(model, adapter, str(spots[0]) if spots else model, run, directory)
+
+
+def base_directory(adapter: Path, base_model: str | None = None) -> Path:
+    """The directory with the weights under an adapter; a hub model is looked up in the cache.
+
+    Args:
+        adapter: directory of the adapter.
+        base_model: a directory or hub name that goes before the adapter's own word.
+
+    Raises:
+        ModelError: it is not on this machine and cannot be fetched.
+    """
+    name = base_model or _base_of(adapter)
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.bin", "*.pth", "*.onnx"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"the base model {name} is not here and cannot be fetched: "
+            f"{str(error).splitlines()[0]}",
+            where=str(adapter),
+            fix="give its directory with --base-model",
+        ) from None
+
+
+def locate(directory: Path) -> tuple[Path, Path | None]:
+    """The directory that holds a model, and the run that it belongs to, if any.
+
+    Args:
+        directory: a run (its final model is taken, or its newest whole checkpoint), or a directory
+            in one, or any other.
+
+    Raises:
+        ModelError: the run holds no model.
+    """
+    run = next((d for d in (directory, directory.parent) if (d / "status.json").is_file()), None)
+    return (_model_in(directory) if run == directory else directory), run
+
+
+def training_options(run: Path | None) -> Mapping[str, Any]:
+    """How the run rendered its conversations, as its ``data.json`` says; empty if it does not.
+
+    Returns:
+        Fields of ``trainkit.data.DataOptions`` that decide what a prompt looks like.
+    """
+    record = _train_record(run)
+    options = record.get("options")
+    kept = ("system", "template_kwargs", "chat_template", "frozen_date", "escape_special")
+    return (
+        {key: options[key] for key in kept if key in options} if isinstance(options, dict) else {}
+    )
+
+
+def trained_stop_ids(run: Path | None) -> tuple[int, ...]:
+    """The end-of-turn tokens that the run trained."""
+    ends = _train_record(run).get("end_of_turn")
+    values = ends.values() if isinstance(ends, dict) else ()
+    return tuple(value for value in values if isinstance(value, int))
+
+
+def _train_record(run: Path | None) -> dict[str, Any]:
+    path = None if run is None else run / "data.json"
+    if path is None or not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))["train"]
+    except (ValueError, KeyError, TypeError):
+        raise ModelError("the record of the run's data is damaged", where=str(path)) from None
+    return record if isinstance(record, dict) else {}
+
+
+def _model_in(run: Path) -> Path:
+    """The final model, or the newest whole checkpoint of a run that has none yet."""
+    final = run / "final"
+    if final.is_dir():
+        return final
+    newest = newest_valid(run)
+    if newest.path is None:
+        damaged = f"; {newest.skipped[0][0].name}: {newest.skipped[0][1]}" if newest.skipped else ""
+        raise ModelError(
+            f"this run has no final model and no whole checkpoint{damaged}",
+            where=str(run),
+            fix="continue the run with: trainkit sft --resume",
+        )
+    return newest.path
+
+
+def _base_of(adapter: Path) -> str:
+    try:
+        base = json.loads((adapter / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{ADAPTER_CONFIG} does not name its base model",
+            where=str(adapter),
+            fix="give it with --base-model",
+        )
+    is_local = base.startswith((".", "/", "~")) or base.count("/") > 1
+    if is_local and not Path(base).expanduser().is_dir():
+        raise ModelError(
+            f"the adapter's base model is not at {base} any more",
+            where=str(adapter),
+            fix="give its new place with --base-model",
+        )
+    return base
+
+
+def _nothing_to_load(directory: Path) -> ModelError:
+    is_sharded = any(path.is_dir() for path in directory.glob("global_step*"))
+    return ModelError(
+        "it holds DeepSpeed shards only" if is_sharded else "it holds no model and no adapter",
+        where=str(directory),
+        fix="make a plain model of it first: trainkit merge"
+        if is_sharded
+        else "give a run directory, a checkpoint, an adapter or a model directory",
+    )
+
+
+def _has_weights(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _WEIGHTS)
+
+
+def _has_tokenizer(directory: Path) -> bool:
+    return (directory / "tokenizer_config.json").is_file()
