@@ -8,6 +8,9 @@ import torch
 from families.family_models import exact, excess_errors, make, make_batch, run
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trainkit
 from trainkit import kernels
@@ -91,6 +94,39 @@ def test_checkpointing_recomputes_every_layer_once(name, reentrant):
     found = run(model, make_batch(name), want_logits=False)
     assert counts["mlp"] == 2 * LAYERS
     assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+@every_family
+def test_the_attention_function_gets_what_it_got(name, monkeypatch):
+    """What sdpa ignores counts for other functions: windows, dropout, scaling."""
+    seen = []
+
+    def spy(module, query, key, value, attention_mask, **settings):
+        seen.append(settings)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "spy", spy)
+    model = make(
+        name, attention_dropout=0.25, sliding_window=5, use_sliding_window=True, max_window_layers=1
+    )
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation = "spy"
+    batch = make_batch(name)
+    model(**batch)
+    plain = seen.copy()
+    seen.clear()
+    trainkit.patch(model)
+    model(**batch)
+    assert len(seen) == len(plain) >= LAYERS
+    for new, old in zip(seen, plain, strict=True):
+        assert new.keys() == old.keys()
+        tensors = {key for key in old if isinstance(old[key], torch.Tensor)}
+        assert all(torch.equal(new[key], old[key]) for key in tensors)
+        assert all(new[key] == old[key] for key in old.keys() - tensors)
+    windowed = name in ("mistral", "qwen2", "qwen3", "phi3")
+    assert any(settings.get("sliding_window") == 5 for settings in plain) == windowed
+    assert any(settings["dropout"] == 0.25 for settings in plain) == (name != "qwen2_vl")
 
 
 def with_lora(model):
