@@ -88,6 +88,11 @@ def write_json_atomic(path: Path, value: Any, *, mode: int | None = None) -> Non
     write_text_atomic(path, text + "\n", mode=mode)
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, or None where there is no file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
 def jsonable(value: Any) -> Any:
     """Make ``value`` strict JSON.
 

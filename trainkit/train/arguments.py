@@ -11,7 +11,6 @@ from transformers import TrainingArguments
 
 from trainkit.errors import RecipeError
 
-
 logger = logging.getLogger(__name__)
 
 

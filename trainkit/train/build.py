@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from trainkit.recipe import (
     LoadedRecipe,
     Recipe,
     SftOptions,
+    SourceSpec,
     deepspeed_path,
     dump_resolved,
+    read_chat_template,
     resolve_accumulation,
 )
 from trainkit.run import (
@@ -41,7 +43,7 @@ from trainkit.run import (
 )
 from trainkit.train.arguments import deepspeed_config, training_arguments
 from trainkit.train.checkpoints import ResumePoint, find_resume_point
-from trainkit.train.data import RunData, prepare_run_data
+from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_longest_batch
 from trainkit.train.finish import AfterTraining
 from trainkit.train.launch import (
@@ -104,6 +106,7 @@ class _Prepared:
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
     data: RunData
+    held_out: list[list[dict[str, Any]]]
     args: TrainingArguments
 
 
@@ -115,10 +118,14 @@ def _prepare(
     source = _model_source(recipe)
     check_exists(source)
     tokenizer = load_tokenizer(source)
+    # Set on the tokenizer, so that the held-out answers and final/ have it as well.
+    tokenizer.chat_template = read_chat_template(recipe.data.chat_template) or (
+        tokenizer.chat_template
+    )
     with tokenisation_progress(console) as progress:
         data = prepare_run_data(
-            _sources(recipe.data.train),
-            _sources(recipe.data.eval),
+            _sources(recipe, recipe.data.train),
+            _sources(recipe, recipe.data.eval),
             tokenizer,
             _data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
             packing=recipe.data.packing,
@@ -133,7 +140,19 @@ def _prepare(
     )
     for warning in data.warnings:
         console.warn(warning)
-    return _Prepared(source, tokenizer, data, _arguments(recipe, place))
+    held_out = _held_out(recipe, ledger, console)
+    return _Prepared(source, tokenizer, data, held_out, _arguments(recipe, place))
+
+
+def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[list[dict[str, Any]]]:
+    """The conversations to be answered after training; read now, since bad rows are found now."""
+    asked = recipe.generation_eval
+    if asked is None:
+        return []
+    conversations, num_dropped = read_conversations(_sources(recipe, asked.data), ledger)
+    if num_dropped:
+        console.warn(f"{num_dropped} held-out rows are no conversations and are not asked")
+    return conversations[: asked.max_samples]
 
 
 def _session(
@@ -150,7 +169,7 @@ def _session(
     if place.is_main:
         run.write_json(run.kernels, record)
         console.note(built.describe())
-    held_out = recipe.generation_eval
+    asked = recipe.generation_eval
     return Session(
         run=run,
         console=console,
@@ -165,10 +184,9 @@ def _session(
         is_main=place.is_main,
         after=AfterTraining(
             base_model=recipe.model.name_or_path,
-            held_out=_sources(held_out.data) if held_out else (),
-            max_new_tokens=held_out.max_new_tokens if held_out else 0,
-            max_samples=held_out.max_samples if held_out else None,
-            batch_size=held_out.batch_size if held_out else 0,
+            held_out=prepared.held_out,
+            max_new_tokens=asked.max_new_tokens if asked else 0,
+            batch_size=asked.batch_size if asked else 0,
         ),
     )
 
@@ -202,16 +220,18 @@ def _model_source(recipe: Recipe) -> ModelSource:
     )
 
 
-def _sources(specs: Any) -> tuple[Source, ...]:
+def _sources(recipe: Recipe, specs: Sequence[SourceSpec]) -> tuple[Source, ...]:
     return tuple(
         Source(
             path=spec.path,
             name=spec.name or "",
-            format=spec.format,
+            format=spec.format if spec.format != "auto" else recipe.data.format,
+            split=spec.split,
             weight=spec.weight,
             max_samples=spec.max_samples,
             epochs=spec.epochs,
-            columns=spec.columns or {},
+            columns=spec.columns,
+            roles=tuple(spec.roles),
         )
         for spec in specs
     )
@@ -220,14 +240,16 @@ def _sources(specs: Any) -> tuple[Source, ...]:
 def _data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     data, training = recipe.data, recipe.training
     seed = training.get("data_seed")
-    dropped = data.max_dropped
     return DataOptions(
         max_length=data.max_length,
         mask=data.mask,
         truncation=data.truncation,
         thinking=data.thinking,
         system=data.system_policy,
-        max_dropped=float(dropped[:-1]) / 100 if isinstance(dropped, str) else dropped,
+        roles=tuple(data.roles),
+        template_kwargs=data.template_kwargs,
+        append_eos=data.append_eos,
+        max_dropped=data.max_dropped,
         num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
         cache_dir=cache_dir or data.cache_dir,
         seed=int(seed if seed is not None else training.get("seed", 42)),

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.data.formats import parse_row
-from trainkit.data.ledger import Ledger
+from trainkit.data.ledger import Entry, Ledger
 from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.prepare import Progress, prepare
@@ -104,31 +104,50 @@ def prepare_run_data(
     )
 
 
-def read_conversations(sources: Sequence[Source]) -> list[list[dict[str, Any]]]:
+def read_conversations(
+    sources: Sequence[Source], ledger: Path
+) -> tuple[list[list[dict[str, Any]]], int]:
     """Whole conversations as messages, for questions to a trained model.
 
+    Args:
+        sources: where they are.
+        ledger: gets a line for every row that is no conversation.
+
+    Returns:
+        The conversations, and how many rows are none.
+
     Raises:
-        DataError: a row that is no conversation; each was written to be answered.
+        DataError: there is not one.
     """
+    entries = Ledger(ledger)
     conversations = []
     for source in sources:
         for file in resolve_files(source.path):
             for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
-                conversations.append(_messages(file, row, source))
-    return conversations
+                try:
+                    conversations.append(_messages(row, source))
+                except RowError as error:
+                    entries.add(Entry(str(file), row.line, "dropped", error.reason, error.detail))
+    entries.close()
+    if sources and not conversations:
+        raise DataError(
+            "there is no conversation to ask questions from",
+            where=f"generation_eval.data: {sources[0].path}",
+            fix="give files with conversations in the messages format",
+        )
+    return conversations, entries.num("dropped")
 
 
-def _messages(file: Path, row: RawRow, source: Source) -> list[dict[str, Any]]:
-    place = f"{file}:{row.line}"
+def _messages(row: RawRow, source: Source) -> list[dict[str, Any]]:
+    if row.payload is None:
+        raise RowError(*(row.problem or ("unreadable", "the row cannot be read")))
     try:
-        if row.payload is None:
-            raise RowError(*(row.problem or ("unreadable", "the row cannot be read")))
         parsed = parse_row(decode(row.payload), source.format, source.columns)
-        if not isinstance(parsed, Conversation):
-            raise RowError("no_messages", "the row is no conversation")
-        conversation = validate(parsed, needs_assistant=True)
-    except (RowError, ValueError) as error:
-        raise DataError(str(error), where=place, fix="mend or remove the row") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError("bad_json", str(error)) from error
+    if not isinstance(parsed, Conversation):
+        raise RowError("no_messages", "the row is no conversation")
+    conversation = validate(parsed, needs_assistant=True)
     return [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
 
 

@@ -13,9 +13,7 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from trainkit.data.options import Source
 from trainkit.train.checkpoints import written_together
-from trainkit.train.data import read_conversations
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 from trainkit.train.trainer import SftTrainer
 
@@ -28,14 +26,12 @@ class AfterTraining:
         base_model: what the model card names as its origin.
         held_out: conversations to be answered; empty asks nothing.
         max_new_tokens: longest answer.
-        max_samples: how many conversations; None is all.
         batch_size: conversations answered at once.
     """
 
     base_model: str
-    held_out: Sequence[Source]
+    held_out: Sequence[Sequence[dict[str, Any]]]
     max_new_tokens: int
-    max_samples: int | None
     batch_size: int
 
 
@@ -115,8 +111,7 @@ def answer_held_out(
         after: the conversations and how to answer.
     """
     accelerator = trainer.accelerator
-    conversations = read_conversations(after.held_out)[: after.max_samples]
-    mine = conversations[accelerator.process_index :: accelerator.num_processes]
+    mine = after.held_out[accelerator.process_index :: accelerator.num_processes]
     model = _whole_model(trainer, final)
     with _eval_mode(model):
         result = evaluate_answers(

@@ -148,7 +148,7 @@ def load_model(
     if "gguf_file" in options:
         model = _as_plain_model(model)
     if device is not None and getattr(model, "hf_quantizer", None) is None:
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
     # Packing is isolated only without a cache, and training never needs one.
     model.config.use_cache = False
     return model

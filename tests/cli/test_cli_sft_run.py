@@ -1,0 +1,218 @@
+"""``trainkit sft`` as a user types it, on a tiny model: the run directory, resuming, stopping."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+RUN_FILES = {
+    "README.md",
+    "command.sh",
+    "data.json",
+    "environment.json",
+    "kernels.json",
+    "log_history.json",
+    "metrics.jsonl",
+    "recipe.yaml",
+    "report.html",
+    "resolved.yaml",
+    "status.json",
+    "final",
+    "logs",
+    "plots",
+}
+RECIPE = """\
+model: {{name_or_path: "{model}", dtype: float32}}
+data: {{train: ["{data}"], eval: ["{data}"], max_length: 256, cache_dir: "{cache}"}}
+kernels: true
+generation_eval: {{data: ["{data}"], max_new_tokens: 8, max_samples: 2}}
+training: {{learning_rate: 1e-2, per_device_train_batch_size: 2, max_steps: 6, save_steps: 2}}
+"""
+
+
+@pytest.fixture
+def project(tmp_path, tiny_qwen2):
+    """A directory as a user has it: a recipe, a messages file with dirt, a model elsewhere."""
+    rows = []
+    for number in range(40):
+        rows += [
+            {"role": "user", "content": f"Say the number {number}."},
+            {"role": "assistant", "content": f"It is {number}, 你好."},
+        ]
+    data = tmp_path / "my data.jsonl"
+    lines = [json.dumps({"messages": rows[start : start + 4]}) for start in range(0, 80, 4)]
+    lines.insert(3, "{broken")
+    data.write_text("\n".join(lines), encoding="utf-8")
+    recipe = tmp_path / "small.yaml"
+    cache = tmp_path / "cache"
+    recipe.write_text(RECIPE.format(model=tiny_qwen2, data=data.name, cache=cache))
+    return tmp_path
+
+
+def start(project, *arguments, launcher=()):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "trainkit.cli.app", "sft", *arguments],
+        cwd=project,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def trainkit(project, *arguments, launcher=()):
+    process = start(project, *arguments, launcher=launcher)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def status(run):
+    return json.loads((run / "status.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    code, out, err = trainkit(project, "--config", "small.yaml", "training.max_steps=8")
+    assert code == 0, err
+    run = Path(out.splitlines()[-1])
+    assert run.parent == project / "train_model"
+    assert {path.name for path in run.iterdir()} >= RUN_FILES
+    assert status(run)["state"] == "done"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+    dropped = [json.loads(line) for line in (run / "dropped.jsonl").read_text().splitlines()]
+    # Once as a training row, once as an evaluation row, once as a held-out question.
+    assert [(row["line"], row["reason"]) for row in dropped] == [(4, "bad_json")] * 3
+    model, info = AutoModelForCausalLM.from_pretrained(run / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert (
+        type(model).__name__
+        == json.loads((run / "final" / "config.json").read_text())["architectures"][0]
+    )
+    tokenizer = AutoTokenizer.from_pretrained(run / "final")
+    assert tokenizer.chat_template
+    stops = GenerationConfig.from_pretrained(run / "final").eos_token_id
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stops
+    answers = json.loads((run / "generation_eval.json").read_text())
+    assert answers["num_total"] == 4
+    assert "<img" in (run / "report.html").read_text()
+    assert "1 rows dropped" in err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_it_stopped(project):
+    """Ctrl-C after a few steps, then --resume: the weights of a run that was never stopped."""
+    import torch
+    from safetensors.torch import load_file
+
+    code, _, err = trainkit(
+        project,
+        "--config",
+        "small.yaml",
+        "--output-dir",
+        "whole",
+        "training.max_steps=40",
+        "training.save_steps=100",
+    )
+    assert code == 0, err
+    options = (
+        "--config",
+        "small.yaml",
+        "--output-dir",
+        "parts",
+        "training.max_steps=40",
+        "training.save_steps=100",
+    )
+    process = start(project, *options)
+    metrics = project / "parts" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (
+        metrics.exists() and metrics.read_text().count("\n") >= 3
+    ):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "continue with: --resume" in err
+    assert status(project / "parts")["state"] == "interrupted"
+    code, _, err = trainkit(project, *options, "--resume")
+    assert code == 0, err
+    assert status(project / "parts")["state"] == "done"
+    whole, parts = (
+        load_file(project / name / "final" / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.slow
+def test_two_ranks_with_zero3_from_the_command_line(project):
+    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+    code, out, err = trainkit(
+        project,
+        "--config",
+        "small.yaml",
+        "--deepspeed",
+        "zero3",
+        "--replace_kernel",
+        launcher=launcher,
+    )
+    assert code == 0, err
+    run = Path(out.splitlines()[-1])
+    assert {"rank0.log", "rank1.log"} <= {path.name for path in (run / "logs").iterdir()}
+    assert json.loads((run / "generation_eval.json").read_text())["num_total"] == 4
+    assert status(run)["state"] == "done"
+
+
+@pytest.mark.slow
+def test_a_dry_run_says_what_it_saw_and_writes_nothing(project):
+    before = sorted(path.name for path in project.iterdir())
+    code, out, err = trainkit(project, "--config", "small.yaml", "--dry-run")
+    assert code == 0, err
+    assert "ready to train" in err
+    assert sorted(path.name for path in project.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
+    from transformers import AutoModelForCausalLM
+
+    code, out, err = trainkit(project, "--config", "small.yaml", "lora.r=4", "generation_eval=null")
+    assert code == 0, err
+    final = Path(out.splitlines()[-1]) / "final"
+    assert (final / "adapter_model.safetensors").exists()
+    assert not (final / "model.safetensors").exists()
+    model = AutoModelForCausalLM.from_pretrained(final)
+    adapters = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert adapters
+    assert all(bool(p.any()) for p in adapters)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("data.train=[nothing.jsonl]",), "nothing.jsonl"),
+        (("model.name_or_path=./no-model",), "there is no model at"),
+        (("--output-dir", "cache"), "exists"),
+        (("training.learning_rat=1",), "learning_rate"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(project, change, message):
+    (project / "cache").mkdir()
+    (project / "cache" / "something").touch()
+    code, out, err = trainkit(project, "--config", "small.yaml", *change)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not out
+    assert not (project / "train_model").exists()
