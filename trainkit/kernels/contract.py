@@ -1,9 +1,9 @@
 """What every op promises, and how it is measured.
 
-An op comes with a reference in plain torch that repeats Hugging Face's arithmetic. Run in fp64 it is
-the truth; run in the op's own dtype it shows how large an error the plain model already makes. An
-op passes when its error, for each output and each gradient by itself, is at most `SLACK` times that
-error plus a hair (see `hair`).
+An op comes with a reference in plain torch that repeats Hugging Face's arithmetic. Run in fp64 it
+is the truth; run in the op's own dtype it shows how large an error the plain model already makes.
+An op passes when its error, for each output and each gradient by itself, is at most `SLACK` times
+that error plus a hair (see `hair`).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ SLACK = 1.05
 
 @dataclass(frozen=True)
 class Draw:
-    """A source of input tensors of one dtype on one device; the same seed gives the same tensors."""
+    """A source of input tensors of one dtype on one device; one seed gives the same tensors."""
 
     dtype: torch.dtype
     device: torch.device
@@ -70,6 +70,7 @@ class OpSpec:
         outputs: names of what it returns.
         cases: calls of every shape and layout that matters.
         tiny: a call small enough for a numerical derivative.
+        one_graph: whether torch.compile takes it without a break.
     """
 
     name: str
@@ -78,6 +79,7 @@ class OpSpec:
     outputs: tuple[str, ...]
     cases: tuple[OpCase, ...]
     tiny: OpCase
+    one_graph: bool = True
 
 
 @dataclass(frozen=True)

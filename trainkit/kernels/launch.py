@@ -7,8 +7,9 @@ compiled for; otherwise it takes Triton's own road.
 """
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,21 +58,28 @@ def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.get_device())
 
 
-_MULTIPROCESSORS: dict[int, int] = {}
+Result = TypeVar("Result")
+
+
+def remembered(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`functools.cache`, stepping aside while torch.compile traces (it would warn of the cache)."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Result:
+        return function(*arguments) if torch.compiler.is_compiling() else cached(*arguments)
+
+    return call
+
+
+@remembered
+def _multiprocessors(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
 def num_multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's GPU; two under the interpreter, to exercise the loops."""
-    if not tensor.is_cuda:
-        return 2
-    index = tensor.get_device()
-    if torch.compiler.is_compiling():
-        return torch.cuda.get_device_properties(index).multi_processor_count
-    count = _MULTIPROCESSORS.get(index)
-    if count is None:
-        count = torch.cuda.get_device_properties(index).multi_processor_count
-        _MULTIPROCESSORS[index] = count
-    return count
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
 def next_power_of_2(n: int) -> int:

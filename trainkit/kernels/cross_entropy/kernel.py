@@ -1,8 +1,10 @@
 """The cross-entropy kernel. N rows, V columns.
 
-One program makes one row's loss and gradient. A perfect kernel reads the logits once and writes the
-gradient once; a row of a large vocabulary (300 kB) fits no register file, so part of it is read
-twice. The end of the row (NUM_KEPT tiles) stays in registers between the passes; the rest is streamed, and the second pass walks it backwards, over what the L2 cache saw last.
+A perfect kernel reads the logits once and writes the gradient once; a row of a large vocabulary
+(300 kB) fits no register file, so most of it is read twice: NUM_STREAMED tiles, the second time
+backwards, over what the L2 cache saw last. One program a multiprocessor walks over the rows, so
+that few rows compete for the cache. The end of a row (KEPT columns) stays in registers between the
+passes, and the next row's is fetched while the gradient of this one is made.
 
 The sum over the other tokens is kept apart from the label's own term, so that ``p - 1`` and the
 loss of a token the model is sure of come out of a sum of small numbers, not of a difference of
@@ -16,7 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
+from trainkit.kernels.launch import (
+    INTERPRETING,
+    Kernel,
+    next_power_of_2,
+    num_multiprocessors,
+    remembered,
+)
 
 ON_GPU = tl.constexpr(not INTERPRETING)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -73,9 +81,9 @@ def _kept_others(
     WIDE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    NUM: tl.constexpr,
 ):
-    others = _others(_cap(_opaque(tile).to(WIDE), SOFTCAP), cols, label - start, BLOCK)
+    others = _others(_cap(_opaque(tile).to(WIDE), SOFTCAP), cols, label - start, NUM)
     if SOFTCAP > 0.0:  # of the -inf that stands for no column
         others = tl.where(cols < V - start, others, -float("inf"))
     return others
@@ -106,7 +114,7 @@ def _gradient(
     return gradient
 
 
-@triton.jit(do_not_specialize=["ignore_index", "scale_value"])
+@triton.jit(do_not_specialize=["num_rows", "num_programs", "ignore_index", "scale_value"])
 def _cross_entropy(
     logits_ptr,
     dlogits_ptr,
@@ -117,6 +125,8 @@ def _cross_entropy(
     grad_output_ptr,
     logits_stride,
     dlogits_stride,
+    num_rows,
+    num_programs,
     ignore_index,
     scale_value,
     SCALE_IS_TENSOR: tl.constexpr,
@@ -131,15 +141,13 @@ def _cross_entropy(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STREAMED: tl.constexpr,
-    NUM_KEPT: tl.constexpr,
+    KEPT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     WIDE: tl.constexpr = tl.float64 if logits_ptr.dtype.element_ty == tl.float64 else tl.float32
     GROUP: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     dtype: tl.constexpr = dlogits_ptr.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * logits_stride
-    dlogits_ptr += row * dlogits_stride
+    kept_start: tl.constexpr = NUM_STREAMED * BLOCK
 
     scale = tl.load(scale_ptr).to(WIDE) if SCALE_IS_TENSOR else scale_value
     if HAS_GRAD_OUTPUT:
@@ -149,133 +157,141 @@ def _cross_entropy(
                 return
         scale = scale * grad_output
 
-    label = tl.load(labels_ptr + row).to(tl.int32)
     cols = _columns(BLOCK, GROUP)
-    if label == ignore_index:
-        if WANT_LOSS:
-            tl.store(losses_ptr + row, tl.zeros([], dtype=losses_ptr.dtype.element_ty))
-        if WANT_CORRECT:
-            tl.store(correct_ptr + row, tl.zeros([], dtype=correct_ptr.dtype.element_ty))
-        if WANT_GRAD:
-            for index in tl.range(NUM_STREAMED + NUM_KEPT):
-                zeros = tl.zeros([BLOCK // GROUP, GROUP], dtype=dtype)
-                tl.store(dlogits_ptr + index * BLOCK + cols, zeros, mask=index * BLOCK + cols < V)
-        return
+    kept_cols = _columns(KEPT, GROUP)
+    kept_mask = kept_cols < V - kept_start
+    row = tl.program_id(0).to(tl.int64)
+    row_logits_ptr = logits_ptr + row * logits_stride
+    next_label = tl.load(labels_ptr + row).to(tl.int32)
+    next_kept = tl.load(
+        row_logits_ptr + kept_start + kept_cols, mask=kept_mask, other=-float("inf")
+    )
+    for _ in tl.range(tl.program_id(0), num_rows, num_programs, num_stages=1):
+        label = next_label
+        kept = next_kept
+        row_dlogits_ptr = dlogits_ptr + row * dlogits_stride
+        # A label that names no column must not read out of bounds: its row becomes NaN, loudly.
+        known = (label >= 0) & (label < V)
+        label_logit = tl.load(row_logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
+        label_logit = _cap(label_logit, SOFTCAP)
 
-    # A label that names no column must not read out of bounds: its row becomes NaN, loudly.
-    known = (label >= 0) & (label < V)
-    label_logit = tl.load(logits_ptr + label, mask=known, other=float("nan")).to(WIDE)
-    label_logit = _cap(label_logit, SOFTCAP)
-
-    # Pass 1. Each lane keeps a running maximum and sum of its groups, both on the scale of log2:
-    # exp(x) = 2^(x LOG2E) is one fused multiply-add and one instruction for 2^.
-    lane_top = tl.full([BLOCK // GROUP], -3.0e38, dtype=WIDE)
-    lane_sum = tl.zeros([BLOCK // GROUP], dtype=WIDE)
-    if SMOOTHING > 0.0:
+        # Pass 1. Each lane keeps a running maximum and sum of its groups, both on the scale of
+        # log2: exp(x) = 2^(x LOG2E) is one fused multiply-add and one instruction for 2^.
+        lane_top = tl.full([BLOCK // GROUP], -3.0e38, dtype=WIDE)
+        lane_sum = tl.zeros([BLOCK // GROUP], dtype=WIDE)
         lane_total = tl.zeros([BLOCK // GROUP], dtype=WIDE)
-    for index in tl.range(0, NUM_STREAMED, num_stages=STAGES):
-        start = index * BLOCK
-        streamed = tl.load(logits_ptr + start + cols, eviction_policy="evict_last").to(WIDE)
-        streamed = _cap(streamed, SOFTCAP)
-        if SMOOTHING > 0.0:
-            lane_total += tl.sum(streamed, axis=1)
-        streamed = _others(streamed, cols, label - start, BLOCK)
-        higher = tl.maximum(lane_top, tl.max(streamed, axis=1) * LOG2E)
-        powers = tl.exp2(streamed * LOG2E - higher[:, None])
-        lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
-        lane_top = higher
-    kept = ()
-    for part in tl.static_range(NUM_KEPT):
-        start = (NUM_STREAMED + part) * BLOCK
-        tile = tl.load(
-            logits_ptr + start + cols,
-            mask=cols < V - start,
+        # A row that is not trained has no tiles to read.
+        num_streamed = tl.where(label == ignore_index, 0, NUM_STREAMED)
+        for index in tl.range(0, num_streamed, num_stages=STAGES):
+            start = index * BLOCK
+            x = tl.load(row_logits_ptr + start + cols, eviction_policy="evict_last").to(WIDE)
+            x = _cap(x, SOFTCAP)
+            if SMOOTHING > 0.0:
+                lane_total += tl.sum(x, axis=1)
+            x = _others(x, cols, label - start, BLOCK)
+            higher = tl.maximum(lane_top, tl.max(x, axis=1) * LOG2E)
+            powers = tl.exp2(x * LOG2E - higher[:, None])
+            lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
+            lane_top = higher
+        others = _kept_others(kept, kept_cols, label, kept_start, WIDE, SOFTCAP, V, KEPT)
+        others_top = tl.max(tl.max(others, axis=1), axis=0) * LOG2E
+        if NUM_STREAMED > 0:
+            others_top = tl.maximum(others_top, tl.max(lane_top, axis=0))
+        top = tl.maximum(others_top, label_logit * LOG2E)
+        others = _kept_others(kept, kept_cols, label, kept_start, WIDE, SOFTCAP, V, KEPT)
+        sum_others = tl.sum(tl.sum(tl.exp2(others * LOG2E - top), axis=1), axis=0)
+        if NUM_STREAMED > 0:
+            sum_others += tl.sum(lane_sum * tl.exp2(lane_top - top), axis=0)
+        above = label_logit * LOG2E - top
+        label_power = tl.exp2(above)
+        total = sum_others + label_power
+
+        # The next row's first reads travel while this row's gradient is made.
+        this_row = row
+        this_logits_ptr = row_logits_ptr
+        row += num_programs
+        row_logits_ptr = logits_ptr + row * logits_stride
+        more = row < num_rows
+        next_label = tl.load(labels_ptr + row, mask=more, other=0).to(tl.int32)
+        next_kept = tl.load(
+            row_logits_ptr + kept_start + kept_cols,
+            mask=kept_cols < tl.where(more, V - kept_start, 0),
             other=-float("inf"),
-            eviction_policy="evict_first",
         )
-        kept = kept + (tile,)  # noqa: RUF005 (Triton knows no unpacking)
-    higher = lane_top
-    for part in tl.static_range(NUM_KEPT):
-        start = (NUM_STREAMED + part) * BLOCK
-        others = _kept_others(kept[part], cols, label, start, WIDE, SOFTCAP, V, BLOCK)
-        higher = tl.maximum(higher, tl.max(others, axis=1) * LOG2E)
-    others_top = tl.max(higher, axis=0)
-    top = tl.maximum(others_top, label_logit * LOG2E)
-    lane_sum = lane_sum * tl.exp2(lane_top - top)
-    for part in tl.static_range(NUM_KEPT):
-        start = (NUM_STREAMED + part) * BLOCK
-        others = _kept_others(kept[part], cols, label, start, WIDE, SOFTCAP, V, BLOCK)
-        lane_sum += tl.sum(tl.exp2(others * LOG2E - top), axis=1)
-        if SMOOTHING > 0.0:
-            value = _cap(kept[part].to(WIDE), SOFTCAP)
-            lane_total += tl.sum(tl.where(cols < V - start, value, 0.0), axis=1)
-    sum_others = tl.sum(lane_sum, axis=0)
-    above = label_logit * LOG2E - top
-    label_power = tl.exp2(above)
-    total = sum_others + label_power
 
-    if WANT_LOSS:
-        # With p near 1, log1p of the others' share; with p near 0 the share may overflow.
-        share = sum_others / tl.where(label_power > 1e-30, label_power, 1.0)
-        nll = tl.where(label_power > 1e-30, _log1p(share), tl.log(total) - above * LN2)
-        loss = nll
-        if SMOOTHING > 0.0:
-            mean = tl.sum(lane_total, axis=0) / V
-            loss = (1.0 - SMOOTHING) * nll + SMOOTHING * (nll + label_logit - mean)
-        if Z_LOSS > 0.0:
-            lse = nll + label_logit
-            loss += Z_LOSS * lse * lse
-        tl.store(losses_ptr + row, loss.to(losses_ptr.dtype.element_ty))
-    if WANT_CORRECT:
-        correct = label_logit * LOG2E >= others_top
-        tl.store(correct_ptr + row, correct.to(correct_ptr.dtype.element_ty))
+        trained = label != ignore_index
+        if WANT_LOSS:
+            # With p near 1, log1p of the others' share; with p near 0 the share may overflow.
+            share = sum_others / tl.where(label_power > 1e-30, label_power, 1.0)
+            nll = tl.where(label_power > 1e-30, _log1p(share), tl.log(total) - above * LN2)
+            loss = nll
+            if SMOOTHING > 0.0:
+                value = _cap(_opaque(kept).to(WIDE), SOFTCAP)
+                mean = tl.sum(tl.sum(tl.where(kept_mask, value, 0.0), axis=1), axis=0)
+                mean = (mean + tl.sum(lane_total, axis=0)) / V
+                loss = (1.0 - SMOOTHING) * nll + SMOOTHING * (nll + label_logit - mean)
+            if Z_LOSS > 0.0:
+                lse = nll + label_logit
+                loss += Z_LOSS * lse * lse
+            loss = tl.where(trained, loss, 0.0)
+            tl.store(losses_ptr + this_row, loss.to(losses_ptr.dtype.element_ty))
+        if WANT_CORRECT:
+            correct = trained & (label_logit * LOG2E >= others_top)
+            tl.store(correct_ptr + this_row, correct.to(correct_ptr.dtype.element_ty))
 
-    # Pass 2. d loss / d x_j = p_j (1 + 2 z lse) - e / V, and 1 - e less for the label.
-    if WANT_GRAD:
-        weight = scale
-        if Z_LOSS > 0.0:
-            weight = scale * (1.0 + 2.0 * Z_LOSS * (top * LN2 + tl.log(total)))
-        factor = weight / total
-        floor = scale * (SMOOTHING / V)
-        # p - 1 = -sum_others / total
-        label_gradient = (weight - scale) - sum_others * factor
-        if SMOOTHING > 0.0:
-            label_gradient += scale * SMOOTHING - floor
-        for part in tl.static_range(NUM_KEPT):
-            start = (NUM_STREAMED + part) * BLOCK
-            gradient = _gradient(
-                _opaque(kept[part]).to(WIDE),
-                cols,
-                label - start,
-                top,
-                factor,
-                floor,
-                label_gradient,
-                SMOOTHING,
-                SOFTCAP,
-                BLOCK,
-            )
-            tl.store(dlogits_ptr + start + cols, gradient.to(dtype), mask=cols < V - start)
-        for reverse in tl.range(0, NUM_STREAMED, num_stages=STAGES):
-            start = (NUM_STREAMED - 1 - reverse) * BLOCK
-            again = tl.load(logits_ptr + start + cols, eviction_policy="evict_first").to(WIDE)
-            streamed_gradient = _gradient(
-                again,
-                cols,
-                label - start,
-                top,
-                factor,
-                floor,
-                label_gradient,
-                SMOOTHING,
-                SOFTCAP,
-                BLOCK,
-            )
-            tl.store(
-                dlogits_ptr + start + cols,
-                streamed_gradient.to(dtype),
-                eviction_policy="evict_first",
-            )
+        # Pass 2. d loss / d x_j = p_j (1 + 2 z lse) - e / V, and 1 - e less for the label.
+        if WANT_GRAD:
+            weight = scale
+            if Z_LOSS > 0.0:
+                weight = scale * (1.0 + 2.0 * Z_LOSS * (top * LN2 + tl.log(total)))
+            factor = weight / total
+            floor = scale * (SMOOTHING / V)
+            # p - 1 = -sum_others / total
+            label_gradient = (weight - scale) - sum_others * factor
+            if SMOOTHING > 0.0:
+                label_gradient += scale * SMOOTHING - floor
+            if trained:
+                gradient = _gradient(
+                    _opaque(kept).to(WIDE),
+                    kept_cols,
+                    label - kept_start,
+                    top,
+                    factor,
+                    floor,
+                    label_gradient,
+                    SMOOTHING,
+                    SOFTCAP,
+                    KEPT,
+                )
+                tl.store(
+                    row_dlogits_ptr + kept_start + kept_cols, gradient.to(dtype), mask=kept_mask
+                )
+            else:
+                zeros = tl.zeros([KEPT // GROUP, GROUP], dtype=dtype)
+                tl.store(row_dlogits_ptr + kept_start + kept_cols, zeros, mask=kept_mask)
+                for index in tl.range(0, NUM_STREAMED, num_stages=1):
+                    empty = tl.zeros([BLOCK // GROUP, GROUP], dtype=dtype)
+                    tl.store(row_dlogits_ptr + index * BLOCK + cols, empty)
+            for reverse in tl.range(0, num_streamed, num_stages=STAGES):
+                start = (NUM_STREAMED - 1 - reverse) * BLOCK
+                again = tl.load(this_logits_ptr + start + cols, eviction_policy="evict_first")
+                streamed_gradient = _gradient(
+                    again.to(WIDE),
+                    cols,
+                    label - start,
+                    top,
+                    factor,
+                    floor,
+                    label_gradient,
+                    SMOOTHING,
+                    SOFTCAP,
+                    BLOCK,
+                )
+                tl.store(
+                    row_dlogits_ptr + start + cols,
+                    streamed_gradient.to(dtype),
+                    eviction_policy="evict_first",
+                )
 
 
 @triton.jit(do_not_specialize=["num_rows", "ignore_index"])
@@ -329,16 +345,19 @@ class LossOptions:
     z_loss: float = 0.0
 
 
-def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK, NUM_STREAMED, NUM_KEPT, num_warps, STAGES) by row length and bytes an element."""
+@remembered
+def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int, int]:
+    """(BLOCK, NUM_STREAMED, KEPT, num_warps, STAGES, programs per multiprocessor) by row length."""
+    block = next_power_of_2(max(16, vocab))
     if INTERPRETING:
-        block, most, warps, stages = 4096, 2, 4, 1
-    else:
-        block, most, warps, stages = 8192, 16 // element_size, 16, 3
-    block = min(max(16, next_power_of_2(vocab)), block)
-    tiles = -(-vocab // block)
-    kept = min(tiles, most)
-    return block, tiles - kept, kept, 4 if vocab <= 4096 else warps, stages
+        kept = min(block, 4096)
+        return kept, -(-vocab // kept) - 1, kept, 4, 1, 2
+    if block * element_size <= 16384:
+        return block, 0, block, 4, 1, 4
+    if block * element_size <= 65536:
+        return block, 0, block, 32, 1, 1
+    block = 32768 // element_size
+    return block, -(-vocab // block) - 1, block, 32, 4, 1
 
 
 def launch(
@@ -369,12 +388,13 @@ def launch(
     num_rows, vocab = logits.shape
     if not num_rows:
         return
-    block, streamed, kept, warps, stages = config(vocab, logits.element_size())
+    block, streamed, kept, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
+    programs = min(num_rows, num_multiprocessors(logits) * per_multiprocessor)
     on_device = isinstance(scale, Tensor)
     out = logits if dlogits is None else dlogits
     filler = labels
     CROSS_ENTROPY.launch(
-        (num_rows,),
+        (programs,),
         (
             logits,
             out,
@@ -385,7 +405,7 @@ def launch(
             filler if grad_output is None else grad_output,
         ),
         (logits.stride(0), out.stride(0)),
-        (options.ignore_index, 0.0 if on_device else float(scale)),
+        (num_rows, programs, options.ignore_index, 0.0 if on_device else float(scale)),
         (
             on_device,
             grad_output is not None,

@@ -19,6 +19,7 @@ from trainkit.kernels.launch import (
     empty_like,
     next_power_of_2,
     num_multiprocessors,
+    remembered,
 )
 
 MAX_HIDDEN = 65536  # one row must fit the registers of a program
@@ -158,6 +159,7 @@ SUM_CONFIG = (64, 512, 4) if INTERPRETING else (128, 16, 4)  # BLOCK_P, BLOCK_H,
 _WIDE = torch.float32
 
 
+@remembered
 def forward_config(hidden: int) -> tuple[int, int, int]:
     """(BLOCK_H, BLOCK_ROWS, num_warps) by hidden size."""
     block = next_power_of_2(hidden)
@@ -168,6 +170,7 @@ def forward_config(hidden: int) -> tuple[int, int, int]:
     return block, 1, min(32, block // 1024)
 
 
+@remembered
 def backward_config(hidden: int) -> tuple[int, int, int, int, int]:
     """(BLOCK_H, BLOCK_ROWS, num_warps, STAGES, programs per multiprocessor) by hidden size."""
     block = next_power_of_2(hidden)
@@ -176,11 +179,13 @@ def backward_config(hidden: int) -> tuple[int, int, int, int, int]:
     if block <= 1024:
         return block, 4096 // block, 4, 3, 2
     if block <= 2048:
-        return block, 1, 4, 3, 3
-    if block <= 4096:
+        return block, 1, 4, 4, 2
+    if hidden <= 3584:
         return block, 1, 4, 3, 2
+    if block <= 4096:
+        return block, 2, 16, 3, 1
     if block <= 8192:
-        return block, 1, 8, 3, 1
+        return block, 1, 16, 3, 1
     return block, 1, min(32, block // 1024), 2, 1
 
 

@@ -8,6 +8,9 @@ The backward pass is the same rotation with sin negated: the transpose, not the 
 attention scaling may be folded into cos and sin.
 """
 
+import math
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,6 +20,7 @@ from trainkit.kernels.launch import (
     Kernel,
     largest_power_of_2_dividing,
     next_power_of_2,
+    remembered,
 )
 
 
@@ -163,16 +167,16 @@ def _rope(
 ROPE = Kernel(_rope)
 
 
+@remembered
 def config(q_heads: int, k_heads: int, head_dim: int, rotary_dim: int) -> tuple[int, ...]:
     """(HEADS, BLOCK_HALF, BLOCK_REST, BLOCK_T, num_warps) by shape."""
     half = next_power_of_2(rotary_dim // 2)
     rest = next_power_of_2(max(1, head_dim - rotary_dim))
-    heads = min(
-        largest_power_of_2_dividing(q_heads), largest_power_of_2_dividing(k_heads), 512 // half, 8
-    )
-    heads = max(heads, 1)
-    tile = 2**16 if INTERPRETING else 2048
-    return heads, half, rest, max(1, tile // (heads * half)), 4
+    shared = largest_power_of_2_dividing(math.gcd(q_heads, k_heads))
+    if INTERPRETING:
+        return shared, half, rest, max(1, 2**16 // (shared * half)), 4
+    heads = min(2, shared)
+    return heads, half, rest, max(1, 1024 // (heads * half)), 2
 
 
 def launch(
@@ -186,21 +190,22 @@ def launch(
     """
     batch, q_heads, seq_len, head_dim = q.shape
     k_heads = k.shape[1]
-    q_out = q.new_empty((batch, seq_len, q_heads, head_dim))
-    k_out = k.new_empty((batch, seq_len, k_heads, head_dim))
+    q_out, k_out = _position_major(q), _position_major(k)
     tokens = batch * seq_len
     if tokens:
-        q, k = _dense_columns(q), _dense_columns(k)
-        cos, sin = _dense_columns(cos), _dense_columns(sin)
+        q, k, cos, sin = _dense(q), _dense(k), _dense(cos), _dense(sin)
         if cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
+        angle_stride, angle_step, _ = cos.stride()
+        if cos.shape[0] == 1:
+            angle_stride = 0
         rotary_dim = cos.shape[-1]
         heads, half, rest, block_t, warps = config(q_heads, k_heads, head_dim, rotary_dim)
         groups = (q_heads + k_heads) // heads
         ROPE.launch(
             (-(-tokens // block_t) * groups,),
             (q, k, cos, sin, q_out, k_out),
-            (*_strides(q), *_strides(k), *_strides(cos)),
+            (*q.stride()[:3], *k.stride()[:3], angle_stride, angle_step),
             (tokens, seq_len),
             (
                 backward,
@@ -216,16 +221,17 @@ def launch(
             ),
             num_warps=warps,
         )
-    return q_out.transpose(1, 2), k_out.transpose(1, 2)
+    return q_out, k_out
 
 
-def _dense_columns(tensor: Tensor) -> Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _strides(tensor: Tensor) -> list[int]:
-    """Strides of all axes but the last; 0 for an axis of one element, whose stride says nothing."""
-    return [
-        0 if size == 1 else stride
-        for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)
-    ]
+def _position_major(like: Tensor) -> Tensor:
+    """Uninitialised memory of shape (B, heads, S, D) that lies as (B, S, heads, D)."""
+    _, heads, seq_len, head_dim = like.shape
+    strides = (seq_len * heads * head_dim, head_dim, heads * head_dim, 1)
+    if like.stride() == strides:
+        return torch.empty_like(like)
+    return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)

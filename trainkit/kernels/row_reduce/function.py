@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, device_of, runs_kernel
 from trainkit.kernels.row_reduce.reference import row_max_reference, row_min_reference
 
 if HAS_TRITON:
@@ -57,17 +57,15 @@ class _RowExtreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, minimum: bool) -> tuple[Tensor, Tensor]:
         with device_of(x):
-            values, indices = kernel.launch_forward(as_rows(x), minimum)
-        indices = indices.view(x.shape[:-1])
+            values, indices = kernel.launch_forward(x, minimum)
         ctx.mark_non_differentiable(indices)
         ctx.save_for_backward(indices)
-        ctx.shape = x.shape
-        return values.view(x.shape[:-1]), indices
+        ctx.width = x.shape[-1]
+        return values, indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
         with device_of(dy):
-            dx = kernel.launch_backward(indices.view(-1), dy.reshape(-1), ctx.shape[-1])
-        return dx.view(ctx.shape), None
+            return kernel.launch_backward(indices, dy, ctx.width), None

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
+from trainkit.kernels.launch import INTERPRETING, Kernel, as_rows, next_power_of_2, remembered
 
 NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -61,7 +61,6 @@ def _backward(
     index_ptr,
     dy_ptr,
     dx_ptr,
-    dy_stride,
     num_rows,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -70,7 +69,7 @@ def _backward(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows < num_rows
     index = tl.load(index_ptr + rows, mask=row_mask, other=0)
-    dy = tl.load(dy_ptr + rows * dy_stride, mask=row_mask, other=0.0)
+    dy = tl.load(dy_ptr + rows, mask=row_mask, other=0.0)
     for start in range(0, D, BLOCK_D):
         cols = start + tl.arange(0, BLOCK_D)
         mask = row_mask[:, None] & (cols < D)[None, :]
@@ -86,6 +85,7 @@ FORWARD = Kernel(_forward)
 BACKWARD = Kernel(_backward)
 
 
+@remembered
 def config(width: int) -> tuple[int, int, int]:
     """(BLOCK_D, BLOCK_ROWS, num_warps) by row length."""
     if INTERPRETING:
@@ -96,35 +96,37 @@ def config(width: int) -> tuple[int, int, int]:
 
 
 def launch_forward(x: Tensor, minimum: bool) -> tuple[Tensor, Tensor]:
-    """(values, indices) of the rows of x (M, D), D >= 1."""
-    num_rows, width = x.shape
-    values = x.new_empty((num_rows,))
-    indices = x.new_empty((num_rows,), dtype=torch.int64)
+    """(values, indices) of the rows of x (..., D), D >= 1."""
+    rows = as_rows(x)
+    num_rows, width = rows.shape
+    values = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+    indices = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
     if num_rows:
-        block, rows, warps = config(width)
+        block, block_rows, warps = config(width)
         FORWARD.launch(
-            (-(-num_rows // rows),),
-            (x, values, indices),
-            (x.stride(0),),
+            (-(-num_rows // block_rows),),
+            (rows, values, indices),
+            (rows.stride(0),),
             (num_rows,),
-            (minimum, width, block, rows),
+            (minimum, width, block, block_rows),
             num_warps=warps,
         )
     return values, indices
 
 
 def launch_backward(indices: Tensor, dy: Tensor, width: int) -> Tensor:
-    """The gradient of x (M, D) from indices (M,) and dy (M,)."""
-    num_rows = dy.shape[0]
-    dx = dy.new_empty((num_rows, width))
+    """The gradient of x (..., D) from indices (...) and dy (...)."""
+    dy = dy.contiguous()
+    num_rows = dy.numel()
+    dx = torch.empty((*dy.shape, width), dtype=dy.dtype, device=dy.device)
     if num_rows:
-        block, rows, warps = config(width)
+        block, block_rows, warps = config(width)
         BACKWARD.launch(
-            (-(-num_rows // rows),),
+            (-(-num_rows // block_rows),),
             (indices, dy, dx),
-            (dy.stride(0),),
+            (),
             (num_rows,),
-            (width, block, rows),
+            (width, block, block_rows),
             num_warps=warps,
         )
     return dx

@@ -5,11 +5,13 @@ long row, so no lane idles at the end of a row. The packed variants read both ha
 projection where they are and write one (M, 2F) gradient: no chunk copies, no concatenation.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import INTERPRETING, Kernel
+from trainkit.kernels.launch import INTERPRETING, Kernel, as_rows, empty_like
 
 
 @triton.jit
@@ -156,15 +158,14 @@ BACKWARD = Kernel(_backward)
 PACKED_FORWARD = Kernel(_packed_forward)
 PACKED_BACKWARD = Kernel(_packed_backward)
 
-BLOCK, WARPS = (2**16, 4) if INTERPRETING else (2048, 4)
+BLOCK, WARPS = (2**16, 4) if INTERPRETING else (2048, 8)
 
 
 def launch_forward(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
     """The gated product of two tensors of one shape, any strides; the result is contiguous."""
-    out = gate.new_empty(gate.shape)
+    out = empty_like(gate)
     if out.numel():
-        gate, up = _line_up(gate, up)
-        rows, cols = gate.shape
+        rows, cols, (gate, up) = _line_up(gate, up)
         blocks = -(-cols // BLOCK)
         FORWARD.launch(
             (rows * blocks,),
@@ -179,10 +180,9 @@ def launch_forward(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
 
 def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, tanh_gelu: bool) -> tuple[Tensor, Tensor]:
     """(dgate, dup), both contiguous."""
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    dgate, dup = empty_like(gate), empty_like(up)
     if dgate.numel():
-        gate, up, dy = _line_up(gate, up, dy)
-        rows, cols = gate.shape
+        rows, cols, (gate, up, dy) = _line_up(gate, up, dy)
         blocks = -(-cols // BLOCK)
         BACKWARD.launch(
             (rows * blocks,),
@@ -230,9 +230,12 @@ def launch_packed_backward(packed: Tensor, dy: Tensor, up_first: bool) -> Tensor
     return dpacked
 
 
-def _line_up(*tensors: Tensor) -> list[Tensor]:
-    """The tensors as rows of equal length: one row when all are contiguous."""
-    if all(tensor.is_contiguous() for tensor in tensors):
-        return [tensor.view(1, -1) for tensor in tensors]
-    rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
-    return [row if row.stride(1) == 1 else row.contiguous() for row in rows]
+def _line_up(*tensors: Tensor) -> tuple[int, int, Sequence[Tensor]]:
+    """(rows, columns, tensors): one long row when all are contiguous, else dense-column rows.
+
+    The row stride of the one long row is never used, so the tensors need no view for it.
+    """
+    if all(tensor.is_contiguous() and tensor.dim() for tensor in tensors):
+        return 1, tensors[0].numel(), tensors
+    rows = [as_rows(tensor) for tensor in tensors]
+    return rows[0].shape[0], rows[0].shape[1], rows
