@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -44,6 +43,7 @@ QWEN2_1_5B = Shape(
     4,
     2048,
 )
+_FIRST_IMPORT = "TRAINKIT_BENCH_FIRST_IMPORT"
 SHAPES = {**MODELS, "qwen2-1.5b": QWEN2_1_5B}
 
 
@@ -106,41 +106,30 @@ def run(cells: Sequence[Cell], *, peer_path: str = "") -> Iterator[dict[str, Any
 
     Args:
         cells: what to measure.
-        peer_path: put before PYTHONPATH for Unsloth's processes.
+        peer_path: put before PYTHONPATH for Unsloth's processes, which want packages of their own.
 
     Yields:
-        Per cell its model, provider, mode and the measured values, or ``error`` with the end of
-        what the process said.
+        Per cell its model, provider, mode and the measured values, or ``error``.
     """
-    processes = [_start(cell, peer_path) for cell in cells]
-    try:
-        for cell, process in zip(cells, processes, strict=True):
-            output, errors = process.communicate(json.dumps(asdict(cell)) + "\n")
-            name = {"model": cell.model, "provider": cell.provider, "mode": cell.mode}
-            if process.returncode:
-                yield {**name, "error": errors.strip()[-2000:]}
-            else:
-                yield {**name, **json.loads(output.strip().splitlines()[-1])}
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-
-
-def _start(cell: Cell, peer_path: str) -> subprocess.Popen[str]:
-    environment = dict(os.environ)
-    if cell.provider == "unsloth":
-        environment |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
-        paths = [peer_path, environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainkit.bench.lora", cell.provider],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
+    answers = run_in_processes(
+        "trainkit.bench.lora",
+        [asdict(cell) for cell in cells],
+        environments=[_environment(cell, peer_path) for cell in cells],
     )
+    for cell, answer in zip(cells, answers, strict=True):
+        yield {"model": cell.model, "provider": cell.provider, "mode": cell.mode, **answer}
+
+
+def _environment(cell: Cell, peer_path: str) -> dict[str, str]:
+    if cell.provider != "unsloth":
+        return {}
+    paths = [path for path in (peer_path, os.environ.get("PYTHONPATH", "")) if path]
+    return {
+        _FIRST_IMPORT: "unsloth",
+        "HF_HUB_OFFLINE": "1",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
 def save_base(shape: Shape, folder: str | Path, device: torch.device) -> None:
@@ -234,17 +223,13 @@ def _unsloth(cell: Cell, device: torch.device) -> nn.Module:
 
 
 def _trainkit(cell: Cell, device: torch.device) -> nn.Module:
-    import trainkit
     from trainkit.lora import LoraOptions, attach, fuse
     from trainkit.lora.offload import offload_checkpoints
-    from trainkit.models import attention, loss_head
 
-    shape = cell.shape_to_measure()
-    chosen = attention.resolve_attention(shape.family, packed=False, device=device)
-    model = build(shape, device, chosen.name)
-    attention.install(model, chosen.engine)
-    trainkit.patch(model)
-    loss_head.configure(model, loss_head.LossOptions(chunk_tokens=cell.loss_chunk_tokens))
+    provided = provide(
+        "trainkit", cell.shape_to_measure(), device, loss_chunk_tokens=cell.loss_chunk_tokens
+    )
+    model = provided.model
     if cell.quantized:
         model = quantize(model)
     if cell.provider == "frozen":
@@ -329,7 +314,7 @@ def _profile(step: Callable[[], torch.Tensor], file: Path, device: torch.device)
 
 def main() -> None:
     """Read one cell from stdin, measure it, write one JSON line."""
-    if sys.argv[1:] == ["unsloth"]:
+    if os.environ.get(_FIRST_IMPORT) == "unsloth":
         import unsloth  # noqa: F401  (it must come before transformers and peft)
     import peft  # noqa: F401  (imported while other cells have the GPU)
 

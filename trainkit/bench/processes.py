@@ -1,6 +1,7 @@
 """One process per measurement, all imported before the first one gets the GPU."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,10 @@ from typing import Any
 
 
 def run_in_processes(
-    module: str, payloads: Sequence[Mapping[str, Any]]
+    module: str,
+    payloads: Sequence[Mapping[str, Any]],
+    *,
+    environments: Sequence[Mapping[str, str]] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Give each payload to its own ``python -m module``, one after another.
 
@@ -18,6 +22,7 @@ def run_in_processes(
     Args:
         module: reads one JSON line from stdin and writes one to stdout, its last.
         payloads: the lines.
+        environments: what each process has in its environment beside ours.
 
     Yields:
         What each process wrote, or ``{"error": the end of its stderr}``.
@@ -29,8 +34,9 @@ def run_in_processes(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **extra},
         )
-        for _ in payloads
+        for extra in environments or [{}] * len(payloads)
     ]
     try:
         for payload, process in zip(payloads, processes, strict=True):

@@ -73,29 +73,47 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """What autograd need not see of a layer."""
+
+    lora_rank: int
+    scaling: float
+    unpack: Unpack | None
+    dtype_a: torch.dtype | None
+    dtype_b: torch.dtype | None
+
+    @classmethod
+    def of(cls, projection: Projection) -> Fixed:
+        """The fixed part of a projection."""
+        a, b = projection.lora_a, projection.lora_b
+        return cls(
+            projection.lora_rank,
+            projection.scaling,
+            projection.unpack,
+            None if a is None else a.dtype,
+            None if b is None else b.dtype,
+        )
+
+
+@dataclass(frozen=True)
 class Layer:
-    """One layer inside an autograd function: its four tensors and what is not a tensor."""
+    """One layer inside an autograd function, its adapter in the dtype of the computation.
+
+    Attributes:
+        weight: (N, K) or packed, frozen.
+        bias: (N,) or None; not needed in the backward pass.
+        b: s B (N, R) contiguous, or None without an adapter.
+        fixed: the rest.
+    """
 
     weight: Tensor
     bias: Tensor | None
-    lora_a: Tensor | None
-    lora_b: Tensor | None
-    scaling: float
-    unpack: Unpack | None
-
-    @property
-    def lora_rank(self) -> int:
-        """R; 0 without an adapter."""
-        return 0 if self.lora_a is None else self.lora_a.shape[0]
+    b: Tensor | None
+    fixed: Fixed
 
     def read(self, dtype: torch.dtype) -> Tensor:
         """The frozen weight (N, K)."""
-        return read_weight(self.weight, self.unpack, dtype)
-
-    def scaled_b(self, dtype: torch.dtype) -> Tensor:
-        """The scaled factor s B (N, R), contiguous."""
-        assert self.lora_b is not None
-        return products.cast_scaled(self.lora_b, self.scaling, dtype).contiguous()
+        return read_weight(self.weight, self.fixed.unpack, dtype)
 
     def base(self, x: Tensor) -> Tensor:
         """The frozen layer alone, x W^T + b."""
@@ -104,36 +122,61 @@ class Layer:
 
     def adapted(self, x: Tensor, xa: Tensor | None) -> Tensor:
         """Base plus xa (s B)^T, the small product first so that the large one adds to it."""
-        if xa is None:
+        if xa is None or self.b is None:
             return self.base(x)
-        b = self.scaled_b(x.dtype).t()
+        b = self.b.t()
         out = torch.mm(xa, b) if self.bias is None else torch.addmm(self.bias.to(x.dtype), xa, b)
         return out.addmm_(x, self.read(x.dtype).t())
 
 
-NOT_TENSORS = tuple[float, Unpack | None]
 TENSORS_PER_LAYER = 4
+SAVED_PER_LAYER = 2
 
 
-def layers_of(tensors: Sequence[Tensor | None], extras: Sequence[NOT_TENSORS]) -> list[Layer]:
-    """The layers from a flat list of tensors, as autograd passes and saves them."""
-    layers = []
-    for index, (scaling, unpack) in enumerate(extras):
+def load_layers(
+    tensors: Sequence[Tensor | None], fixed: Sequence[Fixed], dtype: torch.dtype
+) -> tuple[list[Layer], Tensor | None]:
+    """The layers of a flat list of (weight, bias, A, B), cast, and their A stacked (sum of R, K).
+
+    The casts are small and are kept for the backward pass; the factors themselves are not.
+    """
+    layers, factors = [], []
+    for index, each in enumerate(fixed):
         start = index * TENSORS_PER_LAYER
         weight, bias, lora_a, lora_b = tensors[start : start + TENSORS_PER_LAYER]
         assert weight is not None
-        layers.append(Layer(weight, bias, lora_a, lora_b, scaling, unpack))
+        b = None
+        if lora_a is not None and lora_b is not None:
+            factors.append(lora_a)
+            b = products.cast_scaled(lora_b, each.scaling, dtype).contiguous()
+        layers.append(Layer(weight, bias, b, each))
+    return layers, products.cast_stacked(factors, dtype) if factors else None
+
+
+def to_save(layers: Sequence[Layer]) -> list[Tensor | None]:
+    """What the backward pass needs of the layers, for `saved_layers`."""
+    return [tensor for layer in layers for tensor in (layer.weight, layer.b)]
+
+
+def saved_layers(tensors: Sequence[Tensor | None], fixed: Sequence[Fixed]) -> list[Layer]:
+    """The layers of what `to_save` gave."""
+    layers = []
+    for index, each in enumerate(fixed):
+        weight, b = tensors[index * SAVED_PER_LAYER : (index + 1) * SAVED_PER_LAYER]
+        assert weight is not None
+        layers.append(Layer(weight, None, b, each))
     return layers
 
 
-def inner_products(x: Tensor, layers: Sequence[Layer]) -> list[Tensor | None]:
-    """For every layer with an adapter x A^T, as views of one (M, sum of R) product."""
-    factors = [layer.lora_a for layer in layers if layer.lora_a is not None]
-    if not factors:
+def split_by_rank(
+    stacked: Tensor | None, layers: Sequence[Layer], *, dim: int
+) -> list[Tensor | None]:
+    """Cut a stack over the adapters into one view a layer; None where there is no adapter."""
+    if stacked is None:
         return [None] * len(layers)
-    stacked = products.rows(x, products.cast_stacked(factors, x.dtype))
-    views = iter(stacked.split([factor.shape[0] for factor in factors], dim=1))
-    return [None if layer.lora_a is None else next(views) for layer in layers]
+    sizes = [layer.fixed.lora_rank for layer in layers if layer.b is not None]
+    views = iter(stacked.split(sizes, dim=dim))
+    return [None if layer.b is None else next(views) for layer in layers]
 
 
 def input_gradient(
@@ -149,9 +192,9 @@ def input_gradient(
 
 
 def _apply(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    extras = tuple((each.scaling, each.unpack) for each in projections)
+    fixed = tuple(map(Fixed.of, projections))
     tensors = [tensor for each in projections for tensor in each.tensors()]
-    return _SharedInput.apply(x, compute_dtype(x), extras, *tensors)
+    return _SharedInput.apply(x, compute_dtype(x), fixed, *tensors)
 
 
 class _SharedInput(torch.autograd.Function):
@@ -160,77 +203,77 @@ class _SharedInput(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         dtype: torch.dtype,
-        extras: tuple[NOT_TENSORS, ...],
+        fixed: tuple[Fixed, ...],
         *tensors: Tensor | None,
     ) -> tuple[Tensor, ...]:
         with no_autocast(x):
-            layers = layers_of(tensors, extras)
+            layers, a = load_layers(tensors, fixed, dtype)
             x_rows = as_rows(x).to(dtype)
-            inner = inner_products(x_rows, layers)
-            outputs = [layer.adapted(x_rows, xa) for layer, xa in zip(layers, inner, strict=True)]
-        ctx.save_for_backward(x, *inner, *tensors)
+            xa = None if a is None else products.rows(x_rows, a)
+            inner = split_by_rank(xa, layers, dim=1)
+            outputs = [
+                layer.adapted(x_rows, each) for layer, each in zip(layers, inner, strict=True)
+            ]
+        ctx.save_for_backward(x, xa, a, *to_save(layers))
         ctx.dtype = dtype
-        ctx.extras = extras
+        ctx.fixed = fixed
         ctx.set_materialize_grads(False)
         return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *rest = ctx.saved_tensors
-        number = len(ctx.extras)
-        layers = layers_of(rest[number:], ctx.extras)
-        result: list[Tensor | None] = [None] * (3 + TENSORS_PER_LAYER * number)
-        present = [index for index in range(number) if grads[index] is not None]
-        if not present:
-            return tuple(result)
+        x, xa, a, *rest = ctx.saved_tensors
+        layers = saved_layers(rest, ctx.fixed)
+        result: list[Tensor | None] = [None] * (3 + TENSORS_PER_LAYER * len(layers))
         with no_autocast(x):
-            dys = {i: as_rows(grads[i]).to(ctx.dtype) for i in present}  # type: ignore[arg-type]
-            adapted = [i for i in present if layers[i].lora_a is not None]
-            p = a = None
-            if adapted:
-                p, a = _through_the_rank(layers, dys, adapted, ctx.dtype)
-                _factor_gradients(ctx, result, x, rest, layers, dys, adapted, p)
+            dys = [None if grad is None else as_rows(grad).to(ctx.dtype) for grad in grads]
+            terms = [(dy, each) for dy, each in zip(dys, layers, strict=True) if dy is not None]
+            if not terms:
+                return tuple(result)
+            p = None if a is None else _through_the_rank(dys, layers, a)
+            if p is not None:
+                inner = split_by_rank(xa, layers, dim=1)
+                _put_factor_gradients(ctx, result, x, dys, layers, inner, p)
             if ctx.needs_input_grad[0]:
-                dx = input_gradient(p, a, [(dys[i], layers[i]) for i in present])
-                result[0] = dx.view(x.shape).to(x.dtype)
+                result[0] = input_gradient(p, a, terms).view(x.shape).to(x.dtype)
         return tuple(result)
 
 
-def _through_the_rank(
-    layers: Sequence[Layer], dys: dict[int, Tensor], adapted: list[int], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """P = [dy s B, ...] (M, sum of R) and the stacked A (sum of R, K)."""
-    sizes = [layers[i].lora_rank for i in adapted]
-    p = dys[adapted[0]].new_empty((dys[adapted[0]].shape[0], sum(sizes)))
-    for i, place in zip(adapted, p.split(sizes, dim=1), strict=True):
-        products.rows(dys[i], layers[i].scaled_b(dtype).t(), out=place)
-    factors = [factor for i in adapted if (factor := layers[i].lora_a) is not None]
-    return p, products.cast_stacked(factors, dtype)
+def _through_the_rank(dys: Sequence[Tensor | None], layers: Sequence[Layer], a: Tensor) -> Tensor:
+    """P = [dy s B, ...] (M, sum of R); zeros for an output that nobody used."""
+    num_rows = next(dy.shape[0] for dy in dys if dy is not None)
+    p = a.new_empty((num_rows, a.shape[0]))
+    for place, dy, layer in zip(split_by_rank(p, layers, dim=1), dys, layers, strict=True):
+        if place is None or layer.b is None:
+            continue
+        if dy is None:
+            place.zero_()
+        else:
+            products.rows(dy, layer.b.t(), out=place)
+    return p
 
 
-def _factor_gradients(
+def _put_factor_gradients(
     ctx: Any,
     result: list[Tensor | None],
     x: Tensor,
-    inner: Sequence[Tensor],
+    dys: Sequence[Tensor | None],
     layers: Sequence[Layer],
-    dys: dict[int, Tensor],
-    adapted: list[int],
+    inner: Sequence[Tensor | None],
     p: Tensor,
 ) -> None:
     """Put dA and dB of every adapter that wants them into the result."""
-    places = {i: 3 + TENSORS_PER_LAYER * i for i in adapted}
-    if any(ctx.needs_input_grad[places[i] + 2] for i in adapted):
-        first = layers[adapted[0]].lora_a
-        assert first is not None
-        stacked = products.columns(as_rows(x).to(ctx.dtype), p, first.dtype, transposed=True)
-        parts = stacked.split([layers[i].lora_rank for i in adapted])
-        for i, da in zip(adapted, parts, strict=True):
-            result[places[i] + 2] = da
-    for i in adapted:
-        layer = layers[i]
-        if ctx.needs_input_grad[places[i] + 3] and layer.lora_b is not None:
-            result[places[i] + 3] = products.columns(
-                dys[i], inner[i], layer.lora_b.dtype, scale=layer.scaling
-            )
+    wanted = ctx.needs_input_grad
+    places = [3 + TENSORS_PER_LAYER * index for index in range(len(layers))]
+    if any(wanted[place + 2] for place in places):
+        sums = products.sum_dtype(p.dtype)
+        stacked = products.columns(as_rows(x).to(p.dtype), p, sums, transposed=True)
+        parts = split_by_rank(stacked, layers, dim=0)
+        for place, dy, part, layer in zip(places, dys, parts, layers, strict=True):
+            if wanted[place + 2] and dy is not None and part is not None:
+                result[place + 2] = part.to(layer.fixed.dtype_a)
+    for place, dy, xa, layer in zip(places, dys, inner, layers, strict=True):
+        if wanted[place + 3] and dy is not None and xa is not None:
+            dtype = layer.fixed.dtype_b or dy.dtype
+            result[place + 3] = products.columns(dy, xa, dtype, scale=layer.fixed.scaling)

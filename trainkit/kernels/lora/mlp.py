@@ -25,14 +25,16 @@ from torch.autograd.function import once_differentiable
 from trainkit.kernels.launch import as_rows
 from trainkit.kernels.lora import products
 from trainkit.kernels.lora.function import (
-    NOT_TENSORS,
     TENSORS_PER_LAYER,
+    Fixed,
     Layer,
     compute_dtype,
-    inner_products,
     input_gradient,
-    layers_of,
+    load_layers,
     no_autocast,
+    saved_layers,
+    split_by_rank,
+    to_save,
 )
 from trainkit.kernels.lora.gate import (
     GateGradients,
@@ -77,20 +79,19 @@ def lora_mlp(
     dtype = compute_dtype(x)
     settings = _Settings(
         dtype=dtype,
-        extras=tuple((each.scaling, each.unpack) for each in projections),
+        fixed=tuple(map(Fixed.of, projections)),
         activation=activation,
         folded=folds(largest, x, dtype),
     )
     tensors = [tensor for each in projections for tensor in each.tensors()]
-    token, h, xa_down = _UpToDown.apply(x, settings, *tensors)
-    down_tensors = [None if t is None else t.detach() for t in down.tensors()]
-    return _Down.apply(token, h, xa_down, settings, *down_tensors)
+    token, h, xa_down, b_down = _UpToDown.apply(x, settings, *tensors)
+    return _Down.apply(token, h, xa_down, down.weight, down.bias, b_down, settings)
 
 
 @dataclass(frozen=True)
 class _Settings:
     dtype: torch.dtype
-    extras: tuple[NOT_TENSORS, ...]
+    fixed: tuple[Fixed, ...]
     activation: str
     folded: bool
     """The kernels add the adapters' shares inside the gate; else gate and up hold them."""
@@ -115,59 +116,68 @@ class _UpToDown(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, settings: _Settings, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         with no_autocast(x):
-            *first, down = layers_of(tensors, settings.extras)
+            first, a = load_layers(
+                tensors[:-TENSORS_PER_LAYER], settings.fixed[:-1], settings.dtype
+            )
+            (down,), a_down = load_layers(
+                tensors[-TENSORS_PER_LAYER:], settings.fixed[-1:], settings.dtype
+            )
             x_rows = as_rows(x).to(settings.dtype)
-            inner = inner_products(x_rows, first)
+            xa = None if a is None else products.rows(x_rows, a)
+            inner = split_by_rank(xa, first, dim=1)
             if settings.folded:
                 outputs = [layer.base(x_rows) for layer in first]
-                ops = _operands(outputs, inner, first, down, settings)
-                h, xa_down = gate_forward(ops)
+                h, xa_down = gate_forward(_operands(outputs, inner, first, a_down, settings))
             else:
                 outputs = [
-                    layer.adapted(x_rows, xa) for layer, xa in zip(first, inner, strict=True)
+                    layer.adapted(x_rows, each) for layer, each in zip(first, inner, strict=True)
                 ]
                 gate, up = _halves(outputs)
                 h = activate(gate, settings.activation) * up
-                (xa_down,) = inner_products(h, [down])
-        ctx.save_for_backward(x, xa_down, *inner, *outputs, *tensors)
+                xa_down = None if a_down is None else products.rows(h, a_down)
+        ctx.save_for_backward(x, xa, a, xa_down, a_down, *outputs, *to_save([*first, down]))
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        out_features = x.shape[-1]
-        token = h.new_empty(1).expand(*x.shape[:-1], out_features)
-        ctx.mark_non_differentiable(*(t for t in (h, xa_down) if t is not None))
-        return token, h, xa_down
+        token = h.new_empty(1).expand(x.shape)
+        others = (h, xa_down, down.b)
+        ctx.mark_non_differentiable(*(tensor for tensor in others if tensor is not None))
+        return token, *others
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtoken: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
-        x, xa_down, *rest = ctx.saved_tensors
-        number = len(settings.extras) - 1
-        inner, outputs = rest[:number], rest[number : 2 * number]
-        *first, down = layers_of(rest[2 * number :], settings.extras)
+        x, xa, a, xa_down, a_down, *rest = ctx.saved_tensors
+        number = len(settings.fixed) - 1
+        outputs = rest[:number]
+        *first, down = saved_layers(rest[number:], settings.fixed)
         result: list[Tensor | None] = [None] * (2 + TENSORS_PER_LAYER * (number + 1))
         if dtoken is None:
             return tuple(result)
         with no_autocast(x):
             dy = as_rows(dtoken).to(settings.dtype)
-            p_down = None
-            if down.lora_b is not None and xa_down is not None:
-                p_down = products.rows(dy, down.scaled_b(dy.dtype).t())
-                result[-1] = products.columns(dy, xa_down, down.lora_b.dtype, scale=down.scaling)
+            p_down = None if down.b is None else products.rows(dy, down.b.t())
+            if xa_down is not None:
+                dtype = down.fixed.dtype_b or dy.dtype
+                result[-1] = products.columns(dy, xa_down, dtype, scale=down.fixed.scaling)
             back = _back_folded if settings.folded else _back_plain
-            branches = back(dy, p_down, inner, outputs, first, down, settings)
-            da_down = branches.factors.da_down
-            if da_down is not None and down.lora_a is not None:
-                result[-2] = da_down.to(down.lora_a.dtype)
+            inner = split_by_rank(xa, first, dim=1)
+            branches = back(dy, p_down, a_down, inner, outputs, first, down, settings)
+            if branches.factors.da_down is not None:
+                result[-2] = branches.factors.da_down.to(down.fixed.dtype_a)
             for index, db in enumerate(_db_of_layers(branches.factors, first)):
                 result[2 + TENSORS_PER_LAYER * index + 3] = db
-            p, a = _through_the_rank(branches, first)
+            p = None if a is None else _through_the_rank(branches, first, a)
             if p is not None:
-                x_rows = as_rows(x).to(settings.dtype)
                 sums = products.sum_dtype(p.dtype)
-                _put_da(result, products.columns(x_rows, p, sums, transposed=True), first)
+                x_rows = as_rows(x).to(settings.dtype)
+                stacked = products.columns(x_rows, p, sums, transposed=True)
+                for index, da in enumerate(split_by_rank(stacked, first, dim=0)):
+                    if da is not None:
+                        place = 2 + TENSORS_PER_LAYER * index + 2
+                        result[place] = da.to(first[index].fixed.dtype_a)
             if ctx.needs_input_grad[0]:
                 dx = input_gradient(p, a, list(zip(branches.douts, first, strict=True)))
                 result[0] = dx.view(x.shape).to(x.dtype)
@@ -182,18 +192,19 @@ class _Down(torch.autograd.Function):
         token: Tensor,
         h: Tensor,
         xa_down: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        b_down: Tensor | None,
         settings: _Settings,
-        *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.num_inputs = 4 + len(tensors)
         with no_autocast(token):
-            (down,) = layers_of(tensors, settings.extras[-1:])
+            down = Layer(weight, bias, b_down, settings.fixed[-1])
             return down.adapted(h, xa_down).view(token.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy, *[None] * (ctx.num_inputs - 1)
+        return dy, None, None, None, None, None, None
 
 
 def _halves(outputs: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -208,33 +219,23 @@ def _operands(
     outputs: list[Tensor],
     inner: list[Tensor | None],
     first: list[Layer],
-    down: Layer,
+    a_down: Tensor | None,
     settings: _Settings,
 ) -> GateOperands:
     gate, up = _halves(outputs)
-    factors = [None if layer.lora_b is None else layer.scaled_b(gate.dtype) for layer in first]
-    if len(first) == 1:
-        packed = factors[0]
-        b_gate, b_up = (None, None) if packed is None else packed.chunk(2)
-        inner = [inner[0], inner[0]]
+    if len(first) == 2:
+        b_gate, b_up = first[0].b, first[1].b
     else:
-        b_gate, b_up = factors
-    a_down = None if down.lora_a is None else products.cast_stacked([down.lora_a], gate.dtype)
-    return GateOperands(
-        gate,
-        up,
-        inner[0],
-        inner[1],
-        b_gate,
-        b_up,
-        None if a_down is None else a_down.contiguous(),
-        settings.activation == "gelu_tanh",
-    )
+        packed = first[0].b
+        b_gate, b_up = (None, None) if packed is None else packed.chunk(2)
+    tanh_gelu = settings.activation == "gelu_tanh"
+    return GateOperands(gate, up, inner[0], inner[-1], b_gate, b_up, a_down, tanh_gelu)
 
 
 def _back_folded(
     dy: Tensor,
     p_down: Tensor | None,
+    a_down: Tensor | None,
     inner: list[Tensor | None],
     outputs: list[Tensor],
     first: list[Layer],
@@ -242,7 +243,7 @@ def _back_folded(
     settings: _Settings,
 ) -> _Branches:
     """Back through the gate by the kernel, which adds the adapters' shares on the way."""
-    ops = _operands(outputs, inner, first, down, settings)
+    ops = _operands(outputs, inner, first, a_down, settings)
     num_rows, num_cols = ops.gate.shape
     weight = down.read(dy.dtype)
     pair = None
@@ -258,13 +259,14 @@ def _back_folded(
         dgate, dup = packed.chunk(2, dim=-1)
         douts = [packed]
     del weight
-    scales = (first[0].scaling, first[-1].scaling)
+    scales = (first[0].fixed.scaling, first[-1].fixed.scaling)
     return _Branches(douts, pair, gate_backward(ops, dh, p_down, dgate, dup, scales))
 
 
 def _back_plain(
     dy: Tensor,
     p_down: Tensor | None,
+    a_down: Tensor | None,
     inner: list[Tensor | None],
     outputs: list[Tensor],
     first: list[Layer],
@@ -274,7 +276,6 @@ def _back_plain(
     """As `_back_folded`, in torch, on outputs that hold the adapters' shares."""
     gate, up = _halves(outputs)
     sums = products.sum_dtype(dy.dtype)
-    a_down = None if down.lora_a is None else products.cast_stacked([down.lora_a], dy.dtype)
     dh = input_gradient(p_down, a_down, [(dy, down)])
     activated = activate(gate, settings.activation)
     da_down = None
@@ -288,7 +289,7 @@ def _back_plain(
     dbs = [
         None
         if (xa := inner[min(index, len(inner) - 1)]) is None
-        else products.columns(dout, xa, sums, scale=layer.scaling)
+        else products.columns(dout, xa, sums, scale=layer.fixed.scaling)
         for index, (dout, layer) in enumerate(zip(douts, (first[0], first[-1]), strict=True))
     ]
     if len(first) == 1:
@@ -303,36 +304,20 @@ def _db_of_layers(grads: GateGradients, first: list[Layer]) -> list[Tensor | Non
         present = [half for half in halves if half is not None]
         halves = [torch.cat(present) if present else None]
     return [
-        None if db is None or layer.lora_b is None else db.to(layer.lora_b.dtype)
+        None if db is None else db.to(layer.fixed.dtype_b)
         for db, layer in zip(halves, first, strict=True)
     ]
 
 
-def _through_the_rank(
-    branches: _Branches, first: list[Layer]
-) -> tuple[Tensor | None, Tensor | None]:
-    """P (M, sum of R) of the first layers and their stacked A; None without adapters."""
+def _through_the_rank(branches: _Branches, first: list[Layer], a: Tensor) -> Tensor:
+    """P (M, sum of R) of the first layers."""
     douts = branches.douts
-    adapted = [(dout, layer) for dout, layer in zip(douts, first, strict=True) if layer.lora_rank]
-    if not adapted:
-        return None, None
-    dtype = douts[0].dtype
-    factors = [layer.lora_a for _, layer in adapted if layer.lora_a is not None]
-    sizes = [layer.lora_rank for _, layer in adapted]
-    p = douts[0].new_empty((douts[0].shape[0], sum(sizes)))
-    if branches.pair is not None and len(adapted) == 2 and sizes[0] == sizes[1]:
-        factors_b = torch.stack([layer.scaled_b(dtype).t() for _, layer in adapted])
-        products.rows_pair(branches.pair, factors_b, p)
-    else:
-        for (dout, layer), place in zip(adapted, p.split(sizes, dim=1), strict=True):
-            products.rows(dout, layer.scaled_b(dtype).t(), out=place)
-    return p, products.cast_stacked(factors, dtype)
-
-
-def _put_da(result: list[Tensor | None], stacked: Tensor, first: list[Layer]) -> None:
-    """Cut the stacked dA (sum of R, H) into the layers' places of the result."""
-    parts = iter(stacked.split([layer.lora_rank for layer in first if layer.lora_rank]))
-    for index, layer in enumerate(first):
-        if layer.lora_a is not None:
-            place = 2 + TENSORS_PER_LAYER * index + 2
-            result[place] = next(parts).to(layer.lora_a.dtype)
+    p = a.new_empty((douts[0].shape[0], a.shape[0]))
+    factors = [layer.b for layer in first if layer.b is not None]
+    if branches.pair is not None and len(factors) == 2 and factors[0].shape == factors[1].shape:
+        stacked = torch.stack([factor.t() for factor in factors])
+        return products.rows_pair(branches.pair, stacked, p)
+    for dout, layer, place in zip(douts, first, split_by_rank(p, first, dim=1), strict=True):
+        if layer.b is not None:
+            products.rows(dout, layer.b.t(), out=place)
+    return p
