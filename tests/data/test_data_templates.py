@@ -141,7 +141,7 @@ XML_CALL = (
 LFM_CALL = "<|tool_call_start|>[get_weather(city='Paris')]<|tool_call_end|>"
 LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
 NO_TOOLS = None
-"""The template has no way to write a tool call: an error that names the turn is the right answer."""
+"""There is no way to write a tool call: the right answer is an error that names the turn."""
 
 
 def row(end, thinking, call, *, last_end=None, lead="", call_end=None):

@@ -7,7 +7,7 @@ ends as samples, as an entry for the ledger, or as both.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -26,33 +26,32 @@ class Batch:
     """What became of a run of rows, in few large pieces so that it travels well between processes.
 
     Attributes:
-        num_rows, num_kept: rows in, and rows of which at least one sample remains.
+        num_kept: rows of which at least one sample remains.
         input_ids, loss_mask: all samples end to end.
-        lengths, lines, parts: one number per sample.
+        lengths, rows, parts: one number per sample; ``rows`` counts within the run.
         events: for the ledger.
         counts: formats (``format:<name>``) and things worth telling, by name.
         ends: end-of-turn tokens that are trained.
         notes: what a person should know about the template.
     """
 
-    num_rows: int = 0
     num_kept: int = 0
     input_ids: list[np.ndarray] = field(default_factory=list)
     loss_mask: list[np.ndarray] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
-    lines: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     ends: set[str] = field(default_factory=set)
     notes: set[str] = field(default_factory=set)
 
-    def add(self, ids: np.ndarray, mask: np.ndarray, line: int, part: int) -> None:
+    def add(self, ids: np.ndarray, mask: np.ndarray, row: int, part: int) -> None:
         """Append one sample."""
         self.input_ids.append(ids)
         self.loss_mask.append(mask)
         self.lengths.append(len(ids))
-        self.lines.append(line)
+        self.rows.append(row)
         self.parts.append(part)
 
     def sealed(self) -> "Batch":
@@ -89,27 +88,35 @@ class SampleBuilder:
         """Turn rows into samples.
 
         Raises:
-            DataError: only for what concerns the whole run, such as ``truncation: error``.
+            DataError: only for what concerns the whole run, such as a template without proof.
         """
-        batch = Batch(num_rows=len(rows))
+        batch = Batch()
         drafts: list[Draft] = []
         texts: list[tuple[int, TextRow]] = []
-        for row in rows:
+        for number, row in enumerate(rows):
             try:
                 parsed = self._parse(row, source, batch)
                 if isinstance(parsed, Conversation):
-                    drafts += self._drafts(row.line, parsed, source, batch)
+                    drafts += self._drafts(number, parsed, source, batch)
                 elif isinstance(parsed, TextRow):
-                    texts.append((row.line, parsed))
+                    texts.append((number, parsed))
                 else:
-                    self._keep_tokens(row.line, parsed, batch)
+                    self._keep_tokens(number, parsed, batch)
             except RowError as error:
-                batch.events.append(Event(row.line, "dropped", error.reason, error.detail))
+                batch.events.append(Event(number, "dropped", error.reason, error.detail))
         if drafts:
             self._keep_conversations(drafts, batch)
         if texts:
             self._keep_texts(texts, batch)
-        batch.num_kept = len(set(batch.lines))
+        kept = set(batch.rows)
+        batch.num_kept = len(kept)
+        # A row of several samples may lose one of them: the row is then cut, not dropped.
+        batch.events = [
+            replace(event, action="cut")
+            if event.action == "dropped" and event.row in kept
+            else event
+            for event in batch.events
+        ]
         if self._drafter is not None:
             batch.notes |= set(self._drafter.template.notes)
         return batch.sealed()
@@ -141,24 +148,24 @@ class SampleBuilder:
         return parsed
 
     def _drafts(
-        self, line: int, conversation: Conversation, source: Source, batch: Batch
+        self, row: int, conversation: Conversation, source: Source, batch: Batch
     ) -> list[Draft]:
         masks = self.options.mask != "none"
         conversation = validate(conversation, needs_assistant=masks)
         for repair in conversation.repairs:
-            batch.events.append(Event(line, "repaired", repair, REPAIRS[repair]))
+            batch.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
         conversation, escaped = self.drafter.template.prepare(conversation)
         if escaped:
             batch.counts["escaped_special_tokens"] += escaped
             detail = f"{escaped} control tokens inside message text were broken up"
-            batch.events.append(Event(line, "repaired", "special_tokens_escaped", detail))
+            batch.events.append(Event(row, "repaired", "special_tokens_escaped", detail))
         roles = frozenset(source.roles or self.options.roles)
         if self.options.thinking != "split" or not masks or not has_reasoning(conversation):
-            drafts = [self.drafter.draft(line, 0, conversation, roles)]
+            drafts = [self.drafter.draft(row, 0, conversation, roles)]
         else:
             turns = [i for i, m in enumerate(conversation.messages) if m.role == "assistant"]
             drafts = [
-                self.drafter.draft(line, part, conversation.first(turn + 1), roles, only_last=True)
+                self.drafter.draft(row, part, conversation.first(turn + 1), roles, only_last=True)
                 for part, turn in enumerate(turns)
             ]
             drafts = [draft for draft in drafts if draft.trained]
@@ -176,14 +183,14 @@ class SampleBuilder:
             except RowError as error:
                 trained = int(np.count_nonzero(self.drafter.sample(draft, tokens)[1]))
                 size = len(tokens.input_ids)
-                event = Event(draft.line, "dropped", error.reason, error.detail, size, trained)
+                event = Event(draft.row, "dropped", error.reason, error.detail, size, trained)
                 batch.events.append(event)
                 continue
             if fitted.event is not None:
                 batch.events.append(fitted.event)
             batch.counts.update(fitted.counts)
             batch.ends |= fitted.ends
-            batch.add(fitted.input_ids, fitted.loss_mask, draft.line, draft.part)
+            batch.add(fitted.input_ids, fitted.loss_mask, draft.row, draft.part)
 
     def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], batch: Batch) -> None:
         """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
@@ -192,42 +199,42 @@ class SampleBuilder:
         encoded = self.encoder.encode(whole, spans, add_special_tokens=True)
         eos = self.tokenizer.eos_token_id
         limit = self.options.max_length
-        for (line, row), tokens in zip(texts, encoded, strict=True):
+        for (row, text), tokens in zip(texts, encoded, strict=True):
             ids = tokens.input_ids
             if eos is not None and (len(ids) == 0 or ids[-1] != eos):
                 ids = np.append(ids, np.int32(eos))
             mask = np.ones(len(ids), dtype=np.uint8)
-            if row.prompt and self.options.mask != "none":
+            if text.prompt and self.options.mask != "none":
                 mask[: tokens.ranges[0][0]] = 0
-            batch.counts["straddling_tokens"] += tokens.num_straddling if row.prompt else 0
-            if len(ids) > limit and not row.prompt:
+            batch.counts["straddling_tokens"] += tokens.num_straddling if text.prompt else 0
+            if len(ids) > limit and not text.prompt:
                 batch.counts["texts_in_pieces"] += 1
-                self._keep_pieces(line, ids, batch)
+                self._keep_pieces(row, ids, batch)
                 continue
             try:
                 if len(ids) > limit:
-                    ids, mask, event = cut_tokens(line, ids, mask, self.options)
+                    ids, mask, event = cut_tokens(row, ids, mask, self.options)
                     batch.events.append(event)
-                self._check(line, ids, mask, batch)
+                self._check(row, ids, mask, batch)
             except RowError as error:
                 size, trained = len(ids), int(np.count_nonzero(mask))
-                event = Event(line, "dropped", error.reason, error.detail, size, trained)
+                event = Event(row, "dropped", error.reason, error.detail, size, trained)
                 batch.events.append(event)
 
-    def _keep_pieces(self, line: int, ids: np.ndarray, batch: Batch) -> None:
+    def _keep_pieces(self, row: int, ids: np.ndarray, batch: Batch) -> None:
         """A text longer than a sample becomes several; a last piece of one token joins none."""
         limit = self.options.max_length
         for part, start in enumerate(range(0, len(ids), limit)):
             piece = ids[start : start + limit]
             if len(piece) > 1:
-                batch.add(piece, np.ones(len(piece), dtype=np.uint8), line, part)
+                batch.add(piece, np.ones(len(piece), dtype=np.uint8), row, part)
             else:
                 detail = "the last piece of a long text is a single token, which predicts nothing"
-                batch.events.append(Event(line, "cut", "single_token", detail, 1, 0))
+                batch.events.append(Event(row, "cut", "single_token", detail, 1, 0))
 
-    def _keep_tokens(self, line: int, row: TokenRow, batch: Batch) -> None:
-        ids = np.array(row.input_ids, dtype=np.int32)
-        mask = np.array(row.trained, dtype=np.uint8)
+    def _keep_tokens(self, row: int, tokens: TokenRow, batch: Batch) -> None:
+        ids = np.array(tokens.input_ids, dtype=np.int32)
+        mask = np.array(tokens.trained, dtype=np.uint8)
         largest = int(ids.max())
         if largest >= self._vocabulary:
             raise RowError(
@@ -237,14 +244,14 @@ class SampleBuilder:
         if self.options.mask == "none":
             mask[:] = 1
         if len(ids) > self.options.max_length:
-            ids, mask, event = cut_tokens(line, ids, mask, self.options)
+            ids, mask, event = cut_tokens(row, ids, mask, self.options)
             batch.events.append(event)
-        self._check(line, ids, mask, batch)
+        self._check(row, ids, mask, batch)
 
-    def _check(self, line: int, ids: np.ndarray, mask: np.ndarray, batch: Batch) -> None:
+    def _check(self, row: int, ids: np.ndarray, mask: np.ndarray, batch: Batch) -> None:
         if not mask[1:].any():
             raise RowError("nothing_trained", "no token of the row is trained")
-        batch.add(ids, mask, line, 0)
+        batch.add(ids, mask, row, 0)
 
 
 REPAIRS: Mapping[str, str] = {

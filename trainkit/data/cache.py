@@ -25,7 +25,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.options import DataOptions, Source
-from trainkit.data.store import Store
+from trainkit.data.store import META, Store
 
 CACHE_ONLY_OPTIONS = ("max_dropped", "num_workers", "cache_dir")
 """Options that do not change a sample."""
@@ -154,11 +154,11 @@ def stored(directory: Path, key: str, build: Callable[[Path], None]) -> tuple[St
         the store, and whether it was there already.
     """
     target = directory / key
-    if (target / "meta.json").exists():
+    if (target / META).exists():
         return Store.open(target), True
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / f"{key}.lock"):
-        if (target / "meta.json").exists():
+        if (target / META).exists():
             return Store.open(target), True
         _sweep(directory)
         temporary = directory / f"tmp-{key}-{uuid.uuid4().hex}"
@@ -173,11 +173,13 @@ def stored(directory: Path, key: str, build: Callable[[Path], None]) -> tuple[St
 
 
 def _publish(temporary: Path, target: Path) -> None:
+    if target.exists() and not (target / META).exists():
+        shutil.rmtree(target)  # something took a part of the store away
     try:
         temporary.rename(target)
     except OSError:
         # Another machine on the same file system was faster; its store is as good.
-        if not (target / "meta.json").exists():
+        if not (target / META).exists():
             raise
     handle = os.open(target.parent, os.O_RDONLY)
     try:

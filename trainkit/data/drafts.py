@@ -1,5 +1,6 @@
 """Rendered conversations on their way to samples: which turns are trained, and what fits."""
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,18 +10,20 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.encode import Encoded, Encoder
 from trainkit.data.ledger import Action
-from trainkit.data.masking import Masked, MaskFinder
+from trainkit.data.masking import MaskFinder
 from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.options import DataOptions
+from trainkit.data.preserve import find_preserving
+from trainkit.data.spans import Masked
 from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError
 
 
 @dataclass(frozen=True)
 class Event:
-    """A ledger entry that does not know its file yet; see :class:`trainkit.data.ledger.Entry`."""
+    """A ledger entry with the number of its row in the run, instead of file and line."""
 
-    line: int
+    row: int
     action: Action
     reason: str
     detail: str
@@ -33,7 +36,7 @@ class Draft:
     """A rendered conversation.
 
     Attributes:
-        line, part: where it came from.
+        row, part: which row of the run it came from, and which sample of that row it is.
         conversation: as rendered.
         roles: the roles that are trained.
         only_last: whether only the last turn is trained.
@@ -42,7 +45,7 @@ class Draft:
         counts: things worth telling, by name.
     """
 
-    line: int
+    row: int
     part: int
     conversation: Conversation
     roles: frozenset[str]
@@ -108,7 +111,7 @@ class Drafter:
 
     def draft(
         self,
-        line: int,
+        row: int,
         part: int,
         conversation: Conversation,
         roles: frozenset[str],
@@ -120,14 +123,23 @@ class Drafter:
         Raises:
             RowError: it cannot be rendered or masked.
         """
-        masked = self.finder.find(conversation)
+        messages = conversation.messages
+        others = frozenset(
+            turn
+            for turn, message in enumerate(messages)
+            if message.role != "assistant" and (message.train or message.role in roles)
+        )
+        find = self.finder.find
+        if self.options.thinking == "preserve":
+            find = functools.partial(find_preserving, self.finder)
+        masked = find(conversation, others)
         counts: Counter[str] = Counter()
         turns = [span.turn for span in masked.spans]
-        last = turns[-1] if turns else -1
+        last = max((turn for turn in turns if turn not in others), default=-1)
         only_last = only_last or self.options.mask == "last_assistant"
         trained = set()
         for turn in turns:
-            message = conversation.messages[turn]
+            message = messages[turn]
             wanted = message.role in roles if message.train is None else message.train
             if not wanted or (only_last and turn != last):
                 continue
@@ -138,7 +150,7 @@ class Drafter:
                     counts["turns_not_trained_for_stripped_thinking"] += 1
                     continue
             trained.add(turn)
-        return Draft(line, part, conversation, roles, only_last, masked, frozenset(trained), counts)
+        return Draft(row, part, conversation, roles, only_last, masked, frozenset(trained), counts)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
         """Tokenise drafts in one batch."""
@@ -176,20 +188,21 @@ class Drafter:
             raise RowError("double_bos", "the rendering starts with two bos tokens")
         event = None
         if len(ids) > self.options.max_length:
+            limit = self.options.max_length
             whole = (len(ids), int(np.count_nonzero(mask)))
-            shorter = self._fewer_turns(draft, tokens)
+            needless = not mask[limit:].any()
+            shorter = None if needless else self._fewer_turns(draft, tokens)
             if shorter is None:
-                ids, mask, event = cut_tokens(draft.line, ids, mask, self.options)
+                ids, mask, event = cut_tokens(draft.row, ids, mask, self.options)
             else:
                 dropped = len(draft.conversation.messages)
                 draft, tokens, ids, mask = shorter
                 dropped -= len(draft.conversation.messages)
                 event = Event(
-                    draft.line,
+                    draft.row,
                     "cut",
                     "turns_dropped",
-                    f"{whole[0]} tokens, at most {self.options.max_length}; "
-                    f"{dropped} turns dropped",
+                    f"{whole[0]} tokens, at most {limit}; {dropped} turns dropped",
                     whole[0] - len(ids),
                     whole[1] - int(np.count_nonzero(mask)),
                 )
@@ -228,7 +241,11 @@ class Drafter:
         choices: list[tuple[Message, ...]] = []
         if self.options.truncation == "drop_turns" and not draft.only_last:
             spans = zip(draft.masked.spans, tokens.ranges, strict=True)
-            fitting = [span.turn for span, (_, end) in spans if end <= limit]
+            fitting = [
+                span.turn
+                for span, (_, end) in spans
+                if end <= limit and messages[span.turn].role == "assistant"
+            ]
             choices = [messages[: turn + 1] for turn in reversed(fitting)]
         elif self.options.truncation == "left_turns":
             head = 0
@@ -242,7 +259,7 @@ class Drafter:
             conversation = replace(draft.conversation, messages=choice)
             try:
                 shorter = self.draft(
-                    draft.line, draft.part, conversation, draft.roles, only_last=draft.only_last
+                    draft.row, draft.part, conversation, draft.roles, only_last=draft.only_last
                 )
             except RowError:
                 continue
@@ -256,30 +273,23 @@ class Drafter:
 
 
 def cut_tokens(
-    line: int, ids: np.ndarray, mask: np.ndarray, options: DataOptions
+    row: int, ids: np.ndarray, mask: np.ndarray, options: DataOptions
 ) -> tuple[np.ndarray, np.ndarray, Event]:
     """Cut a sample that is too long, where the policy or the mask allows it.
 
     Raises:
-        RowError: the row is to be dropped instead.
-        DataError: the policy is ``error``.
+        RowError: the row is to be dropped instead; with the policy ``error`` that stops the run.
     """
     limit = options.max_length
     too_long = f"{len(ids)} tokens, at most {limit}"
     if not mask[limit:].any() and mask[1:limit].any():
         reason = "untrained_tail"
-    elif options.truncation == "error":
-        raise DataError(
-            f"the row has {too_long}",
-            where=f"line {line}",
-            fix="raise data.max_length, or choose data.truncation: drop_turns, drop or right",
-        )
     elif options.truncation == "right":
         reason = "cut_right"
-    elif options.truncation == "drop":
+    elif options.truncation in ("drop", "error"):
         raise RowError("too_long", too_long)
     else:
         raise RowError("too_long", f"{too_long}, and no whole exchange fits")
     lost = int(np.count_nonzero(mask[limit:]))
-    event = Event(line, "cut", reason, too_long, len(ids) - limit, lost)
+    event = Event(row, "cut", reason, too_long, len(ids) - limit, lost)
     return ids[:limit], mask[:limit], event

@@ -23,12 +23,14 @@ class Mark:
         kind: ``content``, ``reasoning`` or ``call``, with ``_end`` behind a text.
         place: where it was found, in characters of the rendering without marks; -1 if nowhere.
         count: how often it was found.
+        text: what stands between it and the next mark, for a mark before a text.
     """
 
     turn: int
     kind: str
     place: int = -1
     count: int = 0
+    text: str = ""
 
 
 class Marker:
@@ -38,8 +40,8 @@ class Marker:
         self._plane = plane
         self.marks: list[Mark] = []
 
-    def _new(self, turn: int, kind: str) -> str:
-        self.marks.append(Mark(turn, kind))
+    def _new(self, turn: int, kind: str, text: str = "") -> str:
+        self.marks.append(Mark(turn, kind, text=text))
         if len(self.marks) > 65_000:
             raise RowError("too_many_messages", "more texts than there are marks")
         return chr(self._plane + len(self.marks) - 1)
@@ -50,7 +52,7 @@ class Marker:
             return text
         lead = text[: len(text) - len(text.lstrip())]
         trail = text[len(text.rstrip()) :]
-        return f"{lead}{self._new(turn, kind)}{core}{self._new(turn, kind + '_end')}{trail}"
+        return f"{lead}{self._new(turn, kind, core)}{core}{self._new(turn, kind + '_end')}{trail}"
 
     def message(self, message: Rendered, turn: int) -> Rendered:
         """A copy of a message with marks in it."""

@@ -1,6 +1,6 @@
 """Which samples an epoch shows, and in what order, over several sources.
 
-A sample's place is decided by a hash of (seed, epoch, source, file, line), so adding a source, or
+A sample's place is decided by a hash of (seed, epoch, source, file, row), so adding a source, or
 more rows at the end of a file, leaves the order of the others as it was.
 """
 
@@ -31,11 +31,11 @@ class Share:
 
 
 def row_keys(
-    files: Sequence[str], file: np.ndarray, line: np.ndarray, part: np.ndarray
+    files: Sequence[str], file: np.ndarray, row: np.ndarray, part: np.ndarray
 ) -> np.ndarray:
-    """(N,) uint64: a stable number for each sample, from its file's name, line and part."""
+    """(N,) uint64: a stable number for each sample, from its file's name, row and part."""
     bases = np.array([_hash64(name) for name in files] or [0], dtype=np.uint64)
-    place = line.astype(np.uint64) * np.uint64(1 << 16) + part.astype(np.uint64)
+    place = row.astype(np.uint64) * np.uint64(1 << 16) + part.astype(np.uint64)
     return _mix(bases[file] ^ _mix(place))
 
 

@@ -182,8 +182,8 @@ class _SourceWork:
         )
         with StoreWriter(directory) as writer:
             for file, rows, batch in results:
-                self._write(writer, file, batch)
-                self._enter(ledger, file, batch)
+                self._write(writer, file, rows, batch)
+                self._enter(ledger, file, rows, batch)
                 ends |= batch.ends
                 notes |= batch.notes
                 counts.update(batch.counts)
@@ -203,8 +203,8 @@ class _SourceWork:
         for number, file in enumerate(self.files):
             run: list[RawRow] = []
             size = 0
-            for place, row in enumerate(read_rows(file, max_row_bytes=self.options.max_row_bytes)):
-                if chosen is not None and not chosen[number][place]:
+            for row in read_rows(file, max_row_bytes=self.options.max_row_bytes):
+                if chosen is not None and not chosen[number][row.number]:
                     self.counts[number].not_chosen += 1
                     continue
                 run.append(row)
@@ -219,25 +219,20 @@ class _SourceWork:
         """For each file, which of its rows ``max_samples`` chooses; None takes all."""
         if self.source.max_samples is None:
             return None
-        lines = [
-            np.array(
-                [row.line for row in read_rows(f, max_row_bytes=self.options.max_row_bytes)],
-                dtype=np.int64,
-            )
-            for f in self.files
-        ]
-        number = np.repeat(np.arange(len(lines)), [len(some) for some in lines])
-        line = np.concatenate(lines)
+        limit = self.options.max_row_bytes
+        sizes = [sum(1 for _ in read_rows(file, max_row_bytes=limit)) for file in self.files]
+        file = np.repeat(np.arange(len(sizes)), sizes)
+        row = np.concatenate([np.arange(size) for size in sizes])
         names = relative_names(self.source.path, self.files)
-        keys = row_keys(names, number, line, np.zeros_like(line))
+        keys = row_keys(names, file, row, np.zeros_like(row))
         mask = choose_rows(
             keys, self.source.max_samples, seed=self.options.seed, name=self.source.name
         )
-        return np.split(mask, np.cumsum([len(some) for some in lines])[:-1])
+        return np.split(mask, np.cumsum(sizes)[:-1])
 
-    def _write(self, writer: StoreWriter, file: int, batch: Batch) -> None:
+    def _write(self, writer: StoreWriter, file: int, rows: Sequence[RawRow], batch: Batch) -> None:
         counts = self.counts[file]
-        counts.rows += batch.num_rows
+        counts.rows += len(rows)
         counts.kept += batch.num_kept
         for name, count in batch.counts.items():
             if name.startswith("format:"):
@@ -247,30 +242,34 @@ class _SourceWork:
             return
         (ids,), (mask,) = batch.input_ids, batch.loss_mask
         start = 0
-        for length, line, part in zip(batch.lengths, batch.lines, batch.parts, strict=True):
+        for length, number, part in zip(batch.lengths, batch.rows, batch.parts, strict=True):
             end = start + length
-            writer.append(ids[start:end], mask[start:end], file=file, line=line, part=part)
+            row = rows[number]
+            place = {"file": file, "line": row.line, "row": row.number, "part": part}
+            writer.append(ids[start:end], mask[start:end], **place)
             counts.trained_tokens += int(np.count_nonzero(mask[start + 1 : end]))
             start = end
         counts.samples += len(batch.lengths)
         counts.tokens += len(ids)
 
-    def _enter(self, ledger: Ledger, file: int, batch: Batch) -> None:
+    def _enter(self, ledger: Ledger, file: int, rows: Sequence[RawRow], batch: Batch) -> None:
         counts = self.counts[file]
-        kept = set(batch.lines)
-        dropped: set[int] = set()
         for event in batch.events:
-            ledger.add(Entry(file=str(file), **asdict(event)))
+            details = asdict(event)
+            line = rows[details.pop("row")].line
+            if event.reason == "too_long" and self.options.truncation == "error":
+                raise DataError(
+                    f"the row has {event.detail}",
+                    where=f"{self.files[file]}:{line}",
+                    fix="raise data.max_length, or choose another data.truncation",
+                )
+            ledger.add(Entry(file=str(file), line=line, **details))
             counts.reasons[event.reason] = counts.reasons.get(event.reason, 0) + 1
             counts.tokens_lost += event.tokens
             counts.trained_tokens_lost += event.trained_tokens
-            if event.action == "dropped" and event.line not in kept:
-                dropped.add(event.line)
-            elif event.action == "repaired":
-                counts.repaired += 1
-            else:
-                counts.cut += 1
-        counts.dropped += batch.num_rows - batch.num_kept
+            counts.repaired += event.action == "repaired"
+            counts.cut += event.action == "cut"
+        counts.dropped += len(rows) - batch.num_kept
 
     def _report(self, rows: Sequence[RawRow]) -> None:
         self._rows_done += len(rows)
@@ -298,7 +297,7 @@ def _named(source: Source) -> Source:
 
 def _part(source: Source, store: Store, names: tuple[str, ...], files: Sequence[Path]) -> Part:
     stable = relative_names(source.path, files)
-    keys = row_keys(stable, store.file, store.line, store.part)
+    keys = row_keys(stable, store.file, store.row, store.part)
     return Part(source.name, store, names, Share(keys, source.name, source.weight, source.epochs))
 
 

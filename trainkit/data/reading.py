@@ -23,19 +23,21 @@ COMPRESSIONS = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class RawRow:
     """One row before decoding.
 
     Attributes:
-        line: where it starts.
+        line: where it starts. Several rows may share a line of a JSON array.
         payload: the bytes of a JSON value, a decoded object, or None where ``problem`` says why.
         problem: a reason code and a sentence, when the row cannot even be cut out of its file.
+        number: its place in the file, from 0.
     """
 
     line: int
     payload: bytes | dict[str, Any] | None
     problem: tuple[str, str] | None = None
+    number: int = 0
 
 
 def resolve_files(path: str) -> list[Path]:
@@ -83,6 +85,12 @@ def read_rows(file: Path, *, max_row_bytes: int) -> Iterator[RawRow]:
     Raises:
         DataError: the container itself is damaged (a cut .gz, a wrong parquet file).
     """
+    for number, row in enumerate(_rows(file, max_row_bytes)):
+        row.number = number
+        yield row
+
+
+def _rows(file: Path, max_row_bytes: int) -> Iterator[RawRow]:
     name = file.name.removesuffix(".gz").removesuffix(".zst")
     try:
         if name.endswith(".parquet"):

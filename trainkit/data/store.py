@@ -2,7 +2,7 @@
 
 A store is a directory: ``input_ids.npy`` (int32) and ``loss_mask.npy`` (uint8), all samples end to
 end; ``offsets.npy`` (int64, one more than samples); ``num_trained.npy``, ``file.npy``,
-``line.npy``, ``part.npy`` per sample; ``meta.json``; ``dropped.jsonl`` and
+``line.npy``, ``row.npy``, ``part.npy`` per sample; ``meta.json``; ``dropped.jsonl`` and
 ``changed.jsonl`` where rows were.
 """
 
@@ -16,6 +16,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+
+META = "meta.json"
+
+COLUMNS = ("num_trained", "file", "line", "row", "part")
 
 HEADER_BYTES = 128
 """Room for a .npy header, written last, when the shape is known."""
@@ -70,7 +74,7 @@ class StoreWriter:
         self._ids = ArrayFile(directory / "input_ids.npy", np.int32)
         self._mask = ArrayFile(directory / "loss_mask.npy", np.uint8)
         self._offsets = array("q", [0])
-        self._columns = {name: array("q") for name in ("num_trained", "file", "line", "part")}
+        self._columns = {name: array("q") for name in COLUMNS}
 
     @property
     def num_samples(self) -> int:
@@ -78,7 +82,14 @@ class StoreWriter:
         return len(self._offsets) - 1
 
     def append(
-        self, input_ids: np.ndarray, loss_mask: np.ndarray, *, file: int, line: int, part: int
+        self,
+        input_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        *,
+        file: int,
+        line: int,
+        row: int,
+        part: int,
     ) -> None:
         """Write one sample."""
         self._ids.append(input_ids)
@@ -88,6 +99,7 @@ class StoreWriter:
         columns["num_trained"].append(int(np.count_nonzero(loss_mask[1:])))
         columns["file"].append(file)
         columns["line"].append(line)
+        columns["row"].append(row)
         columns["part"].append(part)
 
     def finish(self, meta: Mapping[str, Any]) -> None:
@@ -100,7 +112,7 @@ class StoreWriter:
                 np.frombuffer(values, dtype=np.int64) if values else np.empty(0, np.int64)
             )
             column.close()
-        with (self.directory / "meta.json").open("w", encoding="utf-8") as stream:
+        with (self.directory / META).open("w", encoding="utf-8") as stream:
             json.dump(meta, stream, ensure_ascii=False, indent=1)
             stream.flush()
             os.fsync(stream.fileno())
@@ -128,7 +140,8 @@ class Store:
         input_ids, loss_mask: all samples end to end.
         offsets: (N + 1,) where samples start and end.
         num_trained: (N,) trained labels.
-        file, line, part: (N,) where each came from.
+        file, line, row, part: (N,) where each came from: the number of its file, the line its row
+            starts on, the number of its row in the file, and which sample of that row it is.
         meta: what was written by :meth:`StoreWriter.finish`.
     """
 
@@ -139,16 +152,16 @@ class Store:
     num_trained: np.ndarray
     file: np.ndarray
     line: np.ndarray
+    row: np.ndarray
     part: np.ndarray
     meta: Mapping[str, Any]
 
     @classmethod
     def open(cls, directory: Path) -> "Store":
         """Map a store's arrays."""
-        with (directory / "meta.json").open(encoding="utf-8") as stream:
+        with (directory / META).open(encoding="utf-8") as stream:
             meta = json.load(stream)
-        names = ("offsets", "num_trained", "file", "line", "part")
-        columns = {name: np.load(directory / f"{name}.npy") for name in names}
+        columns = {name: np.load(directory / f"{name}.npy") for name in ("offsets", *COLUMNS)}
         return cls(
             directory=directory,
             input_ids=_map(directory / "input_ids.npy"),

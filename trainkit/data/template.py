@@ -36,6 +36,13 @@ THINK_BLOCK = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """The names under which templates look for reasoning; all are given."""
 
+PRESERVING_SWITCHES = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
+"""Variables by which templates are told to keep the thinking of earlier turns."""
+
 Rendered = dict[str, Any]
 
 
@@ -80,6 +87,9 @@ class ChatTemplate:
         self.options = options
         self.text = options.chat_template or own_template(tokenizer)
         self.kwargs: dict[str, Any] = dict(options.template_kwargs)
+        if options.thinking == "preserve":
+            switches = {k: v for k, v in PRESERVING_SWITCHES.items() if k in self.text}
+            self.kwargs = {**switches, **self.kwargs}
         self._frozen = freeze_dates(self.text, options.frozen_date)
         self.added: dict[str, int] = {
             token.content: index for index, token in tokenizer.added_tokens_decoder.items()

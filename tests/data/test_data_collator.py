@@ -1,0 +1,83 @@
+"""Batches: exact content, boundaries and labels."""
+
+import numpy as np
+import pytest
+import torch
+
+from trainkit.data.collator import IGNORE_INDEX, PackingCollator, PaddingCollator
+
+
+def sample(ids, mask, source=0):
+    return {
+        "input_ids": np.array(ids, dtype=np.int32),
+        "loss_mask": np.array(mask, dtype=np.uint8),
+        "source": source,
+    }
+
+
+A = sample([11, 12, 13], [0, 1, 1])
+B = sample([21, 22], [1, 1], source=1)
+C = sample([31, 32, 33, 34, 35], [1, 0, 0, 0, 1])
+X = IGNORE_INDEX
+
+
+def test_packed_batch():
+    batch = PackingCollator(6, pad_token_id=9)([[A, B], [C]])
+    assert batch["input_ids"].tolist() == [[11, 12, 13, 21, 22, 9], [31, 32, 33, 34, 35, 9]]
+    assert batch["labels"].tolist() == [[X, 12, 13, X, 22, X], [X, X, X, X, 35, X]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 0]]
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 6, 11, 12]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert torch.equal(batch["cu_seq_lens_q"], batch["cu_seq_lens_k"])
+    assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
+    assert type(batch["max_length_q"]) is int
+    assert set(batch) == {
+        "input_ids",
+        "labels",
+        "position_ids",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+
+
+def test_packed_rows_that_are_full_have_no_tail():
+    batch = PackingCollator(5, pad_token_id=9)([[A, B], [C]])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 10]
+
+
+def test_a_long_tail_counts_as_a_segment():
+    batch = PackingCollator(20, pad_token_id=9)([[A]])
+    assert batch["position_ids"][0, 3:].tolist() == list(range(17))
+    assert batch["max_length_q"] == 17
+
+
+def test_packed_row_that_is_too_long_is_refused():
+    with pytest.raises(ValueError, match="more than 4 tokens"):
+        PackingCollator(4, pad_token_id=9)([[A, B]])
+
+
+def test_padded_batch():
+    batch = PaddingCollator(9, pad_to_multiple_of=4)([A, C])
+    assert batch["input_ids"].tolist() == [
+        [11, 12, 13, 9, 9, 9, 9, 9],
+        [31, 32, 33, 34, 35, 9, 9, 9],
+    ]
+    assert batch["labels"].tolist() == [[X, 12, 13, X, X, X, X, X], [X, X, X, X, 35, X, X, X]]
+    assert batch["attention_mask"].tolist() == [[1] * 3 + [0] * 5, [1] * 5 + [0] * 3]
+    assert set(batch) == {"input_ids", "labels", "attention_mask"}
+    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+
+
+def test_sources_come_only_when_asked():
+    packed = PackingCollator(6, 9, with_source=True)([[A, B]])
+    assert packed["source_ids"].tolist() == [[0, 0, 0, 1, 1, -1]]
+    padded = PaddingCollator(9, with_source=True, pad_to=4)([B])
+    assert padded["source_ids"].tolist() == [[1, 1, -1, -1]]
+
+
+def test_samples_are_not_changed():
+    PackingCollator(6, 9)([[A, B]])
+    assert A["input_ids"].tolist() == [11, 12, 13]
+    assert B["loss_mask"].tolist() == [1, 1]

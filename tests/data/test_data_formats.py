@@ -1,0 +1,200 @@
+"""Every format turns into the same messages; what does not fit says why."""
+
+import pytest
+
+from trainkit.data.formats import detect, parse_row
+from trainkit.data.messages import Conversation, Message, RowError, TextRow, TokenRow, validate
+
+USER, ASSISTANT = "user", "assistant"
+ROWS = {
+    "messages": {
+        "messages": [
+            {"role": "system", "content": "S"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "Q"}, {"type": "text", "text": "!"}],
+            },
+            {"role": "assistant", "content": "A", "weight": 0},
+            {"role": "user", "content": "Q2"},
+            {"role": "assistant", "content": "A2", "train": True, "reasoning_content": "R"},
+        ]
+    },
+    "sharegpt": {
+        "system": "S",
+        "conversations": [
+            {"from": "human", "value": "Q!"},
+            {"from": "gpt", "value": "A", "weight": 0},
+            {"from": "prompter", "value": "Q2"},
+            {"from": "bing", "value": "A2"},
+        ],
+    },
+    "alpaca": {
+        "instruction": "Q2",
+        "input": "",
+        "output": "A2",
+        "system": "S",
+        "history": [["Q!", "A"]],
+    },
+    "belle": {"instruction": "Human:Q!\nAssistant:A\nHuman:Q2\nAssistant:", "output": "A2"},
+    "moss": {
+        "meta_instruction": "S",
+        "chat": {
+            "turn_2": {"Human": "<|Human|>: Q2<eoh>\n", "MOSS": "<|MOSS|>: A2<eom>\n"},
+            "turn_1": {
+                "Human": "<|Human|>: Q!<eoh>\n",
+                "Inner Thoughts": "<|Inner Thoughts|>: None<eot>\n",
+                "Commands": "<|Commands|>: None<eoc>\n",
+                "Tool Responses": "<|Results|>: None<eor>\n",
+                "MOSS": "<|MOSS|>: A<eom>\n",
+            },
+        },
+    },
+    "prompt_completion": {
+        "prompt": [
+            {"role": "system", "content": "S"},
+            {"role": "user", "content": "Q!"},
+            {"role": "assistant", "content": "A"},
+            {"role": "user", "content": "Q2"},
+        ],
+        "completion": [{"role": "assistant", "content": "A2"}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_conversation_format_says_the_same(name):
+    row = ROWS[name]
+    assert detect(row) == name
+    conversation = parse_row(row, "auto")
+    turns = [(m.role, m.content) for m in conversation.messages if m.role != "system"]
+    assert turns == [(USER, "Q!"), (ASSISTANT, "A"), (USER, "Q2"), (ASSISTANT, "A2")]
+    systems = [m.content for m in conversation.messages if m.role == "system"]
+    assert systems == ([] if name == "belle" else ["S"])
+
+
+def test_switches_and_reasoning_are_read():
+    _, _, first, _, second = parse_row(ROWS["messages"], "auto").messages
+    assert (first.train, second.train, second.reasoning) == (False, True, "R")
+    completion = parse_row(ROWS["prompt_completion"], "auto").messages
+    assert [m.train for m in completion if m.role == ASSISTANT] == [False, None]
+
+
+def test_alpaca_joins_instruction_and_input():
+    row = {"instruction": "Add", "input": "1 2", "output": "3"}
+    assert parse_row(row, "alpaca").messages[0].content == "Add\n1 2"
+
+
+def test_leetcode():
+    row = {
+        "code_with_problem": "Two sum.\n```python\nx\n```",
+        "code_only": "```python\nx\n```",
+        "explanation_only": "It adds.",
+    }
+    question, answer = parse_row(row, "auto").messages
+    assert question.content == "Two sum."
+    assert answer.content == "```python\nx\n```\n\nIt adds."
+
+
+def test_text_prompt_and_tokens():
+    assert parse_row({"text": "hello"}, "auto") == TextRow("hello")
+    assert parse_row({"prompt": "a", "completion": "b"}, "auto") == TextRow("b", prompt="a")
+    tokens = parse_row({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "auto")
+    assert tokens == TokenRow((5, 6, 7), (False, True, True))
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1}', {"a": 1}])
+def test_tool_calls_with_arguments_as_text_or_object(arguments):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Q"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "T", "tool_call_id": "c1"},
+            {"role": "assistant", "content": "A"},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "f"}}]',
+    }
+    conversation = parse_row(row, "auto")
+    assert conversation.messages[1].tool_calls == (
+        {"name": "f", "arguments": {"a": 1}, "id": "c1"},
+    )
+    assert conversation.tools == ({"type": "function", "function": {"name": "f"}},)
+
+
+def test_sharegpt_function_call_and_observation():
+    row = {
+        "conversations": [
+            {"from": "human", "value": "Q"},
+            {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'},
+            {"from": "observation", "value": "T"},
+            {"from": "gpt", "value": "A"},
+        ]
+    }
+    roles = [message.role for message in parse_row(row, "auto").messages]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+
+
+def test_columns_are_renamed():
+    row = {"q": "Q", "a": "A"}
+    columns = {"instruction": "q", "output": "a"}
+    assert parse_row(row, "alpaca", columns).messages[1].content == "A"
+
+
+BAD = {
+    "not_an_object": 5,
+    "unknown_format": {"foo": 1},
+    "wrong_type": {"messages": "hello"},
+    "missing_role": {"messages": [{"content": "x"}]},
+    "unknown_role": {"messages": [{"role": "wizard", "content": "x"}]},
+    "not_text": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+    "bad_weight": {"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]},
+    "bad_tool_call": {"messages": [{"role": "assistant", "tool_calls": [{"x": 1}]}]},
+    "bad_tools": {"messages": [], "tools": 5},
+    "bad_json": {"messages": [], "tools": "{"},
+    "bad_history": {"instruction": "a", "output": "b", "history": [["x"]]},
+    "not_belle": {"instruction": "Human: a\nAssistant: b", "output": "c"},
+    "labels_differ": {"input_ids": [1, 2], "labels": [2, 1]},
+    "lengths_differ": {"input_ids": [1, 2], "labels": [-100]},
+    "token_out_of_range": {"input_ids": [-1]},
+    "empty_completion": {"prompt": "a", "completion": ""},
+    "empty_text": {"text": " \n"},
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_bad_rows_say_why(reason):
+    with pytest.raises(RowError) as error:
+        parse_row(BAD[reason], "auto")
+    assert error.value.reason == reason
+
+
+def conversation(*turns):
+    return Conversation(tuple(Message(role, text) for role, text in turns))
+
+
+@pytest.mark.parametrize(
+    ("reason", "row"),
+    [
+        ("no_messages", conversation()),
+        ("no_assistant_turn", conversation((USER, "x"))),
+        ("empty_assistant", conversation((USER, "x"), (ASSISTANT, " \n"))),
+        ("empty_user", conversation((USER, ""), (ASSISTANT, "x"))),
+        ("nul_character", conversation((USER, "a\x00b"), (ASSISTANT, "x"))),
+        ("lone_surrogate", conversation((USER, "a\ud800"), (ASSISTANT, "x"))),
+        ("too_many_messages", conversation(*[(USER, "x"), (ASSISTANT, "y")] * 3000)),
+    ],
+)
+def test_rules_of_a_conversation(reason, row):
+    with pytest.raises(RowError) as error:
+        validate(row, needs_assistant=True)
+    assert error.value.reason == reason
+
+
+def test_repairs_are_named():
+    row = conversation((USER, "a"), (USER, "b"), (ASSISTANT, "c"), (USER, "d"))
+    mended = validate(row, needs_assistant=True)
+    assert [m.content for m in mended.messages] == ["a\n\nb", "c"]
+    assert mended.repairs == ("trailing_turns_removed", "user_turns_joined")
