@@ -75,7 +75,7 @@ MODELS: dict[str, Shape] = {
     ),
 }
 
-PROVIDERS = ("hf_sdpa", "hf_cudnn", "torch_compile", "liger", "trainkit")
+PROVIDERS = ("hf_sdpa", "hf_cudnn", "torch_compile", "liger", "trainkit", "trainkit_compile")
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,13 @@ def provide(
         packed: the batches will be packed; trainkit only.
         loss_chunk_tokens: of trainkit's loss; None is its default.
     """
-    if provider == "trainkit":
-        return _trainkit(shape, device, packed, loss_chunk_tokens)
+    if provider not in PROVIDERS:
+        raise ValueError(f"unknown provider {provider!r}; known are {', '.join(PROVIDERS)}")
+    if provider.startswith("trainkit"):
+        provided = _trainkit(shape, device, packed, loss_chunk_tokens)
+        if provider == "trainkit_compile":
+            return Provided(provided.model, torch.compile(provided.model))
+        return provided
     if packed:
         raise ValueError(f"{provider} is not measured on packed batches")
     model = build(shape, device, "sdpa")

@@ -34,6 +34,7 @@ COMMANDS: dict[str, Entry] = {
     "generate": Entry("trainkit.cli.generate:generate", "Answer a file of prompts."),
     "merge": Entry("trainkit.cli.merge:merge", "Make one plain model of an adapter or shards."),
     "convert": Entry("trainkit.cli.convert:app", "Convert GLM-4 checkpoints to Qwen2 and back."),
+    "bench": Entry("trainkit.cli.bench:app", "Measure trainkit and its peers side by side."),
     "plot": Entry("trainkit.cli.plot:plot", "Draw the curves of runs over one another."),
 }
 

@@ -1,0 +1,93 @@
+"""The benchmarks run, at a size where they measure nothing."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from trainkit.bench import packing, record, step
+from trainkit.bench.picture import draw_curves, draw_steps
+from trainkit.bench.providers import MODELS, Shape
+from trainkit.cli.bench import app
+
+TINY = Shape(
+    "qwen2",
+    {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 128,
+        "tie_word_embeddings": True,
+    },
+    4,
+    64,
+)
+
+
+def test_providers_compute_the_same_loss_in_processes_of_their_own():
+    cells = [
+        step.Cell("tiny", provider, shape=TINY, warm_up_seconds=0.0, steps=1)
+        for provider in ("nobody", "hf_sdpa", "trainkit")
+    ]
+    failed, plain, ours = step.run(cells)
+    assert "nobody" in failed["error"]  # and the others run all the same
+    assert plain["provider"] == "hf_sdpa"
+    # bf16 on both sides.
+    assert ours["loss"] == pytest.approx(plain["loss"], abs=2e-2)
+    assert plain["tokens_per_second"] == pytest.approx(4 * 64 / plain["ms"] * 1e3)
+
+
+@pytest.mark.parametrize("layout", packing.LAYOUTS)
+def test_layouts_count_their_tokens(layout):
+    cell = packing.Cell("tiny", "trainkit", layout, num_batches=2, shape=TINY)
+    for batch in packing.batches(cell, TINY):
+        assert batch["input_ids"].shape[0] == TINY.batch_size
+        assert batch["input_ids"].shape[1] <= TINY.length
+        trained = int((batch["labels"] != -100).sum())
+        assert 0 < trained < packing._num_tokens(batch) <= batch["input_ids"].numel()
+
+
+def test_conversations_are_a_sixth_of_the_longest():
+    samples = packing.conversations(4000, 2048, 1000)
+    mean = sum(len(sample["input_ids"]) for sample in samples) / len(samples)
+    assert mean == pytest.approx(2048 / 6, rel=0.1)
+
+
+def test_flops_are_those_of_the_published_figures():
+    """Qwen2-0.5B at 2048 tokens: 6 x 494 M + causal attention, 3.23 GFLOP a token."""
+    shape = MODELS["qwen2-0.5b"]
+    with torch.device("meta"):
+        model = torch.nn.Linear(1, 494_032_768, bias=False)
+    assert step._flops_per_token(model, shape) == pytest.approx(3.228e9, rel=1e-3)
+
+
+def test_records_are_flat_and_name_their_units(tmp_path):
+    common = record.environment(commit="abc")
+    rows = record.records("step", "tiny", "x", {"ms": 1.5, "mfu": None, "other": 3}, common, b=2)
+    record.append(tmp_path / "step.jsonl", rows)
+    (row,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
+    assert row["metric"] == "ms"
+    assert row["unit"] == "ms"
+    assert row["b"] == 2
+    assert {"bench", "case", "provider", "value", "gpu", "versions", "commit"} <= row.keys()
+
+
+def test_pictures(tmp_path):
+    common = record.environment(commit="abc")
+    rows = []
+    for provider, ms in (("hf_sdpa", 2.0), ("trainkit", 1.0)):
+        values = {"ms": ms, "tokens_per_second": 1 / ms, "peak_memory_gib": 3.0}
+        rows += record.records("step", "tiny", provider, values, common)
+    draw_steps(rows, tmp_path / "step.png")
+    draw_curves({"hf_sdpa": [2.0, 1.0], "trainkit": [2.0, 1.001]}, tmp_path / "curve.png")
+    for name in ("step.png", "curve.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    result = CliRunner().invoke(app, ["step", "--models", "gpt-9"])
+    assert result.exit_code == 2
+    assert "qwen2-0.5b" in result.output

@@ -1,0 +1,151 @@
+"""A whole optimizer step through trainkit's Trainer, beside the bare forward and backward.
+
+What the Trainer adds, data loading, copies, clipping, the optimizer, metrics, should cost a few per
+cent of a step. Run as ``python -m trainkit.bench.through_trainer`` it is the process of one cell.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainingArguments
+
+from trainkit.bench.providers import MODELS, Shape, provide
+from trainkit.data.collator import PaddingCollator
+from trainkit.train.checkpoints import CheckpointWriter
+from trainkit.train.sampling import CountingCollator
+from trainkit.train.trainer import SftTrainer, StopRequest, TrainingData
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one process measures.
+
+    Args:
+        model: a key of `trainkit.bench.providers.MODELS`.
+        steps: optimizer steps; the first half warms up.
+        logging_steps: steps between log lines; each line waits for the device once.
+        num_workers: of the data loader.
+        profile: a file to write the host's and the GPU's time to; empty for none.
+        shape: measured instead of the model's own; for tests.
+    """
+
+    model: str
+    steps: int = 40
+    logging_steps: int = 1
+    num_workers: int = 2
+    profile: str = ""
+    shape: Shape | None = None
+
+
+class _Rows:
+    """Full rows of random tokens, in their own order."""
+
+    def __init__(self, count: int, shape: Shape) -> None:
+        self._shape = shape
+        self.lengths = np.full(count, shape.length)
+
+    def set_epoch(self, epoch: int) -> None:
+        """There is one order."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random = np.random.default_rng(index)
+        tokens = random.integers(0, self._shape.config["vocab_size"], self._shape.length)
+        mask = np.ones(self._shape.length, dtype=np.uint8)
+        return {"input_ids": tokens.astype(np.int32), "loss_mask": mask, "source": 0}
+
+
+def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """Train and read the Trainer's own figures."""
+    shape = cell.shape or MODELS[cell.model]
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = _trainer(cell, shape, device, Path(directory))
+        if cell.profile:
+            _profiled(trainer, Path(cell.profile))
+        else:
+            trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    settled = rows[len(rows) // 2 :]
+    return {
+        "batch_size": shape.batch_size,
+        "length": shape.length,
+        "logging_steps": cell.logging_steps,
+        "ms": 1e3 * float(np.median([row["step_seconds"] for row in settled])),
+        "tokens_per_second": float(np.median([row["tokens_per_second"] for row in settled])),
+        "data_seconds": float(np.median([row["data_seconds"] for row in settled])),
+        "peak_memory_gib": settled[-1].get("peak_memory_gib"),
+        "loss": rows[0]["loss"],
+    }
+
+
+def _trainer(cell: Cell, shape: Shape, device: torch.device, directory: Path) -> SftTrainer:
+    args = TrainingArguments(
+        output_dir=str(directory),
+        per_device_train_batch_size=shape.batch_size,
+        max_steps=cell.steps,
+        logging_steps=cell.logging_steps,
+        logging_nan_inf_filter=False,
+        optim="adamw_torch_fused",
+        learning_rate=1e-5,
+        dataloader_num_workers=cell.num_workers,
+        remove_unused_columns=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=device.type == "cpu",
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=_no_tokenizer(), pad_token="<pad>")
+    trainer = SftTrainer(
+        model=provide("trainkit", shape, device).model,
+        args=args,
+        tokenizer=tokenizer,
+        train_data=TrainingData(
+            samples=_Rows(cell.steps * shape.batch_size, shape),
+            collator=CountingCollator(PaddingCollator(0), lambda rows: len(rows) * shape.length),
+            without_training=lambda sample: sample,
+        ),
+        eval_data=None,
+        checkpoints=CheckpointWriter(directory, {"data": "random"}),
+        stop=StopRequest(),
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _no_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.BPE())
+
+
+def _profiled(trainer: SftTrainer, path: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities) as recorded:
+        trainer.train()
+    table = recorded.key_averages()
+    by_device = table.table(sort_by="self_cuda_time_total", row_limit=40)
+    by_host = table.table(sort_by="self_cpu_time_total", row_limit=30)
+    path.write_text(f"{by_device}\n{by_host}\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Read one cell from stdin, measure it, write one JSON line."""
+    values = json.loads(sys.stdin.readline())
+    shape = values.pop("shape")
+    cell = Cell(**values, shape=None if shape is None else Shape(**shape))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sys.stdout.write(json.dumps(measure(cell, device)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

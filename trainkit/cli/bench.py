@@ -1,0 +1,149 @@
+"""``trainkit bench``: trainkit and its peers side by side on this machine."""
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure trainkit and its peers side by side.")
+
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON object {bench, case, provider, metric, value, unit, gpu, versions, "
+        "commit, ...} a line.",
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option(help="Append the JSON lines to this file.", show_default=False)
+]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure trainkit and its peers side by side."""
+
+
+@app.command()
+def step(
+    models: Annotated[
+        str, typer.Option(help="Names with commas between them.")
+    ] = "qwen2-0.5b,llama-3.2-1b,qwen2-7b",
+    providers: Annotated[
+        str, typer.Option(help="Names with commas between them.")
+    ] = "hf_sdpa,hf_cudnn,torch_compile,liger,trainkit",
+    loss_chunk_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens whose logits exist at a time (trainkit)."),
+    ] = None,
+    as_json: AsJson = False,
+    output: Output = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the figures here (PNG).", show_default=False)
+    ] = None,
+) -> None:
+    """Forward and backward of whole models: ms, tokens/s, MFU, peak memory, loss."""
+    from trainkit.bench import step as bench_step
+    from trainkit.bench.providers import MODELS, PROVIDERS
+
+    chosen = _names(models, MODELS, "--models")
+    cells = [
+        bench_step.Cell(model, provider, loss_chunk_tokens=loss_chunk_tokens)
+        for model in chosen
+        for provider in _names(providers, PROVIDERS, "--providers")
+    ]
+    report = _Report("step", as_json=as_json, output=output)
+    report.ceilings()
+    for row in bench_step.run(cells):
+        report.add(row.pop("model"), row, ("ms", "tokens_per_second", "mfu", "peak_memory_gib"))
+    if picture is not None:
+        from trainkit.bench.picture import draw_steps
+
+        draw_steps(report.records, picture)
+
+
+@app.command()
+def packing(
+    model: Annotated[str, typer.Option(help="The model's shape.")] = "qwen2-0.5b",
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Trained tokens per second on conversations of very different lengths, padded and packed."""
+    from trainkit.bench import packing as bench_packing
+    from trainkit.bench.providers import MODELS
+
+    (name,) = _names(model, MODELS, "--model")
+    pairs = [
+        (provider, layout)
+        for provider in ("hf_sdpa", "liger", "trainkit")
+        for layout in bench_packing.LAYOUTS
+        if layout != "packed" or provider == "trainkit"
+    ]
+    report = _Report("packing", as_json=as_json, output=output)
+    cells = [bench_packing.Cell(name, *pair) for pair in pairs]
+    for row in bench_packing.run(cells):
+        case = f"{row.pop('model')} {row.pop('layout')}"
+        report.add(case, row, ("trained_tokens_per_second", "tokens_per_second", "peak_memory_gib"))
+
+
+def _names(text: str, known: Iterable[str], option: str) -> list[str]:
+    """Names with commas between them, each one known.
+
+    Raises:
+        typer.BadParameter: one is not.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r}; known are {', '.join(known)}", param_hint=option)
+    return names
+
+
+class _Report:
+    """Prints figures as they come, as a table or as records."""
+
+    def __init__(self, bench: str, *, as_json: bool, output: Path | None) -> None:
+        from trainkit.bench.record import environment
+
+        self._bench = bench
+        self._as_json = as_json
+        self._output = output
+        self._common = environment()
+        self.records: list[dict[str, Any]] = []
+
+    def ceilings(self) -> None:
+        """What this GPU can do at most, in this run."""
+        import torch
+
+        from trainkit.bench.ceilings import ceilings
+
+        if torch.cuda.is_available():
+            values = ceilings(torch.device("cuda"))
+            torch.cuda.empty_cache()
+            self.add("ceiling", {"provider": "torch", **values}, tuple(values))
+
+    def add(self, case: str, row: dict[str, Any], shown: Sequence[str]) -> None:
+        """One provider's figures on a case."""
+        from trainkit.bench.record import UNITS, append, records
+
+        provider = row["provider"]
+        if "error" in row:
+            sys.stderr.write(f"{case} {provider} failed:\n{row['error']}\n")
+            return
+        conditions = {
+            name: value for name, value in row.items() if name not in UNITS and name != "provider"
+        }
+        new = records(self._bench, case, provider, row, self._common, **conditions)
+        self.records += new
+        if self._output is not None:
+            append(self._output, new)
+        if self._as_json:
+            for record in new:
+                typer.echo(json.dumps(record))
+        else:
+            figures = "  ".join(f"{row[name]:10.4g} {UNITS[name]}" for name in shown if row[name])
+            typer.echo(f"{case:<22}{provider:<16}{figures}")
