@@ -28,14 +28,14 @@ def _zero_difference(name, stage, rank, world_size):
     batch = make_batch(name, rows=2 * world_size)
     batch["attention_mask"].fill_(1)  # as many trained tokens on every rank
     batch["labels"][:, 4:] = batch["input_ids"][:, 4:]
-    plain = make(name)
+    plain = make(name, device="cpu")
     optimizer = torch.optim.SGD(plain.parameters(), lr=LEARNING_RATE)
     for _ in range(STEPS):
         plain(**batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    model = make(name)
+    model = make(name, device="cpu")
     trainkit.patch(model)
     engine, *_ = deepspeed.initialize(
         model=model,

@@ -6,7 +6,7 @@ import pytest
 import test_families_parity as generated
 import torch
 from families.family_cases import add_silu_mul
-from families.family_models import make, make_batch
+from families.family_models import DEVICE, make, make_batch
 from ranks import run_ranks
 
 import trainkit
@@ -28,7 +28,10 @@ def ministral(monkeypatch):
 
 
 def test_a_family_is_one_row_and_its_tests_are_the_generated_ones(ministral, calls):
-    generated.test_logits_loss_and_every_gradient(ministral, calls)
+    for dtype in (torch.float32, torch.bfloat16):
+        calls.clear()
+        generated.test_logits_loss_and_every_gradient(ministral, dtype, calls)
+    generated.test_under_autocast(ministral)
     generated.test_every_op_alone(ministral)
     for reentrant in (True, False):
         generated.test_checkpointing_recomputes_every_layer_once(ministral, reentrant)
@@ -68,20 +71,20 @@ def test_a_wrong_row_turns_the_generated_tests_red(monkeypatch, calls):
     wrong = {**FAMILIES["glm"].ops, "rope": (plain_rope,)}
     monkeypatch.setitem(FAMILIES, "glm", dataclasses.replace(FAMILIES["glm"], ops=wrong))
     with pytest.raises(AssertionError):
-        generated.test_logits_loss_and_every_gradient("glm", calls)
+        generated.test_logits_loss_and_every_gradient("glm", torch.float32, calls)
 
 
 def test_an_op_is_a_folder_a_line_in_the_registry_and_a_swap(monkeypatch):
     spec = add_silu_mul(monkeypatch)
     for case in spec.cases:
         for dtype in (torch.bfloat16, torch.float32):
-            assert all(error.ok for error in measure(spec, case, dtype, "cpu"))
+            assert all(error.ok for error in measure(spec, case, dtype, DEVICE))
     model = make("llama")
     report = trainkit.patch(model)
     assert report.row("silu_mul").status == "on"
     assert report.row("silu_mul").num_modules == 2
     rows = {row["op"]: row for row in self_check(model, report, make_batch("llama"))}
-    assert rows["silu_mul"]["status"] == "reference"
+    assert rows["silu_mul"]["status"] == ("reference" if DEVICE == "cpu" else "ok")
     assert rows["replica"]["status"] == "ok"
     other = trainkit.patch(make("qwen2"))
     assert other.row("silu_mul").reason == "swiglu does the same"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from families.family_models import exact, excess_errors, make, make_batch, run
+from families.family_models import DEVICE, exact, excess_errors, like_model, make, make_batch, run
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from transformers import PreTrainedModel
@@ -46,9 +46,10 @@ def calls(monkeypatch):
 
 
 @every_family
-def test_logits_loss_and_every_gradient(name, calls):
-    truth = run(exact(make(name)), make_batch(name))
-    model = make(name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_logits_loss_and_every_gradient(name, dtype, calls):
+    model = make(name, dtype=dtype)
+    truth = run(exact(copy.deepcopy(model)), make_batch(name))
     plain = run(model, make_batch(name))
     assert not calls
     report = trainkit.patch(model)
@@ -61,6 +62,21 @@ def test_logits_loss_and_every_gradient(name, calls):
     assert calls["apply_rope"] == 2 * report.row("rope").num_modules
     (gate,) = report.row("swiglu").kernels
     assert calls[gate] == 2 * LAYERS
+
+
+@every_family
+def test_under_autocast(name):
+    """fp32 weights, bf16 products: norms and additions see both dtypes at once."""
+    truth = run(exact(make(name)), make_batch(name))
+    model = make(name)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        plain = run(model, make_batch(name))
+        trainkit.patch(model)
+        patched = run(model, make_batch(name))
+    assert {key: value.dtype for key, value in patched.items()} == {
+        key: value.dtype for key, value in plain.items()
+    }
+    assert not excess_errors(plain, patched, truth)
 
 
 @every_family
@@ -112,7 +128,7 @@ def test_the_attention_function_gets_what_it_got(name, monkeypatch):
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = "spy"
-    batch = make_batch(name)
+    batch = like_model(make_batch(name), model)
     model(**batch)
     plain = seen.copy()
     seen.clear()
@@ -205,7 +221,7 @@ def test_revert_leaves_the_plain_model(name):
 @every_family
 def test_generation_with_a_cache_is_unchanged(name, calls):
     model = make(name).eval()
-    batch = make_batch(name)
+    batch = like_model(make_batch(name), model)
     del batch["labels"]
     batch["attention_mask"].fill_(1)
     batch["attention_mask"][-1, 0] = 0  # left padding, as generation wants it
@@ -245,7 +261,7 @@ def test_accumulation_is_invariant_to_how_a_batch_is_cut(name):
     count = int((labels[:, 1:] != -100).sum())
     model = make(name, dtype=torch.float64)
     trainkit.patch(model)
-
+    ids, mask, labels = ids.to(DEVICE), mask.to(DEVICE), labels.to(DEVICE)
     whole = {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
     at_once = run(model, whole, num_items_in_batch=count)
     model.zero_grad(set_to_none=True)

@@ -6,7 +6,7 @@ from types import MethodType
 
 import pytest
 import torch
-from families.family_models import make
+from families.family_models import DEVICE, make
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import modeling_llama
@@ -170,14 +170,14 @@ def test_the_unfused_layer_runs_when_its_norm_is_another_class(llama):
     expected = make("llama")
     for layer in expected.model.layers:
         layer.post_attention_layernorm = nn.Identity()
-    ids = torch.arange(3, 12)[None]
+    ids = torch.arange(3, 12, device=DEVICE)[None]
     torch.testing.assert_close(llama(ids).logits, expected(ids).logits, rtol=1e-5, atol=1e-6)
 
 
 def test_phi3_dropout_still_drops():
     model = make("phi3", resid_pdrop=0.5)
     trainkit.patch(model)
-    ids = torch.arange(3, 12)[None]
+    ids = torch.arange(3, 12, device=DEVICE)[None]
     torch.manual_seed(0)
     first = model(ids).logits
     torch.manual_seed(1)
@@ -198,7 +198,7 @@ def test_saving_a_patched_model_writes_the_plain_one(tmp_path):
     loaded = modeling_qwen2.Qwen2ForCausalLM.from_pretrained(tmp_path)
     assert classes(loaded) == classes(make("qwen2"))
     state = loaded.state_dict()
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(value.cpu(), state[key]) for key, value in model.state_dict().items())
 
 
 def test_forwards_name_kernels_that_exist():
