@@ -330,6 +330,16 @@ def test_refusals_and_the_report():
     fuse(model)
 
 
+def test_ops_can_be_chosen():
+    model = adapt(make("qwen2"))
+    trainkit.patch(model)
+    report = fuse(model, {"lora_mlp"})
+    assert [row.status for row in report.rows] == ["on", "off", "off"]
+    assert report.row("lora_qkv").reason == "switched off"
+    with pytest.raises(PatchError, match="unknown op"):
+        fuse(adapt(make("qwen2")), {"lora_everything"})
+
+
 def test_an_unknown_family_still_gets_its_linear_layers():
     class Tiny(nn.Module):
         def __init__(self):

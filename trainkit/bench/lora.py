@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from trainkit.bench.clock import peak_gib, timed
-from trainkit.bench.providers import MODELS, Shape, build
+from trainkit.bench.processes import run_in_processes
+from trainkit.bench.providers import MODELS, Shape, build, provide
 
 PROVIDERS = ("peft", "unsloth", "trainkit", "frozen")
 MODES = ("lora", "lora_checkpointed", "qlora_checkpointed")

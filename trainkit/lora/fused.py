@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -90,27 +90,35 @@ class FuseReport:
     __repr__ = __str__
 
 
-def fuse(model: nn.Module) -> FuseReport:
+def fuse(model: nn.Module, ops: Collection[str] = OPS) -> FuseReport:
     """Swap the fused adapters into a model with peft adapters, in place.
 
     Args:
         model: a model with adapters attached, before DeepSpeed, DDP or FSDP wrap it.
+        ops: which of `OPS` to fuse; the others stay peft's.
 
     Returns:
         The report, with ``revert()``.
 
     Raises:
-        PatchError: the model is fused already, or it has no LoRA adapter; a family's feed-forward
-            block does something in this transformers that the fused one does not know of.
+        PatchError: the model is fused already, or it has no LoRA adapter; an op is unknown; a
+            family's feed-forward block does something in this transformers that the fused one
+            does not know of.
     """
+    if unknown := set(ops) - set(OPS):
+        raise PatchError(f"unknown op {unknown.pop()!r}; the ops are {', '.join(OPS)}")
     modules = list(model.modules())
     if any(isinstance(module, _Fused) for module in modules):
         raise PatchError("the adapters are already fused", fix="call revert() on the first report")
     layers = [module for module in modules if isinstance(module, LoraLayer)]
     if not layers:
         raise PatchError("the model has no LoRA adapter to fuse", fix="attach one first")
-    rows, plan = [], []
-    for plan_op in (_plan_mlp, _plan_qkv, _plan_linear):
+    rows: list[FuseRow] = []
+    plan: _Swaps = []
+    for op, plan_op in zip(OPS, (_plan_mlp, _plan_qkv, _plan_linear), strict=True):
+        if op not in ops:
+            rows.append(FuseRow(op, "off", "switched off"))
+            continue
         row, swaps = plan_op(model, modules)
         rows.append(row)
         plan.extend(swaps)
@@ -240,7 +248,6 @@ _MLP_MIXINS: dict[type[nn.Module], type[_Fused]] = {
     forwards.PackedMLP: _FusedPackedMLP,
 }
 _Swaps = list[tuple[nn.Module, type[_Fused]]]
-_Planner = Callable[[nn.Module, Sequence[nn.Module]], tuple[FuseRow, _Swaps]]
 
 
 def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
