@@ -32,6 +32,8 @@ class MergeOptions:
 
     Attributes:
         quantize: ``nf4`` if the adapter was trained over a 4-bit base; None if over plain weights.
+        compute_dtype: with ``quantize``, what training loaded the base in and unpacked it to; None
+            takes what config.json says, else bfloat16.
         base: with ``quantize``, what the adapter is merged into: ``dequantized`` (the weights
             that training saw) or ``original`` (the weights before they were packed).
         dtype: of the result; None keeps each tensor's own.
@@ -40,6 +42,7 @@ class MergeOptions:
     """
 
     quantize: str | None = None
+    compute_dtype: str | None = None
     base: Base = "original"
     dtype: str | None = None
     max_shard_bytes: int = 5 * 10**9
@@ -110,8 +113,9 @@ def merge_adapter(
                 if packing is not None:
                     turned = replace(packing, base=_OTHER[packing.base])
                     other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
+                seen_in = None if packing is None else packing.compute_dtype
                 parity = compare_with_adapter(
-                    base, adapter.directory, staging, quantize=options.quantize, other=other
+                    base, adapter.directory, staging, packed_from=seen_in, other=other
                 )
                 if packing is None or packing.base == "dequantized":
                     parity.check()  # merged into the original, it is off by the packing itself
@@ -125,7 +129,8 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
         return None
     if options.quantize != "nf4":
         raise CheckpointError(f"quantisation {options.quantize!r} is not known; nf4 is")
-    dtype = DTYPES.get(str(config.get("torch_dtype", config.get("dtype"))), torch.bfloat16)
+    own = str(config.get("torch_dtype", config.get("dtype")))
+    dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
     return Packing(quantized_names(base), dtype, options.base)
 
 

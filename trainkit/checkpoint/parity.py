@@ -101,7 +101,7 @@ def compare_with_adapter(
     adapter: Path,
     merged: Path,
     *,
-    quantize: str | None = None,
+    packed_from: torch.dtype | None = None,
     other: TensorSource | None = None,
     prompts: Sequence[str] = PROMPTS,
 ) -> Parity:
@@ -111,7 +111,8 @@ def compare_with_adapter(
         base: model directory.
         adapter: adapter directory.
         merged: model directory with the tokenizer.
-        quantize: ``nf4`` to load the base in 4 bits, as it was trained.
+        packed_from: for a base that was trained in 4 bits: the dtype that it was packed from and
+            is unpacked to.
         other: the weights of the merge that was not chosen, to show its error too.
         prompts: texts; without a tokenizer beside the model, fixed token ids stand in.
     """
@@ -119,7 +120,7 @@ def compare_with_adapter(
 
     encoded = _encode(merged, prompts)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _loaded(base, device, quantize) as plain:
+    with _loaded(base, device, packed_from) as plain:
         model = PeftModel.from_pretrained(plain, str(adapter)).eval()
         sequences = [_continue(model, ids.to(device)) for ids in encoded.ids]
         theirs = [_logits(model, sequence) for sequence in sequences]
@@ -167,20 +168,27 @@ def _encode(directory: Path, prompts: Sequence[str]) -> _Encoded:
 
 
 @contextmanager
-def _loaded(directory: Path, device: str, quantize: str | None) -> Iterator[Any]:
+def _loaded(directory: Path, device: str, packed_from: torch.dtype | None) -> Iterator[Any]:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    packing = {}
-    if quantize == "nf4":
-        packing["quantization_config"] = BitsAndBytesConfig(
+    packing = None
+    if packed_from is not None:
+        packing = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.float32,
         )
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, device_map=device, trust_remote_code=False, **packing
+        directory,
+        dtype=packed_from or torch.float32,
+        device_map=device,
+        trust_remote_code=False,
+        quantization_config=packing,
     )
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # packed weights are bytes
+            parameter.data = parameter.data.float()
     try:
         yield model.eval()
     finally:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainkit.cli.run_settings import quantized_by
+from trainkit.cli.run_settings import run_settings
 
 if TYPE_CHECKING:
     from trainkit.infer.engine import Engine
@@ -47,9 +47,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default the GPU
 
 def load(place: "ModelPlace", dtype: LoadDtype, device: str, system: str | None) -> "Engine":
     """Load a found model as its run trained it."""
-    from trainkit.infer.engine import load_engine
     from trainkit.train.quiet import quieten_libraries
 
-    quieten_libraries()
-    quantize = quantized_by(place.run) if place.adapter is not None else None
+    quieten_libraries()  # first: some libraries speak when they are imported
+    from trainkit.infer.engine import load_engine
+
+    quantize = run_settings(place.run).quantize if place.adapter is not None else None
     return load_engine(place, dtype=dtype.value, quantize=quantize, device=device, system=system)

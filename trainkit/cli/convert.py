@@ -96,7 +96,9 @@ def _run(
 ) -> None:
     size = parse_shard_size(shard_size)
     from trainkit.checkpoint.adapter import is_adapter
+    from trainkit.train.quiet import quieten_libraries
 
+    quieten_libraries()
     if is_adapter(source):
         row = _convert_adapter(source, target, layout, base_model)
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.convert import AsJson, DtypeOption, ShardSize, parse_shard_size
-from trainkit.cli.run_settings import quantized_by
+from trainkit.cli.run_settings import run_settings
 from trainkit.errors import ModelError
 
 if TYPE_CHECKING:
@@ -66,13 +66,17 @@ def merge(
     from trainkit.checkpoint.merge import MergeOptions
     from trainkit.checkpoint.zero import find_zero_folder
     from trainkit.infer.place import locate
+    from trainkit.train.quiet import quieten_libraries
 
+    quieten_libraries()
     directory, run = locate(source)
     if (directory / MANIFEST_NAME).exists():
         verify_directory(directory)
-    quantize = quantized_by(run) or ("nf4" if base is not None else None)
+    settings = run_settings(run)
+    quantize = settings.quantize or ("nf4" if base is not None else None)
     options = MergeOptions(
         quantize=quantize,
+        compute_dtype=settings.dtype if settings.dtype != "auto" else None,
         base="original" if quantize is None or base is Base.original else "dequantized",
         dtype=None if dtype is None else dtype.value,
         max_shard_bytes=size,

@@ -20,7 +20,8 @@ def quieten_libraries() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("DeepSpeed", "accelerate", "peft", "datasets", "torch.distributed"):
+    noisy = ("DeepSpeed", "accelerate", "peft", "datasets", "torch.distributed", "bitsandbytes")
+    for name in noisy:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
 
