@@ -1,5 +1,7 @@
 """The LoRA benchmarks run on a tiny model: every provider that is installed, every rung."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -56,5 +58,5 @@ def test_the_ladder_climbs_with_the_error_unchanged(tmp_path):
 
 def test_every_rung_adds_something():
     ladder_rungs = ladder.rungs()
-    for below, above in zip(ladder_rungs, ladder_rungs[1:], strict=False):
+    for below, above in itertools.pairwise(ladder_rungs):
         assert {**vars(below), "name": ""} != {**vars(above), "name": ""}
