@@ -35,6 +35,13 @@ def test_json_file_with_lines(write):
     assert read(write(LINES, "x.json")) == list(enumerate(ROWS, 1))
 
 
+def test_lists_may_be_rows_of_json_lines(write):
+    messages = [{"role": "user", "content": "q"}]
+    text = (json.dumps(messages) + "\n").encode()
+    assert read(write(text * 2)) == [(1, messages), (2, messages)]
+    assert [row for _, row in read(write(json.dumps(ROWS, indent=1).encode()))] == ROWS
+
+
 @pytest.mark.parametrize("indent", [None, 1])
 def test_json_array(write, indent):
     path = write(json.dumps(ROWS, indent=indent, ensure_ascii=False).encode(), "x.json")

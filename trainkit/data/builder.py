@@ -15,7 +15,15 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.drafts import Draft, Drafter, Event, cut_tokens
 from trainkit.data.encode import Encoder
 from trainkit.data.formats import detect, parse_row
-from trainkit.data.messages import Conversation, Row, RowError, TextRow, TokenRow, validate
+from trainkit.data.messages import (
+    Conversation,
+    Row,
+    RowError,
+    TextRow,
+    TokenRow,
+    check_text,
+    validate,
+)
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.reading import RawRow, decode
 from trainkit.data.template import THINK_CLOSE
@@ -141,6 +149,9 @@ class SampleBuilder:
         except RecursionError as error:
             raise RowError("nested_too_deep", "the JSON nests too deep to be read") from error
         parsed = parse_row(row, source.format, source.columns)
+        if isinstance(parsed, TextRow):
+            check_text(parsed.prompt, "'prompt'")
+            check_text(parsed.text, "the text")
         name = source.format
         if name == "auto":
             name = (detect(row) if isinstance(row, Mapping) else None) or "messages"

@@ -159,6 +159,8 @@ def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversati
         raise RowError("too_many_messages", f"{len(messages)} messages, at most {MAX_MESSAGES}")
     for number, message in enumerate(messages, 1):
         _check_message(message, number)
+    if conversation.tools is not None:
+        check_depth(conversation.tools, "'tools'")
     last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
     if last < 0 and needs_assistant:
         raise RowError("no_assistant_turn", "there is no assistant turn to train on")
@@ -182,8 +184,9 @@ def _check_message(message: Message, number: int) -> None:
             f"turn {number} has role {message.role!r}; known are {', '.join(ROLES)}",
         )
     check_text(message.content, place)
-    if message.reasoning is not None:
-        check_text(message.reasoning, place)
+    for text in (message.reasoning, message.name, message.tool_call_id):
+        if text is not None:
+            check_text(text, place)
     if message.tool_calls:
         if message.role != "assistant":
             raise RowError("misplaced_tool_calls", f"{place} has tool calls")

@@ -101,7 +101,10 @@ def _rows(file: Path, max_row_bytes: int) -> Iterator[RawRow]:
         else:
             with _open(file) as stream:
                 start = _skip_blank(stream)
-                if start.first == b"[":
+                # In a file of lines a list may be a row; only a bracket alone opens an array there.
+                lines = name.endswith((".jsonl", ".ndjson"))
+                alone = start.prefix.split(b"\n", 1)[0].strip() == b"["
+                if start.first == b"[" and (alone or not lines):
                     yield from _ArrayCutter(start, stream, max_row_bytes, file).rows()
                 elif start.first:
                     yield from _line_rows(start, stream, max_row_bytes)

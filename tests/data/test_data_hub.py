@@ -1,0 +1,41 @@
+"""Hub names go through datasets; without a network the error says what to do."""
+
+import datasets
+import pytest
+from conftest import chat
+
+from trainkit.data import Source
+from trainkit.data.hub import hub_name
+from trainkit.errors import DataError
+
+
+def test_what_counts_as_a_hub_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "local").touch()
+    assert hub_name("hf://datasets/org/name") == "org/name"
+    assert hub_name("org/na-me.v2") == "org/na-me.v2"
+    for path in ("data/local", "data/x.jsonl", "./org/name", "/org/name", "a/b/c", "data/*"):
+        assert hub_name(path) is None
+
+
+def test_rows_come_from_datasets(ready, monkeypatch, dropped):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_list([chat("q", "a"), chat("q", " "), chat("r", "b")])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = ready(Source("org/name", split="train[:3]"))
+    assert asked == [("org/name", "train[:3]")]
+    assert len(data) == 2
+    assert data.sample_id(1) == "org/name:3"
+    assert data.source_names == ("name",)
+    assert dropped()[0]["file"] == "org/name"
+
+
+def test_offline_the_error_says_what_to_do(ready):
+    with pytest.raises(DataError, match=r"no local file of this name.*cannot be loaded") as error:
+        ready("some-org/some-data")
+    assert "download it elsewhere" in str(error.value)

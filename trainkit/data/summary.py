@@ -1,0 +1,114 @@
+"""What ``data.json`` says about prepared data, and what makes it unfit to train on."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.options import DataOptions
+from trainkit.data.prepared import Part
+from trainkit.data.source_store import FileCounts
+from trainkit.errors import DataError
+
+
+def check_files(rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse files without rows, or with nothing to train.
+
+    Raises:
+        DataError: naming the file and the reasons.
+    """
+    for row in rows:
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in row["reasons"].items())
+        if row["rows"] == 0 and row["not_chosen"] == 0:
+            raise DataError(
+                "the file holds no rows", where=row["path"], fix="check how it was made"
+            )
+        if row["rows"] and row["trained_tokens"] == 0:
+            raise DataError(
+                f"no token of this file would be trained ({row['rows']} rows; {reasons})",
+                where=row["path"],
+                fix="look at its rows with: trainkit data preview --data FILE --model MODEL",
+            )
+
+
+def check_dropped(rows: Sequence[dict[str, Any]], options: DataOptions) -> None:
+    """Hold the dropped rows against ``max_dropped``.
+
+    Raises:
+        DataError: there are more.
+    """
+    limit = options.max_dropped
+    if limit is None:
+        return
+    dropped = sum(row["dropped"] for row in rows)
+    total = sum(row["rows"] for row in rows)
+    allowed = limit if isinstance(limit, int) else limit * total
+    if dropped > allowed:
+        worst = max(rows, key=lambda row: row["dropped"])
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in worst["reasons"].items())
+        raise DataError(
+            f"{dropped} of {total} rows were dropped, more than max_dropped {limit} "
+            f"(most in this file: {reasons})",
+            where=worst["path"],
+            fix="mend the rows that dropped.jsonl names, or raise data.max_dropped",
+        )
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The sums over all files."""
+    keys = [key for key, value in asdict(FileCounts()).items() if isinstance(value, int)]
+    return {key: sum(row[key] for row in rows) for key in keys}
+
+
+def source_row(part: Part, cached: bool) -> dict[str, Any]:
+    """One source of the mixture."""
+    return {
+        "name": part.name,
+        "samples": len(part.store),
+        "weight": part.share.weight,
+        "epochs": part.share.epochs,
+        "cached": cached,
+    }
+
+
+def warnings_of(
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    ends: Sequence[str],
+    counts: Counter[str],
+) -> list[str]:
+    """What the user should know before training."""
+    stops = {*options.stop_token_ids, tokenizer.eos_token_id}
+    warnings = [
+        f"the trained end-of-turn token {end!r} is not a stop token of this model; generation will "
+        "not stop at it unless its id is in generation_config.eos_token_id (trainkit writes it "
+        "there)"
+        for end in ends
+        if tokenizer.convert_tokens_to_ids(end) not in stops
+    ]
+    if counts["turns_without_end"]:
+        warnings.append(
+            f"{counts['turns_without_end']} trained turns have no end-of-turn token, so the model "
+            "may not learn to stop; append_eos: true puts the tokenizer's eos there"
+        )
+    if counts["turns_not_trained_for_stripped_thinking"]:
+        warnings.append(
+            f"{counts['turns_not_trained_for_stripped_thinking']} turns are not trained because "
+            "the template strips their thinking; thinking: split trains each with its own history"
+        )
+    return warnings
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+    """The sha256 of the chat template."""
+    template = options.chat_template or tokenizer.chat_template
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as JSON would give them back."""
+    return json.loads(json.dumps(values, default=list))
