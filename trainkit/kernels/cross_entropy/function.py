@@ -13,7 +13,7 @@ from trainkit.kernels.cross_entropy.reference import (
 from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
 
 if HAS_TRITON:
-    from trainkit.kernels.cross_entropy import kernel
+    from trainkit.kernels.cross_entropy import launcher
 
 
 def cross_entropy(
@@ -61,7 +61,7 @@ def cross_entropy(
             softcap=softcap,
             z_loss=z_loss,
         )
-    options = kernel.LossOptions(ignore_index, label_smoothing, softcap, z_loss)
+    options = launcher.LossOptions(ignore_index, label_smoothing, softcap, z_loss)
     # fp16 training scales the loss, so the gradient's factor is known only in the backward pass,
     # and gradients without it would underflow. A traced graph must not depend on ctx's state.
     deferred = logits.dtype == torch.float16 or torch.compiler.is_compiling()
@@ -114,10 +114,10 @@ def cross_entropy_chunk(
         )
         return
     with device_of(logits):
-        kernel.launch(
+        launcher.launch(
             logits,
             labels.contiguous(),
-            kernel.LossOptions(ignore_index, label_smoothing, softcap, z_loss),
+            launcher.LossOptions(ignore_index, label_smoothing, softcap, z_loss),
             scale=scale,
             losses=losses_out,
             dlogits=logits if want_grad else None,
@@ -168,21 +168,21 @@ def _chunk_reference(
 
 
 def _prepare(
-    logits: Tensor, labels: Tensor, num_items: Tensor | int | None, options: "kernel.LossOptions"
+    logits: Tensor, labels: Tensor, num_items: Tensor | int | None, options: "launcher.LossOptions"
 ) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
     """Rows, labels (N,), the gradients' scale, and room for the losses (N,)."""
     rows = as_rows(logits)
     flat = labels.reshape(-1).contiguous()
     scale: Tensor | float
     if isinstance(num_items, Tensor) and num_items.device == logits.device:
-        scale = kernel.launch_scale(flat, num_items, options.ignore_index, logits)
+        scale = launcher.launch_scale(flat, num_items, options.ignore_index, logits)
     elif num_items is not None:
         scale = 1.0 / float(num_items) if float(num_items) > 0 else 0.0
         if logits.dtype == torch.float64:  # a number reaches a kernel as fp32
             scale = logits.new_tensor(scale)
     else:
-        scale = kernel.launch_scale(flat, None, options.ignore_index, logits)
-    losses = logits.new_empty((rows.shape[0],), dtype=kernel.loss_dtype(logits))
+        scale = launcher.launch_scale(flat, None, options.ignore_index, logits)
+    losses = logits.new_empty((rows.shape[0],), dtype=launcher.loss_dtype(logits))
     return rows, flat, scale, losses
 
 
@@ -195,13 +195,13 @@ class _CrossEntropy(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         num_items: Tensor | int | None,
-        options: "kernel.LossOptions",
+        options: "launcher.LossOptions",
     ) -> Tensor:
         with device_of(logits):
             rows, flat, scale, losses = _prepare(logits, labels, num_items, options)
             dlogits = rows.new_empty(rows.shape) if ctx.needs_input_grad[0] else None
-            kernel.launch(rows, flat, options, scale=scale, losses=losses, dlogits=dlogits)
-            loss = kernel.launch_sum(losses, scale)
+            launcher.launch(rows, flat, options, scale=scale, losses=losses, dlogits=dlogits)
+            loss = launcher.launch_sum(losses, scale)
         ctx.scale, ctx.options, ctx.handed_over = scale, options, False
         ctx.save_for_backward(logits, flat, dlogits)
         return loss
@@ -220,7 +220,7 @@ class _CrossEntropy(torch.autograd.Function):
         if fresh:
             dlogits = rows.new_empty(rows.shape)
         with device_of(logits):
-            kernel.launch(
+            launcher.launch(
                 rows,
                 flat,
                 ctx.options,
@@ -241,12 +241,12 @@ class _DeferredCrossEntropy(torch.autograd.Function):
         logits: Tensor,
         labels: Tensor,
         num_items: Tensor | int | None,
-        options: "kernel.LossOptions",
+        options: "launcher.LossOptions",
     ) -> Tensor:
         with device_of(logits):
             rows, flat, scale, losses = _prepare(logits, labels, num_items, options)
-            kernel.launch(rows, flat, options, scale=scale, losses=losses)
-            loss = kernel.launch_sum(losses, scale)
+            launcher.launch(rows, flat, options, scale=scale, losses=losses)
+            loss = launcher.launch_sum(losses, scale)
         on_device = isinstance(scale, Tensor)
         ctx.scale, ctx.options = None if on_device else scale, options
         ctx.save_for_backward(logits, flat, scale if on_device else None)
@@ -259,7 +259,7 @@ class _DeferredCrossEntropy(torch.autograd.Function):
         rows = as_rows(logits)
         dlogits = rows.new_empty(rows.shape)
         with device_of(logits):
-            kernel.launch(
+            launcher.launch(
                 rows,
                 flat,
                 ctx.options,

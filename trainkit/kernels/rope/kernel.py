@@ -77,6 +77,23 @@ def _turn(
         )
 
 
+@triton.jit
+def _load_angles(
+    cos_ptr,
+    sin_ptr,
+    rows,
+    token_mask,
+    WIDE: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    cols = tl.arange(0, BLOCK_HALF)
+    at = rows[:, None] + cols[None, :]
+    mask = token_mask[:, None] & (cols < HALF)[None, :]
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0).to(WIDE)
+    return cos, tl.load(sin_ptr + at, mask=mask, other=0.0).to(WIDE)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "seq_len"])
 def _rope(
     q_ptr,
@@ -109,18 +126,14 @@ def _rope(
     WIDE: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     Q_GROUPS: tl.constexpr = Q_HEADS // HEADS
     GROUPS: tl.constexpr = (Q_HEADS + K_HEADS) // HEADS
-    program = tl.program_id(0)
-    group = program % GROUPS
-    tokens = (program // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    group = tl.program_id(0) % GROUPS
+    tokens = (tl.program_id(0) // GROUPS).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = tokens < num_tokens
     batch = tokens // seq_len
     position = tokens % seq_len
 
-    cols = tl.arange(0, BLOCK_HALF)
-    angle = (batch * cos_batch_stride + position * cos_seq_stride)[:, None] + cols[None, :]
-    angle_mask = token_mask[:, None] & (cols < R // 2)[None, :]
-    cos = tl.load(cos_ptr + angle, mask=angle_mask, other=0.0).to(WIDE)
-    sin = tl.load(sin_ptr + angle, mask=angle_mask, other=0.0).to(WIDE)
+    angles = batch * cos_batch_stride + position * cos_seq_stride
+    cos, sin = _load_angles(cos_ptr, sin_ptr, angles, token_mask, WIDE, R // 2, BLOCK_HALF)
     if BACKWARD:
         sin = -sin
 

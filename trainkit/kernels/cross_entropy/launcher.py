@@ -1,0 +1,149 @@
+"""Launching the cross-entropy kernels: settings by shape, and the arguments' order."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainkit.kernels.cross_entropy.kernel import count_scale, cross_entropy_rows, sum_losses
+from trainkit.kernels.launch import (
+    INTERPRETING,
+    Kernel,
+    next_power_of_2,
+    num_multiprocessors,
+    remembered,
+)
+
+CROSS_ENTROPY = Kernel(cross_entropy_rows)
+COUNT_SCALE = Kernel(count_scale)
+SUM_LOSSES = Kernel(sum_losses)
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """What the loss is, apart from its inputs; hashable, part of the kernel's signature."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+
+
+@remembered
+def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK, NUM_STREAMED, num_warps, STAGES, programs per multiprocessor) by row length."""
+    block = next_power_of_2(max(16, vocab))
+    if INTERPRETING:
+        block = min(block, 4096)
+        return block, -(-vocab // block) - 1, 4, 1, 2
+    if block * element_size <= 16384:
+        return block, 0, 4, 1, 4
+    block = 16384 // element_size
+    return block, -(-vocab // block) - 1, 8, 6, 2
+
+
+def launch(
+    logits: Tensor,
+    labels: Tensor,
+    options: LossOptions,
+    *,
+    scale: Tensor | float,
+    losses: Tensor | None = None,
+    dlogits: Tensor | None = None,
+    correct: Tensor | None = None,
+    grad_output: Tensor | None = None,
+    skip_unit_grad_output: bool = False,
+) -> None:
+    """Losses and gradients of the rows of logits (N, V), each only where an output is given.
+
+    Args:
+        logits: (N, V), unit column stride.
+        labels: (N,), contiguous.
+        options: the loss.
+        scale: factor of the gradients (not of the losses), a number or a 0-d tensor.
+        losses: (N,) receives the losses.
+        dlogits: (N, V), unit column stride, receives the gradients; may be logits itself.
+        correct: (N,) receives 1 where no other column exceeds the label's.
+        grad_output: 0-d, a further factor of the gradients.
+        skip_unit_grad_output: do nothing at all when grad_output is 1, decided on the device.
+    """
+    num_rows, vocab = logits.shape
+    if not num_rows:
+        return
+    block, streamed, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
+    programs = min(num_rows, num_multiprocessors(logits) * per_multiprocessor)
+    on_device = isinstance(scale, Tensor)
+    out = logits if dlogits is None else dlogits
+    filler = labels
+    CROSS_ENTROPY.launch(
+        (programs,),
+        (
+            logits,
+            out,
+            labels,
+            filler if losses is None else losses,
+            filler if correct is None else correct,
+            scale if isinstance(scale, Tensor) else filler,
+            filler if grad_output is None else grad_output,
+        ),
+        (logits.stride(0), out.stride(0)),
+        (num_rows, programs, options.ignore_index, 0.0 if on_device else float(scale)),
+        (
+            on_device,
+            grad_output is not None,
+            skip_unit_grad_output,
+            losses is not None,
+            correct is not None,
+            dlogits is not None,
+            options.label_smoothing,
+            options.softcap or 0.0,
+            options.z_loss,
+            vocab,
+            block,
+            streamed,
+            stages,
+        ),
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def launch_scale(
+    labels: Tensor, num_items: Tensor | None, ignore_index: int, like: Tensor
+) -> Tensor:
+    """1 / num_items, or 1 / the number of labels that are not ignored; 0 instead of infinity."""
+    scale = like.new_empty((), dtype=_wide(like.dtype))
+    source = labels if num_items is None else num_items
+    COUNT_SCALE.launch(
+        (1,),
+        (source, scale),
+        (),
+        (labels.shape[0], ignore_index),
+        (num_items is not None, 2048),
+        num_warps=8,
+    )
+    return scale
+
+
+def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
+    """The sum of the losses (N,) times the scale, in a fixed order."""
+    loss = losses.new_empty(())
+    on_device = isinstance(scale, Tensor)
+    SUM_LOSSES.launch(
+        (1,),
+        (losses, scale if isinstance(scale, Tensor) else losses, loss),
+        (),
+        (losses.shape[0], 0.0 if on_device else float(scale)),
+        (on_device, 2048),
+        num_warps=8,
+    )
+    return loss
+
+
+def loss_dtype(logits: Tensor) -> torch.dtype:
+    """The dtype losses are kept in: fp64 for fp64 logits, else fp32."""
+    return _wide(logits.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
