@@ -157,7 +157,7 @@ def test_a_run_goes_on_where_it_stopped(project):
 
 @pytest.mark.slow
 def test_two_ranks_with_zero3_from_the_command_line(project):
-    launcher = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     code, out, err = trainkit(
         project,
         "--config",
