@@ -115,7 +115,7 @@ def _prepare(
 ) -> _Prepared:
     """Tokenizer, data, arguments: in this order, since the last one starts the process group."""
     recipe = loaded.recipe
-    source = _model_source(recipe)
+    source = model_source(recipe)
     check_exists(source)
     tokenizer = load_tokenizer(source)
     # Set on the tokenizer, so that the held-out answers and final/ have it as well.
@@ -124,10 +124,10 @@ def _prepare(
     )
     with tokenisation_progress(console) as progress:
         data = prepare_run_data(
-            _sources(recipe, recipe.data.train),
-            _sources(recipe, recipe.data.eval),
+            data_sources(recipe, recipe.data.train),
+            data_sources(recipe, recipe.data.eval),
             tokenizer,
-            _data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
+            data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
             packing=recipe.data.packing,
             shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
             ledger=ledger,
@@ -149,7 +149,7 @@ def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[list[dict[
     asked = recipe.generation_eval
     if asked is None:
         return []
-    conversations, num_dropped = read_conversations(_sources(recipe, asked.data), ledger)
+    conversations, num_dropped = read_conversations(data_sources(recipe, asked.data), ledger)
     if num_dropped:
         console.warn(f"{num_dropped} held-out rows are no conversations and are not asked")
     return conversations[: asked.max_samples]
@@ -208,7 +208,8 @@ def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
     )
 
 
-def _model_source(recipe: Recipe) -> ModelSource:
+def model_source(recipe: Recipe) -> ModelSource:
+    """Where the recipe's model and tokenizer come from."""
     model = recipe.model
     return ModelSource(
         name_or_path=model.name_or_path,
@@ -220,7 +221,8 @@ def _model_source(recipe: Recipe) -> ModelSource:
     )
 
 
-def _sources(recipe: Recipe, specs: Sequence[SourceSpec]) -> tuple[Source, ...]:
+def data_sources(recipe: Recipe, specs: Sequence[SourceSpec]) -> tuple[Source, ...]:
+    """A list of the recipe's data section as the data package takes it."""
     return tuple(
         Source(
             path=spec.path,
@@ -237,7 +239,8 @@ def _sources(recipe: Recipe, specs: Sequence[SourceSpec]) -> tuple[Source, ...]:
     )
 
 
-def _data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
+def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
+    """The recipe's data section as the data package takes it; ``cache_dir`` wins over its own."""
     data, training = recipe.data, recipe.training
     seed = training.get("data_seed")
     return DataOptions(
