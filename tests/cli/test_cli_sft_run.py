@@ -177,7 +177,7 @@ def test_two_ranks_with_zero3_from_the_command_line(project):
 @pytest.mark.slow
 def test_a_dry_run_says_what_it_saw_and_writes_nothing(project):
     before = sorted(path.name for path in project.iterdir())
-    code, out, err = trainkit(project, "--config", "small.yaml", "--dry-run")
+    code, _, err = trainkit(project, "--config", "small.yaml", "--dry-run")
     assert code == 0, err
     assert "ready to train" in err
     assert sorted(path.name for path in project.iterdir()) == before
