@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
 from safetensors.torch import load_file, save_file
+from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
 from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.atomic import verify_directory

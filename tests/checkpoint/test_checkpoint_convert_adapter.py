@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import write_chatglm
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from tiny_glm import write_chatglm
 from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.adapter import read_adapter

@@ -224,7 +224,7 @@ def test_damaged_pickle(tmp_path, damage):
 
 
 def test_remote_code_beside_the_weights_is_never_imported(glm, tmp_path):
-    from conftest import write_chatglm
+    from tiny_glm import write_chatglm
 
     from trainkit.checkpoint.convert import ConvertOptions, convert_model
 
