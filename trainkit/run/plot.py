@@ -1,22 +1,40 @@
-"""Curves of a run as PNG files, and several runs over one another.
+"""Curves of a run as PNG or SVG pictures, and several runs over one another.
 
-Colours are those of Okabe and Ito, told apart by the colour-blind. Raw values are faint, an
-exponential mean over about a twentieth of the run is drawn over them.
+Colours are those of Okabe and Ito, told apart by the colour-blind. Raw values are faint; an
+exponential mean is drawn over them. Nothing here uses pyplot, whose global state is not for
+threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
+from trainkit.run.curves import (
+    Row,
+    Series,
+    by_minutes,
+    read_rows,
+    series,
+    smoothed,
+    thinned,
+    warmup_end,
+)
 from trainkit.run.directory import RunDirectory
+from trainkit.run.files import write_bytes_atomic
+from trainkit.run.format import format_count
 from trainkit.run.metrics import read_metrics
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_INK, _GRID = "#333333", "#dddddd"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+_LINES = ("-", "--", ":", "-.")
+_INK, _GRID, _SHADE, _EVALUATION = "#333333", "#e3e3e3", "#f1f1f1", COLOURS[1]
+_MOST_POINTS = 1500
+# Fewer points than this show their own shape; a mean would only hide it.
+_FEWEST_TO_SMOOTH = 20
 
 
 @dataclass(frozen=True)
@@ -26,175 +44,263 @@ class Curve:
     Attributes:
         name: of the file.
         key: of the metric.
-        label: of the vertical axis, with its unit.
+        title: in words.
+        unit: of the vertical axis.
         smooth: draw an exponential mean over faint raw values.
-        log_scale: for values over several orders of magnitude.
+        log_scale: where the highest value would flatten all others against the axis.
+        from_zero: the axis starts at 0, so that heights compare.
     """
 
     name: str
     key: str
-    label: str
-    smooth: bool = False
+    title: str
+    unit: str
+    smooth: bool = True
     log_scale: bool = False
+    from_zero: bool = False
 
 
-CURVES = (
-    Curve("loss", "loss", "loss (nats per trained token)", smooth=True),
-    Curve("learning_rate", "learning_rate", "learning rate"),
-    Curve("grad_norm", "grad_norm", "gradient norm", smooth=True, log_scale=True),
-    Curve("tokens_per_second", "tokens_per_second", "tokens per second", smooth=True),
-    Curve("token_accuracy", "token_accuracy", "token accuracy", smooth=True),
-    Curve("memory", "peak_memory_gib", "peak memory (GiB)"),
+LOSS = Curve("loss", "loss", "Loss", "nats per trained token", log_scale=True)
+EVAL_LOSS = Curve(
+    "eval_loss", "eval_loss", "Evaluation loss", "nats per trained token", False, log_scale=True
 )
-
-Points = tuple[list[float], list[float]]
+CURVES = (
+    LOSS,
+    Curve("learning_rate", "learning_rate", "Learning rate", "per step", False, from_zero=True),
+    Curve("grad_norm", "grad_norm", "Gradient norm", "before clipping", log_scale=True),
+    Curve("tokens_per_second", "tokens_per_second", "Speed", "tokens per second", from_zero=True),
+    Curve("memory", "peak_memory_gib", "Peak memory", "GiB", False, from_zero=True),
+    Curve("token_accuracy", "token_accuracy", "Token accuracy", "share of trained tokens"),
+    Curve("mfu", "mfu", "Model FLOPs utilisation", "share of the peak", from_zero=True),
+)
+_OVERVIEW = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 
 def draw_plots(run: RunDirectory) -> list[Path]:
-    """Draw every curve of a run that has at least two points, and ``plots/overview.png``.
-
-    Safe to call from a thread while the run goes: figures are not shared and files appear whole.
+    """Draw every curve of a run that has two points or more, and ``plots/overview.png``.
 
     Returns:
-        The files written.
+        The files written; each appears whole.
     """
     rows = read_metrics(run.metrics)
     resumed = run.status().resumed_at_steps
-    drawn = [curve for curve in CURVES if len(points(rows, curve.key)[0]) > 1]
+    run.plots.mkdir(exist_ok=True)
     written = []
+    drawn = [curve for curve in CURVES if len(series(rows, curve.key)) > 1]
     for curve in drawn:
         figure, (axes,) = _figure(1)
-        _draw_run(axes, curve, rows, COLOURS[0], resumed=resumed)
+        _draw(axes, curve, rows, resumed=resumed)
         written.append(_save(figure, run.plots / f"{curve.name}.png"))
-    if drawn:
-        figure, panels = _figure(min(len(drawn), 4))
-        for axes, curve in zip(panels, drawn, strict=False):
-            _draw_run(axes, curve, rows, COLOURS[0], resumed=resumed)
+    shown = [curve for curve in drawn if curve.name in _OVERVIEW]
+    if shown:
+        figure, panels = _figure(len(shown))
+        for axes, curve in zip(panels, shown, strict=True):
+            _draw(axes, curve, rows, resumed=resumed, has_legend=axes is panels[0])
         written.append(_save(figure, run.plots / "overview.png"))
     return written
+
+
+def svg_plots(run: RunDirectory) -> list[tuple[str, str]]:
+    """Every curve of a run as (title, ``<svg>`` element), for a page that holds its pictures."""
+    from matplotlib import rc_context
+
+    rows = read_metrics(run.metrics)
+    resumed = run.status().resumed_at_steps
+    pictures = []
+    for curve in CURVES:
+        if len(series(rows, curve.key)) > 1:
+            # Text stays text, in the reader's own font; names of clip paths differ by picture.
+            with rc_context({"svg.fonttype": "none", "svg.hashsalt": curve.name}):
+                figure, (axes,) = _figure(1)
+                _draw(axes, curve, rows, resumed=resumed, most_points=500)
+                buffer = io.StringIO()
+                figure.savefig(buffer, format="svg", metadata={"Date": None})
+            pictures.append((curve.title, "<svg" + buffer.getvalue().partition("<svg")[2]))
+    return pictures
 
 
 def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> list[Path]:
     """Lay the curves of several runs over one another.
 
     Args:
-        runs: run directories.
+        runs: run directories, or logs of Hugging Face's Trainer (see ``read_rows``).
         output: the PNG file to write; ``comparison.png`` here without it.
 
     Returns:
         The files written.
 
     Raises:
-        RunDirectoryError: a directory is no run, or none of them has a curve yet.
+        RunDirectoryError: a path is no run, or none of them has a curve yet.
     """
-    opened = [RunDirectory.open(run) for run in runs]
-    rows = [read_metrics(run.metrics) for run in opened]
-    shown = [c for c in CURVES if any(len(points(each, c.key)[0]) > 1 for each in rows)][:4]
-    if not shown:
+    paths = [Path(run) for run in runs]
+    rows = [read_rows(path) for path in paths]
+    minutes = [by_minutes(each) for each in rows]
+    panels: list[tuple[Curve, list[Any], str]] = [(LOSS, [*rows], "step")]
+    # Two ways to the same loss differ in time, not in steps.
+    panels += [(LOSS, [*minutes], "minutes in training steps")]
+    panels += [
+        (curve, [*rows], "step") for curve in (EVAL_LOSS, *CURVES[2:]) if curve.name != "mfu"
+    ]
+    panels = [
+        panel for panel in panels if any(len(series(each, panel[0].key)) > 1 for each in panel[1])
+    ][:6]
+    if not panels:
         raise RunDirectoryError(
             "there are no curves yet: no run has two logged steps",
-            where=", ".join(str(run) for run in runs),
+            where=", ".join(str(path) for path in paths),
         )
-    figure, panels = _figure(len(shown))
-    for axes, curve in zip(panels, shown, strict=True):
-        for index, (run, each) in enumerate(zip(opened, rows, strict=True)):
-            colour = COLOURS[index % len(COLOURS)]
-            _draw_run(axes, curve, each, colour, name=run.name)
-    panels[0].legend(fontsize=7, frameon=False)
+    figure, all_axes = _figure(len(panels), legend_lines=len(paths))
+    for axes, (curve, each_rows, label) in zip(all_axes, panels, strict=True):
+        for index, each in enumerate(each_rows):
+            _draw_line(
+                axes,
+                curve,
+                thinned(series(each, curve.key), _MOST_POINTS),
+                *_look(index),
+                faint=0.12,
+            )
+        _dress(axes, curve, label)
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=colour, linestyle=line, linewidth=width)
+        for colour, line, width in map(_look, range(len(paths)))
+    ]
+    figure.legend(
+        handles, distinct_names(paths), loc="outside upper left", frameon=False, fontsize=9
+    )
     return [_save(figure, output or Path("comparison.png"))]
 
 
-def points(rows: Iterable[Mapping[str, Any]], key: str) -> Points:
-    """The steps and finite values of one metric."""
-    steps, values = [], []
-    for row in rows:
-        value = row.get(key)
-        if isinstance(value, int | float) and value == value and abs(value) != float("inf"):
-            steps.append(float(row["step"]))
-            values.append(float(value))
-    return steps, values
+def _look(index: int) -> tuple[str, str, float]:
+    """Colour, line and width of one of several runs: equal curves show through one another."""
+    return COLOURS[index % len(COLOURS)], _LINES[index % len(_LINES)], 2.8 if index == 0 else 1.8
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Exponential mean over about a twentieth of the values, without the bias of its start."""
-    decay = 1 - 1 / max(len(values) / 20, 1)
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        mean = decay * mean + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        result.append(mean / weight)
-    return result
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The directories' names, with as many parents as it takes to tell them apart."""
+    parts = [path.resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return [str(path) for path in paths]
 
 
-def _figure(num_panels: int) -> tuple[Any, list[Any]]:
-    """A figure without pyplot, whose global state is not for threads."""
+def _figure(num_panels: int, *, legend_lines: int = 0) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(num_panels, 2)
-    rows = -(-num_panels // columns)
-    figure = Figure(figsize=(5.2 * columns, 3.2 * rows), dpi=140, layout="constrained")
+    lines = -(-num_panels // columns)
+    # One panel is 900 pixels wide: its text is legible when a page shows it at half of that.
+    height = 3.1 * lines + 0.22 * legend_lines
+    figure = Figure(figsize=(5.6 * columns, height), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False)
-    flat = [axes for row in panels for axes in row]
+    flat = list(figure.subplots(lines, columns, squeeze=False).flat)
     for axes in flat[num_panels:]:
         axes.set_axis_off()
     return figure, flat[:num_panels]
 
 
-def _draw_run(
+def _draw(
     axes: Any,
     curve: Curve,
-    rows: Sequence[Mapping[str, Any]],
-    colour: str,
+    rows: Sequence[Row],
     *,
-    name: str | None = None,
-    resumed: Sequence[int] = (),
+    resumed: Sequence[int],
+    most_points: int = _MOST_POINTS,
+    has_legend: bool = True,
 ) -> None:
-    steps, values = points(rows, curve.key)
-    if len(steps) < 2:
-        return
-    smooth = curve.smooth and len(steps) >= 20
-    axes.plot(steps, values, color=colour, alpha=0.25 if smooth else 1.0, linewidth=1.1)
-    if smooth:
-        axes.plot(steps, smoothed(values), color=colour, linewidth=1.8, label=name)
-    elif name is not None:
-        axes.plot([], [], color=colour, label=name)
+    """One metric of one run, with what happened to the run."""
+    end = warmup_end(rows)
+    if end is not None:
+        axes.axvspan(0, end, color=_SHADE, zorder=0, label="warm-up")
+    values = thinned(series(rows, curve.key), most_points)
+    _draw_line(axes, curve, values, COLOURS[0], name=curve.title.lower())
     if curve.key == "loss":
-        eval_steps, eval_values = points(rows, "eval_loss")
-        if eval_steps:
-            label = "evaluation" if name is None else None
-            axes.plot(eval_steps, eval_values, "o-", color=COLOURS[1], markersize=4, label=label)
-            if label:
-                axes.legend(fontsize=8, frameon=False)
-    _shade_warmup(axes, rows, visible=name is None)
-    for step in resumed:
-        axes.axvline(step, color=_INK, linestyle=":", linewidth=1)
-    if curve.log_scale and min(values) > 0 and max(values) > 30 * min(values):
+        evaluation = series(rows, "eval_loss")
+        if len(evaluation):
+            axes.plot(
+                evaluation.steps,
+                evaluation.values,
+                "o-",
+                color=_EVALUATION,
+                markersize=5,
+                markeredgecolor="white",
+                linewidth=1.4,
+                label="evaluation",
+            )
+    for index, step in enumerate(resumed):
+        label = "resumed" if index == 0 else None
+        axes.axvline(step, color=_INK, linestyle=(0, (2, 2)), linewidth=1, label=label)
+    _dress(axes, curve, "step")
+    # One plain line needs no key.
+    if has_legend and len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend(fontsize=8.5, frameon=False, handlelength=1.6)
+
+
+def _draw_line(
+    axes: Any,
+    curve: Curve,
+    values: Series,
+    colour: str,
+    line: str = "-",
+    width: float = 2,
+    *,
+    faint: float = 0.28,
+    name: str | None = None,
+) -> None:
+    if not len(values):
+        return
+    if curve.smooth and len(values) >= _FEWEST_TO_SMOOTH:
+        axes.plot(values.steps, values.values, color=colour, alpha=faint, linewidth=0.8)
+        means = smoothed(values.values)
+        label = f"{name}, smoothed" if name else None
+        axes.plot(values.steps, means, line, color=colour, linewidth=width, label=label)
+    else:
+        axes.plot(values.steps, values.values, line, color=colour, linewidth=width, label=name)
+    if values.broken_steps:
+        heights = [min(values.values)] * len(values.broken_steps)
+        label = "NaN or infinite" if name else None
+        axes.plot(values.broken_steps, heights, "x", color="#C00000", markersize=7, label=label)
+
+
+def _dress(axes: Any, curve: Curve, x_label: str) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    heights = sorted(float(y) for line in axes.get_lines() for y in line.get_ydata())
+    typical = heights[len(heights) // 2] if heights else 0.0
+    if curve.log_scale and low > 0 and high > 30 * typical:
         axes.set_yscale("log")
-    axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(curve.label, color=_INK)
-    axes.grid(color=_GRID, linewidth=0.6)
+    elif curve.from_zero and low >= 0:
+        axes.set_ylim(0, high * 1.08 or 1)
+    if curve.key == "tokens_per_second":
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
+    elif curve.key == "learning_rate":
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _power_of_ten(value)))
+    if x_label == "step":
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.set_title(curve.title, loc="left", fontsize=11, color=_INK, fontweight="bold")
+    axes.set_xlabel(x_label, color=_INK, fontsize=9.5)
+    axes.set_ylabel(curve.unit, color=_INK, fontsize=9.5)
+    axes.tick_params(labelsize=9, colors=_INK, length=3)
+    axes.grid(color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
+    axes.margins(x=0.01)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _shade_warmup(axes: Any, rows: Sequence[Mapping[str, Any]], *, visible: bool) -> None:
-    """Grey where the learning rate still rises."""
-    steps, rates = points(rows, "learning_rate")
-    if not visible or not rates:
-        return
-    peak = max(range(len(rates)), key=lambda index: rates[index])
-    if peak > 0:
-        axes.axvspan(steps[0], steps[peak], color="#f2f2f2", zorder=0)
+def _power_of_ten(value: float) -> str:
+    """``1.5e-3``: as recipes write learning rates."""
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-") if value else "0"
 
 
 def _save(figure: Any, path: Path) -> Path:
-    """Write a PNG that a reader never sees half of."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    save: Callable[..., None] = figure.savefig
-    save(partial, format="png")
-    partial.replace(path)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_bytes_atomic(path, buffer.getvalue())
     return path

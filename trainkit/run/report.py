@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from html import escape
 from typing import Any
 
+from trainkit.run.curves import Row, series
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
-from trainkit.run.format import format_duration
+from trainkit.run.format import format_count, format_duration, format_loss, format_number
 from trainkit.run.metrics import read_metrics
+from trainkit.run.page import details, figures, page, paragraph, section, table
+from trainkit.run.plot import svg_plots
 
 MAX_ANSWERS = 30
 
-_STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;color:#222;background:#fff;max-width:62rem;margin:0 auto;
-padding:1rem}h1{font-size:1.5rem;margin:.2rem 0;overflow-wrap:anywhere}h2{font-size:1.15rem;
-margin:2rem 0 .5rem;border-bottom:1px solid #ddd}
-table{border-collapse:collapse;font-size:.85rem}
-th,td{text-align:left;padding:.2rem .7rem .2rem 0;vertical-align:top;border-bottom:1px solid #eee;
-overflow-wrap:anywhere}th{font-weight:600}.wide{overflow-x:auto}img{max-width:100%}pre{background:
-#f6f6f6;padding:.7rem;overflow-x:auto;font-size:.8rem}.figures{display:flex;flex-wrap:wrap;gap:.5rem
-2rem;margin:1rem 0}.figures div{min-width:7rem}.figures b{display:block;font-size:1.3rem}.done{color:
-#00734d}.failed,.interrupted,.wrong{color:#b34700}details{margin:.5rem 0}@media print{details>*{
-display:block}body{font-size:12px}}
-"""
+_FILE_COLUMNS = {
+    "path": "file",
+    "rows": "rows",
+    "kept": "kept",
+    "dropped": "dropped",
+    "cut": "cut",
+    "samples": "samples",
+    "tokens": "tokens",
+    "trained_tokens": "trained tokens",
+    "sha256": "sha256",
+}
 
 
 def write_report(run: RunDirectory) -> None:
@@ -36,145 +36,200 @@ def write_report(run: RunDirectory) -> None:
 
 def render_report(run: RunDirectory) -> str:
     """The page as HTML; it asks for nothing over the network."""
+    rows = read_metrics(run.metrics)
     data, answers = read_json(run.data), read_json(run.generation_eval)
     sections = [
-        _head(run, answers),
-        _section("Curves", _picture(run.plots / "overview.png")),
-        _section("Answers to held-out conversations", _answers(answers)),
-        _section("Data", _data(data)),
-        _section("Kernels", _kernels(read_json(run.kernels))),
-        _section("Recipe, every value and where it came from", _text(run.resolved)),
-        _section("Command", _text(run.command)),
-        _section("Environment", _environment(read_json(run.environment))),
+        _head(run, rows, answers),
+        _warnings(run, rows, data),
+        section("Curves", _curves(run)),
+        section("Answers to held-out conversations", _answers(answers)),
+        section("Data", _data(data)),
+        section("Kernels", _kernels(read_json(run.kernels))),
+        section("Recipe", _recipe(run)),
+        section("Command", _command(run)),
+        section("Environment", _environment(read_json(run.environment))),
     ]
-    title = html.escape(run.name)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{_STYLE}</style></head><body>"
-        + "".join(sections)
-        + "</body></html>\n"
-    )
+    return page(run.name, "".join(sections))
 
 
-def _head(run: RunDirectory, answers: Mapping[str, Any] | None) -> str:
+def _head(run: RunDirectory, rows: Sequence[Row], answers: Mapping[str, Any] | None) -> str:
     status = run.status()
-    rows = [row for row in read_metrics(run.metrics) if "loss" in row]
-    evaluations = [row for row in read_metrics(run.metrics) if "eval_loss" in row]
-    figures: list[tuple[str, str]] = []
-    if rows:
-        seconds = sum(float(row.get("step_seconds") or 0) for row in rows)
-        tokens = sum(int(row.get("num_tokens") or 0) for row in rows)
-        figures += [
-            ("steps", str(rows[-1]["step"])),
-            ("training loss", f"{rows[0]['loss']:.3f} → {rows[-1]['loss']:.3f}"),
-            ("tokens", f"{tokens:,}"),
-            ("time in steps", format_duration(seconds)),
-        ]
-    if evaluations:
-        figures.append(("evaluation loss", f"{evaluations[-1]['eval_loss']:.3f}"))
-    if answers:
-        figures.append(("exact match", f"{answers['accuracy']:.1%}"))
-    # The report is written before the status says so: a run that gets here has trained.
+    # The report is written while the status still says running: a run that gets here has trained.
     state = "done" if status.state == "running" else status.state
-    reason = f" {html.escape(status.reason)}" if status.reason else ""
-    cells = "".join(f"<div>{label}<b>{html.escape(value)}</b></div>" for label, value in figures)
+    reason = f": {escape(status.reason)}" if status.reason else ""
     return (
-        f"<h1>{html.escape(run.name)}</h1><p class='{state}'>{state}{reason}</p>"
-        f"<div class='figures'>{cells}</div>"
+        f"<h1>{escape(run.name)}</h1>"
+        f"<p><span class='state {escape(state)}'>{escape(state)}</span>{reason}"
+        f" <span class='dim'>started {escape(status.started)}</span></p>"
+        + figures(headline_figures(rows, answers))
     )
 
 
-def _section(title: str, body: str) -> str:
-    return f"<h2>{title}</h2>{body}" if body else ""
+def headline_figures(
+    rows: Sequence[Row], answers: Mapping[str, Any] | None
+) -> list[tuple[str, str]]:
+    """What a reader wants to know first, as (label, value)."""
+    training = [row for row in rows if "loss" in row]
+    found: list[tuple[str, str]] = []
+    if answers:
+        found.append(("exact match, held out", f"{answers['accuracy']:.1%}"))
+    if training:
+        first, last = format_loss(training[0]["loss"]), format_loss(training[-1]["loss"])
+        found.append(("training loss", f"{first} → {last}"))
+    evaluation = series(rows, "eval_loss")
+    if len(evaluation):
+        found.append(("evaluation loss", format_loss(evaluation.values[-1])))
+    if training:
+        found.append(("steps", f"{training[-1]['step']:,}"))
+    if training and training[-1].get("epoch") is not None:
+        found.append(("epochs", format_number(training[-1]["epoch"])))
+    tokens = sum(series(training, "num_tokens").values)
+    if tokens:
+        found.append(("tokens", format_count(tokens)))
+    seconds = sum(series(training, "step_seconds").values)
+    if seconds:
+        found.append(("time in steps", format_duration(seconds)))
+    speed = sorted(series(training, "tokens_per_second").values)
+    if speed:
+        found.append(("median tokens/s", format_count(speed[len(speed) // 2])))
+    memory = series(training, "peak_memory_gib").values
+    if memory:
+        found.append(("peak memory", f"{format_number(max(memory))} GiB"))
+    return found
 
 
-def _picture(path: Path) -> str:
-    if not path.is_file():
-        return "<p>No curves: fewer than two steps were logged.</p>"
-    encoded = base64.b64encode(path.read_bytes()).decode("ascii")
-    label = "loss, learning rate, gradient norm and speed over the steps"
-    return f'<img alt="{label}" src="data:image/png;base64,{encoded}">'
+def _warnings(run: RunDirectory, rows: Sequence[Row], data: Mapping[str, Any] | None) -> str:
+    found = []
+    broken = series(rows, "loss").broken_steps
+    if broken:
+        found.append(
+            f"The loss was NaN or infinite in {len(broken)} steps, first in {broken[0]:.0f}."
+        )
+    for step in run.status().resumed_at_steps:
+        found.append(f"The run was continued from step {step}.")
+    for split in ("train", "eval"):
+        found += ((data or {}).get(split) or {}).get("warnings", [])
+    return "".join(paragraph(text, "warning") for text in found)
+
+
+def _curves(run: RunDirectory) -> str:
+    pictures = svg_plots(run)
+    if not pictures:
+        return paragraph("None: fewer than two steps were logged.")
+    cells = (f"<figure role='img' aria-label='{escape(t)}'>{svg}</figure>" for t, svg in pictures)
+    return f"<div class='curves'>{''.join(cells)}</div>"
 
 
 def _answers(answers: Mapping[str, Any] | None) -> str:
     if not answers:
         return ""
-    rows = sorted(answers["rows"], key=lambda row: row["is_exact"])[:MAX_ANSWERS]
-    table = _table(
-        ("question", "expected", "given", ""),
-        [
-            (r["question"], r["expected"], r["given"], "yes" if r["is_exact"] else "no")
-            for r in rows
-        ],
-    )
-    note = f"{answers['num_exact']} of {answers['num_total']} exact; wrong ones first."
-    return f"<p>{note}</p>{table}"
+    rows = sorted(answers["rows"], key=lambda row: row["is_exact"])
+    num_wrong = answers["num_total"] - answers["num_exact"]
+    # Wrong ones teach most, but a page of them alone would mislead about a model that is right.
+    shown = rows[: min(num_wrong, MAX_ANSWERS * 2 // 3)]
+    shown += rows[num_wrong : num_wrong + MAX_ANSWERS - len(shown)]
+    note = f"{answers['num_exact']} of {answers['num_total']} answers are exact. "
+    note += "Some wrong ones, then some right ones; all of them are in generation_eval.json."
+    marks = {True: "✓", False: "✗"}
+    cells = [(r["question"], r["expected"], r["given"], marks[r["is_exact"]]) for r in shown]
+    return paragraph(note) + table(("question", "expected", "given", ""), cells)
 
 
 def _data(data: Mapping[str, Any] | None) -> str:
-    if not data:
-        return ""
     parts = []
-    columns = ("path", "rows", "kept", "dropped", "cut", "samples", "tokens", "trained_tokens")
     for split in ("train", "eval"):
-        summary = data.get(split)
-        if summary:
-            body = [[row[column] for column in columns] for row in summary["files"]]
-            parts.append(f"<h3>{split}</h3>" + _table(columns, body))
-            parts += [f"<p class='wrong'>{html.escape(w)}</p>" for w in summary["warnings"]]
+        summary = (data or {}).get(split)
+        if not summary:
+            continue
+        body = [
+            [_file_cell(key, row[key]) for key in _FILE_COLUMNS if key in row]
+            for row in summary["files"]
+        ]
+        parts.append(f"<h3>{split}</h3>" + table(list(_FILE_COLUMNS.values()), body))
+        reasons = [
+            (row["path"], reason, count)
+            for row in summary["files"]
+            for reason, count in row.get("reasons", {}).items()
+        ]
+        if reasons:
+            parts.append(table(("file", "why rows were dropped or cut", "rows"), reasons))
+        parts += [paragraph(note) for note in summary.get("notes", ())]
     return "".join(parts)
+
+
+def _file_cell(key: str, value: Any) -> str:
+    if key == "sha256":
+        return str(value)[:12]
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _kernels(kernels: Mapping[str, Any] | None) -> str:
     if not kernels:
         return ""
-    attention = kernels.get("attention", {})
-    head = f"<p>attention: {html.escape(str(attention.get('name')))}, "
-    head += f"{html.escape(str(attention.get('reason')))}</p>"
+    parts = []
+    attention = kernels.get("attention")
+    if attention:
+        parts.append(paragraph(f"Attention: {attention.get('name')}, {attention.get('reason')}."))
     rows = [
         (row["op"], row["status"], row["num_modules"], row["reason"])
         for row in (*kernels.get("ops", ()), *kernels.get("lora", ()))
     ]
+    if rows:
+        parts.append(table(("op", "status", "modules", "reason"), rows))
     checks: Sequence[Mapping[str, Any]] = kernels.get("self_check", ())
-    body = head + (_table(("op", "status", "modules", "reason"), rows) if rows else "")
     if checks:
         keys = list(dict.fromkeys(key for row in checks for key in row))
-        table = _table(keys, [[row.get(key, "") for key in keys] for row in checks])
-        body += f"<details><summary>Self-check before training</summary>{table}</details>"
-    return body
+        cells = [[_figure(row.get(key)) for key in keys] for row in checks]
+        parts.append(details("Self-check before training", table(keys, cells)))
+    return "".join(parts)
+
+
+def _recipe(run: RunDirectory) -> str:
+    if not run.resolved.is_file():
+        return ""
+    lines = []
+    for line in run.resolved.read_text(encoding="utf-8").splitlines():
+        is_default = line.rstrip().endswith("default")
+        lines.append(f"<span class='dim'>{escape(line)}</span>" if is_default else escape(line))
+    return paragraph("Every value and where it came from; defaults are grey.") + (
+        "<pre>" + "\n".join(lines) + "</pre>"
+    )
+
+
+def _command(run: RunDirectory) -> str:
+    if not run.command.is_file():
+        return ""
+    return f"<pre>{escape(run.command.read_text(encoding='utf-8'))}</pre>"
 
 
 def _environment(environment: Mapping[str, Any] | None) -> str:
     if not environment:
         return ""
-    rows = [
-        (key, _plain(value))
-        for key, value in environment.items()
-        if key not in ("packages", "variables")
-    ]
-    packages = _table(("package", "version"), environment.get("packages", {}).items())
-    return _table(("", ""), rows) + f"<details><summary>Packages</summary>{packages}</details>"
+    apart = ("packages", "variables", "git")
+    rows = [(key, _plain(value)) for key, value in environment.items() if key not in apart]
+    git = environment.get("git") or {}
+    if git:
+        state = "with uncommitted changes" if git.get("dirty") else "clean"
+        rows.append(("git", f"{git.get('commit')} on {git.get('branch')}, {state}"))
+    parts = [table(("", ""), rows)]
+    for key in ("variables", "packages"):
+        if environment.get(key):
+            parts.append(details(key.capitalize(), table(("", ""), environment[key].items())))
+    if git.get("diff"):
+        parts.append(details("Uncommitted changes", f"<pre>{escape(git['diff'])}</pre>"))
+    return "".join(parts)
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return ""
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {_plain(item)}" for key, item in value.items())
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+        return ", ".join(f"{key}: {_plain(item)}" for key, item in pairs if item not in (None, []))
     if isinstance(value, list):
-        return "; ".join(_plain(item) for item in value)
+        return " ".join(_plain(item) for item in value) or "none"
     return str(value)
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    return f"<pre>{html.escape(path.read_text(encoding='utf-8'))}</pre>"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    header = "".join(f"<th>{html.escape(str(cell))}</th>" for cell in head)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-        for row in rows
-    )
-    return f"<div class='wide'><table><tr>{header}</tr>{body}</table></div>"

@@ -1,0 +1,166 @@
+"""The numbers behind the pictures: series of metrics, smoothed and thinned. No matplotlib here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RunDirectoryError
+from trainkit.run.format import as_float
+from trainkit.run.metrics import read_metrics
+
+Row = Mapping[str, Any]
+
+# Each pass averages over about this share of the run: noise goes, bends stay.
+_SMOOTHING_SHARE = 1 / 100
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the steps.
+
+    Attributes:
+        steps: ascending.
+        values: finite, one a step.
+        broken_steps: where the metric was NaN or infinite.
+    """
+
+    steps: list[float]
+    values: list[float]
+    broken_steps: list[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def series(rows: Iterable[Row], key: str) -> Series:
+    """The values of one metric in rows that have it."""
+    steps: list[float] = []
+    values: list[float] = []
+    broken: list[float] = []
+    for row in rows:
+        value = as_float(row.get(key))
+        if value is None:
+            continue
+        if math.isfinite(value):
+            steps.append(float(row["step"]))
+            values.append(value)
+        else:
+            broken.append(float(row["step"]))
+    return Series(steps, values, broken)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The exponential mean over the values before and after each one.
+
+    A mean of what came before only lags behind a falling loss and shows it too high.
+    """
+    decay = 1 - 1 / max(len(values) * _SMOOTHING_SHARE, 2)
+    before = _decayed_sums(values, decay)
+    after = _decayed_sums(values[::-1], decay)[::-1]
+    weights = _decayed_sums([1.0] * len(values), decay)
+    # Each value is in both sums, each weight too: once must go.
+    return [
+        (before[i] + after[i] - values[i]) / (weights[i] + weights[-1 - i] - 1)
+        for i in range(len(values))
+    ]
+
+
+def _decayed_sums(values: Sequence[float], decay: float) -> list[float]:
+    """``sums[i] = values[i] + decay * sums[i - 1]``."""
+    total = 0.0
+    sums = []
+    for value in values:
+        total = decay * total + value
+        sums.append(total)
+    return sums
+
+
+def thinned(curve: Series, most: int) -> Series:
+    """At most about ``most`` points with the same outline: each stretch keeps its low and high.
+
+    A run of a million steps must not take a minute to draw, nor lose its spikes.
+    """
+    if len(curve) <= most:
+        return curve
+    stretch = math.ceil(len(curve) / (most // 2))
+    kept: list[int] = []
+    for start in range(0, len(curve), stretch):
+        stop = min(start + stretch, len(curve))
+        low = min(range(start, stop), key=curve.values.__getitem__)
+        high = max(range(start, stop), key=curve.values.__getitem__)
+        kept += sorted({low, high})
+    return Series(
+        [curve.steps[index] for index in kept],
+        [curve.values[index] for index in kept],
+        curve.broken_steps,
+    )
+
+
+def warmup_end(rows: Iterable[Row]) -> float | None:
+    """The step at which the learning rate is highest for the first time; None if it never rose."""
+    rates = series(rows, "learning_rate")
+    if len(rates) < 2:
+        return None
+    peak = max(range(len(rates)), key=rates.values.__getitem__)
+    return rates.steps[peak] if peak > 0 else None
+
+
+def by_minutes(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The training rows with the minutes spent in steps so far as their ``step``."""
+    result = []
+    seconds = 0.0
+    last_step = 0
+    for row in rows:
+        spent = as_float(row.get("step_seconds"))
+        if spent is None or "loss" not in row:
+            continue
+        # step_seconds is per step; a row may stand for several.
+        seconds += spent * max(row["step"] - last_step, 1)
+        last_step = row["step"]
+        result.append({**row, "step": seconds / 60})
+    return result
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run.
+
+    Args:
+        path: a run directory; or any JSON that Hugging Face's Trainer left: ``trainer_state.json``,
+            a ``log_history.json`` as an array or as JSON lines, or a directory with one of them.
+
+    Raises:
+        RunDirectoryError: there is nothing to draw there.
+    """
+    for candidate in (
+        path / "metrics.jsonl",
+        path / "log_history.json",
+        path / "trainer_state.json",
+    ):
+        if candidate.is_file():
+            return read_rows(candidate)
+    if not path.is_file():
+        raise RunDirectoryError(
+            "there are no metrics here (no metrics.jsonl, log_history.json or trainer_state.json)",
+            where=str(path),
+            fix="give the directory that `trainkit sft` printed as its last line",
+        )
+    if path.name == "metrics.jsonl":
+        return read_metrics(path)
+    rows = _history(path)
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+
+
+def _history(path: Path) -> list[Any]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError:
+        return read_metrics(path)
+    if isinstance(content, dict):
+        content = content.get("log_history", [content])
+    return content if isinstance(content, list) else []
