@@ -11,6 +11,7 @@ import torch
 
 UNITS = {
     "ms": "ms",
+    "microseconds": "us",
     "tokens_per_second": "tokens/s",
     "trained_tokens_per_second": "tokens/s",
     "tflops": "TFLOP/s",

@@ -67,6 +67,43 @@ def step(
 
 
 @app.command()
+def ops(
+    names: Annotated[
+        str, typer.Option("--ops", help="Names with commas between them.")
+    ] = "rms_norm,add_rms_norm,apply_rope,swiglu,swiglu_packed,cross_entropy",
+    providers: Annotated[
+        str, typer.Option(help="Names with commas between them.")
+    ] = "trainkit,eager,torch_compile,liger,quack",
+    as_json: AsJson = False,
+    output: Output = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the figures here (PNG).", show_default=False)
+    ] = None,
+) -> None:
+    """The ops against their peers: microseconds, and the share of the copy bandwidth reached."""
+    import torch
+
+    from trainkit.bench import ops as bench_ops
+    from trainkit.bench.op_cases import PROVIDERS
+    from trainkit.kernels.ops import OPS
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("the ops are timed on a GPU, and there is none here")
+    chosen = _names(names, OPS, "--ops")
+    peers = _names(providers, PROVIDERS, "--providers")
+    report = _Report("ops", as_json=as_json, output=output)
+    copy = report.ceilings()["gb_per_second"]
+    for row in bench_ops.run(chosen, peers, copy):
+        size = row.pop("case")
+        case = f"{row['op']} {size} {row.get('pass', '')} {row.get('clock', '')}".strip()
+        report.add(case, {**row, "size": size}, ("microseconds", "share_of_copy"))
+    if picture is not None:
+        from trainkit.bench.op_picture import draw_ops
+
+        draw_ops(report.records, picture)
+
+
+@app.command()
 def packing(
     model: Annotated[str, typer.Option(help="The model's shape.")] = "qwen2-0.5b",
     as_json: AsJson = False,
@@ -115,16 +152,18 @@ class _Report:
         self._common = environment()
         self.records: list[dict[str, Any]] = []
 
-    def ceilings(self) -> None:
-        """What this GPU can do at most, in this run."""
+    def ceilings(self) -> dict[str, float]:
+        """What this GPU can do at most, in this run; empty without one."""
         import torch
 
         from trainkit.bench.ceilings import ceilings
 
-        if torch.cuda.is_available():
-            values = ceilings(torch.device("cuda"))
-            torch.cuda.empty_cache()
-            self.add("ceiling", {"provider": "torch", **values}, tuple(values))
+        if not torch.cuda.is_available():
+            return {}
+        values = ceilings(torch.device("cuda"))
+        torch.cuda.empty_cache()
+        self.add("ceiling", {"provider": "torch", **values}, tuple(values))
+        return values
 
     def add(self, case: str, row: dict[str, Any], shown: Sequence[str]) -> None:
         """One provider's figures on a case."""

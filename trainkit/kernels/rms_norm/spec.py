@@ -60,7 +60,7 @@ def rms_norm_case(
     return OpCase(label, inputs, grads, options, large)
 
 
-_GEMMA = {"offset": 1.0, "cast": "gemma"}
+_GEMMA: dict[str, Any] = {"offset": 1.0, "cast": "gemma"}
 
 
 def _cases(residual: bool) -> tuple[OpCase, ...]:

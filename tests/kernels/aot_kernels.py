@@ -1,0 +1,85 @@
+"""Compile every kernel for GPUs that are not here: python aot_kernels.py ARCH...
+
+Run without TRITON_INTERPRET. The ops are called on CPU tensors with the launch replaced, so what is
+compiled is exactly what a launch would ask for. Prints one line a kernel, and fails on an error or
+on more shared memory than the architecture has.
+"""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from trainkit.kernels import launch
+from trainkit.kernels.contract import Draw, OpCase, OpSpec, run
+from trainkit.kernels.ops import OPS
+
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.int64: "*i64",
+}
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+WHOLE = {"linear_cross_entropy"}  # composed of other ops' kernels
+
+
+def compile_for(arch, kernel, pointers, strides, free, constants, num_warps, num_stages):
+    names = kernel.jitted.arg_names
+    values = [*pointers, *strides, *free, *constants]
+    assert len(names) == len(values)
+    signature, constexprs, attributes = {}, {}, {}
+    for index, (name, value) in enumerate(zip(names, values, strict=True)):
+        if index < len(pointers):
+            signature[name] = POINTERS[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif index < len(values) - len(constants):
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if index < len(pointers) + len(strides) and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "constexpr"
+            constexprs[(index,)] = value
+    source = ASTSource(kernel.jitted, signature, constexprs, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    assert compiled.metadata.shared <= SHARED_BYTES[arch], (name, compiled.metadata.shared)
+    assert compiled.asm["cubin"]
+
+
+def calls(spec: OpSpec) -> list[OpCase]:
+    """The first case, and one that a real model would bring."""
+    return list(spec.cases[:2])
+
+
+def main(archs: list[int]) -> None:
+    seen = set()
+
+    def record(self, grid, pointers, strides, free, constants, *, num_warps, num_stages=1):
+        for arch in archs:
+            kinds = tuple(pointer.dtype for pointer in pointers)
+            key = (arch, self.jitted.__name__, kinds, constants, num_warps, num_stages)
+            if key not in seen:
+                seen.add(key)
+                compile_for(arch, self, pointers, strides, free, constants, num_warps, num_stages)
+                print(arch, self.jitted.__module__, self.jitted.__name__, flush=True)
+
+    launch.Kernel.launch = record
+    launch.INTERPRETING = True  # CPU tensors take the kernels' road
+    for spec in OPS.values():
+        if spec.name in WHOLE:
+            continue
+        for case in calls(spec):
+            run(
+                spec.function,
+                case,
+                case.inputs(Draw.seeded(torch.bfloat16, "cpu", 0)),
+                torch.ones_like,
+            )
+
+
+if __name__ == "__main__":
+    main([int(arch) for arch in sys.argv[1:]])

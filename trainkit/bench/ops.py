@@ -1,0 +1,175 @@
+"""Times of the ops against their peers, and the share of the memory's speed they reach.
+
+Two clocks. ``autograd`` is what a user's training loop pays: events around the call, cold L2 cache,
+host time included where the GPU waits for it. ``kernel`` is the device's own time: a CUDA graph of
+many calls over rotating inputs, so that nothing is found in the cache and no launch is waited for.
+"""
+
+import itertools
+import statistics
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.bench.op_cases import PROVIDERS, OpCell, cells, function_of
+
+_ROTATE_BYTES = 400e6
+"""Inputs of one graph together: several times the L2 cache of any GPU."""
+
+
+def run(
+    ops: Iterable[str], providers: Iterable[str], copy_gb_per_second: float
+) -> Iterator[dict[str, Any]]:
+    """Rows {op, case, provider, pass, clock, microseconds, share_of_copy}, as they come.
+
+    Args:
+        ops: names of the registry.
+        providers: of `PROVIDERS`.
+        copy_gb_per_second: of this run, bytes read and written.
+    """
+    chosen = set(ops)
+    for cell in cells():
+        if cell.op not in chosen:
+            continue
+        for provider in providers:
+            yield from _provider_rows(cell, provider, copy_gb_per_second)
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+def _provider_rows(cell: OpCell, provider: str, copy: float) -> Iterator[dict[str, Any]]:
+    common = {"op": cell.op, "case": cell.case, "provider": provider}
+    try:
+        function = function_of(provider, cell.op)
+        if function is None:
+            return
+        # Liger reads a count back to the host, which no graph can hold.
+        host_syncs = (provider, cell.op) == ("liger", "cross_entropy")
+        times = _time(cell, function, host_syncs=host_syncs)
+    except Exception:  # a peer that fails must not end the run; the row says why
+        yield {**common, "error": traceback.format_exc(limit=3)}
+        return
+    floors = {"forward": cell.forward_bytes, "backward": cell.backward_bytes}
+    floors["both"] = cell.forward_bytes
+    for (direction, clock), microseconds in times.items():
+        yield {
+            **common,
+            "pass": direction,
+            "clock": clock,
+            "microseconds": microseconds,
+            "share_of_copy": floors[direction] / microseconds / 1e3 / copy,
+        }
+
+
+class _Call:
+    """One set of inputs with a graph ready to be differentiated again and again."""
+
+    def __init__(self, cell: OpCell, function: Callable[..., Any]) -> None:
+        self._function = function
+        tensors = cell.inputs()
+        self._arguments = {
+            name: tensor.requires_grad_(name in cell.grads) for name, tensor in tensors.items()
+        }
+        self._wanted = [self._arguments[name] for name in cell.grads]
+        self._outputs: list[Tensor] = []
+        self._incoming: list[Tensor] = []
+
+    def forward(self) -> list[Tensor]:
+        result = self._function(*self._arguments.values())
+        return list(result) if isinstance(result, tuple | list) else [result]
+
+    def prepare(self) -> None:
+        self._outputs = self.forward()
+        self._incoming = [torch.randn_like(output) for output in self._outputs]
+
+    def backward(self) -> None:
+        torch.autograd.grad(self._outputs, self._wanted, self._incoming, retain_graph=True)
+
+    def both(self) -> None:
+        torch.autograd.grad(self.forward(), self._wanted)
+
+
+def _time(
+    cell: OpCell, function: Callable[..., Any], *, host_syncs: bool
+) -> dict[tuple[str, str], float]:
+    size = cell.forward_bytes + cell.backward_bytes
+    number = max(1 if cell.op == "cross_entropy" else 2, min(6, int(_ROTATE_BYTES / size) + 1))
+    calls = [_Call(cell, function) for _ in range(number)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # autograd replays a node on the stream of its forward
+        passes: dict[str, list[Callable[[], Any]]]
+        if cell.op == "cross_entropy":
+            passes = {"both": [call.both for call in calls]}
+        else:
+            for call in calls:
+                call.prepare()
+            passes = {
+                "forward": [call.forward for call in calls],
+                "backward": [call.backward for call in calls],
+            }
+        times = {}
+        for direction, functions in passes.items():
+            times[direction, "autograd"] = _with_events(functions[0])
+            if not host_syncs:
+                times[direction, "kernel"] = _with_graph(functions)
+    torch.cuda.synchronize()
+    return times
+
+
+def _with_events(function: Callable[[], Any]) -> float:
+    """Median microseconds with a cold cache."""
+    from triton.testing import do_bench
+
+    return 1e3 * do_bench(function, warmup=20, rep=100, return_mode="median")
+
+
+def _with_graph(functions: list[Callable[[], Any]], replays: int = 7) -> float:
+    """Median microseconds of a call inside a graph of calls that take turns."""
+    for function in functions:
+        function()
+    torch.cuda.synchronize()
+    count = len(functions) * max(1, 12 // len(functions)) if len(functions) > 1 else 3
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for function in itertools.islice(itertools.cycle(functions), count):
+            function()
+    times = []
+    for _ in range(replays + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / count)
+    return statistics.median(times[1:])
+
+
+def table(records: Iterable[dict[str, Any]]) -> str:
+    """The records as a Markdown table: microseconds, and % of copy for trainkit.
+
+    Args:
+        records: of this benchmark, with metric ``microseconds`` and ``share_of_copy``.
+    """
+    times: dict[tuple[str, str, str], dict[tuple[str, str], float]] = {}
+    for record in records:
+        if record["metric"] in ("microseconds", "share_of_copy") and "op" in record:
+            place = times.setdefault((record["op"], record["size"], record["pass"]), {})
+            place[record["provider"], f"{record['clock']} {record['metric']}"] = record["value"]
+    lines = [
+        "| op | size | pass | trainkit kernel us (% of copy) | "
+        + " | ".join(f"{name} us" for name in PROVIDERS)
+        + " |",
+        "|---" * (4 + len(PROVIDERS)) + "|",
+    ]
+    for (op, size, direction), place in times.items():
+        kernel = place.get(("trainkit", "kernel microseconds"))
+        share = place.get(("trainkit", "kernel share_of_copy"))
+        ours = f"{kernel:.1f} ({share:.0%})" if kernel and share else ""
+        others = [place.get((name, "autograd microseconds")) for name in PROVIDERS]
+        cells_ = " | ".join("" if value is None else f"{value:.0f}" for value in others)
+        lines.append(f"| {op} | {size} | {direction} | {ours} | {cells_} |")
+    return "\n".join(lines)
