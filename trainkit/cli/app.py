@@ -29,6 +29,7 @@ class Entry:
 COMMANDS: dict[str, Entry] = {
     "sft": Entry("trainkit.cli.sft:sft", "Train a model as a recipe says."),
     "config": Entry("trainkit.cli.config:app", "Show what a recipe means, value by value."),
+    "data": Entry("trainkit.cli.data:app", "Look at the data, judge it, measure it."),
     "kernels": Entry("trainkit.cli.kernels:app", "Check the kernels against plain torch."),
     "chat": Entry("trainkit.cli.chat:chat", "Talk to a trained model in the terminal."),
     "generate": Entry("trainkit.cli.generate:generate", "Answer a file of prompts."),

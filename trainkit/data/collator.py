@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-IGNORE_INDEX = -100
+from trainkit.data.options import IGNORE_INDEX
+
+__all__ = ["IGNORE_INDEX", "PackingCollator", "PaddingCollator"]
 
 Sample = Mapping[str, Any]
 """``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` int."""

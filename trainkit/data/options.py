@@ -14,6 +14,9 @@ MASK_POLICIES: tuple[str, ...] = get_args(MaskPolicy)
 TRUNCATIONS: tuple[str, ...] = get_args(Truncation)
 THINKING_MODES: tuple[str, ...] = get_args(Thinking)
 
+IGNORE_INDEX = -100
+"""The label of a token that is not trained."""
+
 FROZEN_DATE = "2024-07-26"
 """What templates that print today's date are told, so that the same data gives the same tokens on
 every day. It is the date Llama 3.1's own template falls back to."""

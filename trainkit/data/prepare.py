@@ -161,4 +161,5 @@ def _named(source: Source) -> Source:
 def _part(source: Source, store: Store, names: tuple[str, ...], files: Sequence[Path]) -> Part:
     stable = relative_names(source.path, files)
     keys = row_keys(stable, store.file, store.row, store.part)
-    return Part(source.name, store, names, Share(keys, source.name, source.weight, source.epochs))
+    share = Share(keys, source.name, source.weight, source.epochs)
+    return Part(source, store, names, tuple(files), share)

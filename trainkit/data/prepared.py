@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trainkit.data.mixing import Share, epoch_order
+from trainkit.data.options import Source
 from trainkit.data.packing import pack
 from trainkit.data.store import Store
 
@@ -16,16 +18,23 @@ class Part:
     """One source's store within the prepared data.
 
     Attributes:
-        name: of the source.
+        source: as it was prepared.
         store: its samples.
-        files: the files' paths, as given.
+        files: the files' names, as shown.
+        paths: the files.
         share: its part in the mixture.
     """
 
-    name: str
+    source: Source
     store: Store
     files: tuple[str, ...]
+    paths: tuple[Path, ...]
     share: Share
+
+    @property
+    def name(self) -> str:
+        """The source's name."""
+        return self.source.name
 
 
 class PreparedData:
@@ -44,7 +53,8 @@ class PreparedData:
         self.summary = dict(summary)
         self.eot_token_ids = tuple(eot_token_ids)
         self.source_names = tuple(part.name for part in self.parts)
-        self._starts = np.cumsum([0, *(len(part.store) for part in self.parts)])
+        sizes = np.cumsum([0, *(len(part.store) for part in self.parts)])
+        self.starts, self._total = sizes[:-1], int(sizes[-1])
         stores = [part.store for part in self.parts]
         empty = np.empty(0, dtype=np.int64)
         self.lengths: np.ndarray = np.concatenate([empty, *(store.lengths for store in stores)])
@@ -53,11 +63,11 @@ class PreparedData:
         )
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._total
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One sample: ``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` int."""
-        part, place = self._find(index)
+        part, place = self.find(index)
         store = self.parts[part].store
         start, end = int(store.offsets[place]), int(store.offsets[place + 1])
         return {
@@ -68,17 +78,18 @@ class PreparedData:
 
     def sample_id(self, index: int) -> str:
         """``file:line``, with ``#part`` where a row became several samples."""
-        part, place = self._find(index)
+        part, place = self.find(index)
         store = self.parts[part].store
         number = int(store.part[place])
         name = f"{self.parts[part].files[int(store.file[place])]}:{int(store.line[place])}"
         return f"{name}#{number}" if number else name
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def find(self, index: int) -> tuple[int, int]:
+        """The part a sample is in, and its place there."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return part, index - int(self._starts[part])
+        part = int(np.searchsorted(self.starts, index, side="right")) - 1
+        return part, index - int(self.starts[part])
 
     def epoch_order(self, *, seed: int, epoch: int) -> np.ndarray:
         """The sample indices of one epoch, mixed over the sources and shuffled stably."""
