@@ -22,8 +22,8 @@ def _digest(trainer):
 def train(root, kill_after=None, kill_at_write=None):
     """Train, or continue from the newest whole checkpoint; returns the digest of the weights.
 
-    ``kill_after`` seconds, or at the ``kill_at_write``-th call of fsync (inside a save), the process
-    gets SIGKILL.
+    After ``kill_after`` seconds, or at the ``kill_at_write``-th call of fsync (inside a save), the
+    process gets SIGKILL.
     """
     from trainkit.train.checkpoints import find_resume_point
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from lab import ShuffledSamples
 
 from trainkit.train.sampling import LENGTH_BLOCK, RankBatchSampler

@@ -44,7 +44,7 @@ class BuiltModel:
     num_parameters: int
 
     def check_kernels(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Hold the kernels against plain torch, then say what runs: the content of ``kernels.json``.
+        """Hold the kernels against plain torch and say what runs, as ``kernels.json`` does.
 
         Args:
             batch: ``input_ids`` and ``labels`` of real samples, (B, S).

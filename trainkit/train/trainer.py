@@ -57,6 +57,7 @@ class TrainingData:
 class StepCounts:
     """What happened since the last logged step, on this rank."""
 
+    num_steps: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
     data_seconds: float = 0.0
@@ -85,6 +86,8 @@ class SftTrainer(Trainer):
         flops_per_token: of one training step, for ``mfu``; None when the peak is unknown.
         peak_flops: of one device.
     """
+
+    optimizer: Any
 
     def __init__(
         self,
@@ -174,6 +177,7 @@ class SftTrainer(Trainer):
         """The micro-batches of one optimizer step; their tokens are counted on the way."""
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._counts.num_steps += 1
         self._counts.data_seconds += time.perf_counter() - started
         for batch in batches:
             counts = self._take_counts(batch)
@@ -321,7 +325,7 @@ class SftTrainer(Trainer):
             self._stop.reason = self._stop.reason or "another process was asked to stop"
             self.control.should_save = True
             self.control.should_training_stop = True
-        num_steps = max(self.state.global_step - self._last_metrics_step(), 1)
+        num_steps = max(counts.num_steps, 1)
         metrics = {
             "num_tokens": int(num_tokens),
             "num_trained_tokens": int(num_trained),
@@ -337,7 +341,3 @@ class SftTrainer(Trainer):
         if torch.cuda.is_available():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         return metrics
-
-    def _last_metrics_step(self) -> int:
-        rows = [row["step"] for row in self.state.log_history if "loss" in row]
-        return int(rows[-1]) if rows else self._initial_global_step
