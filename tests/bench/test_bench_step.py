@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from trainkit.bench import packing, record, step
+from trainkit.bench import curve, packing, record, step
 from trainkit.bench.picture import draw_curves, draw_steps
 from trainkit.bench.providers import MODELS, Shape
 from trainkit.cli.bench import app
@@ -85,6 +85,14 @@ def test_pictures(tmp_path):
     draw_curves({"hf_sdpa": [2.0, 1.0], "trainkit": [2.0, 1.001]}, tmp_path / "curve.png")
     for name in ("step.png", "curve.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_identical_plain_curves_prove_nothing():
+    """Two names for one attention kernel would make the noise between plain runs look like zero."""
+    losses = {"hf_flash": [2.0, 1.0], "hf_cudnn": [2.0, 1.1], "trainkit": [2.0, 1.05]}
+    assert curve.distances(losses)["trainkit"]["max_difference"] == pytest.approx(0.05)
+    with pytest.raises(ValueError, match="did not differ"):
+        curve.distances({**losses, "hf_cudnn": losses["hf_flash"]})
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

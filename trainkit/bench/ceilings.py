@@ -1,7 +1,8 @@
 """What the GPU can do at most, measured in the same run: copying and multiplying matrices.
 
-A GPU under load lowers its clocks to stay within its power, so each ceiling is taken after a
-second of the same work, as a training step finds the GPU.
+A GPU under load lowers its clocks to stay within its power, so one figure is not enough: ``tflops``
+is what a cool GPU reaches in a short burst and bounds everything that follows, the sustained one is
+taken after a second of nothing but matrix products and is lower than what mixed work can reach.
 """
 
 import time
@@ -16,27 +17,41 @@ _MATRIX_SIZE = 8192
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """``gb_per_second`` of a device copy (bytes read and written), ``tflops`` of a bf16 matmul."""
-    return {"gb_per_second": _copy_rate(device), "tflops": _matmul_rate(device)}
+    """Measure the ceilings; call it before anything has warmed the GPU.
+
+    Returns:
+        ``tflops`` of a bf16 matmul in a burst, ``tflops_sustained`` of it after a second,
+        ``gb_per_second`` of a device copy, bytes read and written.
+    """
+    burst = _matmul_rate(device, warm_seconds=0.02)
+    return {
+        "tflops": burst,
+        "tflops_sustained": _matmul_rate(device, warm_seconds=1.0),
+        "gb_per_second": _copy_rate(device),
+    }
 
 
 def _copy_rate(device: torch.device) -> float:
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _sustained(lambda: target.copy_(source), device) / 1e6
+    return 2 * _COPY_BYTES / _timed_after(1.0, lambda: target.copy_(source), device) / 1e6
 
 
-def _matmul_rate(device: torch.device) -> float:
+def _matmul_rate(device: torch.device, *, warm_seconds: float) -> float:
     shape = (_MATRIX_SIZE, _MATRIX_SIZE)
     left, right = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(left)
-    milliseconds = _sustained(lambda: torch.mm(left, right, out=product), device)
+
+    def work() -> torch.Tensor:
+        return torch.mm(left, right, out=product)
+
+    milliseconds = _timed_after(warm_seconds, work, device)
     return 2 * _MATRIX_SIZE**3 / milliseconds / 1e9
 
 
-def _sustained(work: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Milliseconds of ``work`` once the GPU has done it for a second."""
-    warm_up(work, seconds=1.0)
+def _timed_after(seconds: float, work: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """Milliseconds of ``work`` once the GPU has done it for a while."""
+    warm_up(work, seconds=seconds)
     return timed(work, 20, device)[0]
 
 

@@ -22,7 +22,7 @@ from trainkit.bench.providers import MODELS, Shape, attention_of, provide
 from trainkit.data.collator import PaddingCollator
 from trainkit.train.optim import MasterWeightOptimizer
 
-RUNS = ("hf_sdpa", "hf_cudnn", "trainkit")
+RUNS = ("hf_flash", "hf_cudnn", "trainkit")
 _WARM_UP_STEPS = 20
 
 
@@ -67,14 +67,20 @@ def distances(losses: Mapping[str, Sequence[float]]) -> dict[str, dict[str, floa
     """How far the curves of `RUNS` lie apart.
 
     Returns:
-        For "hf_cudnn" and "trainkit", each against "hf_sdpa": ``mean_difference`` and
+        For "hf_cudnn" and "trainkit", each against "hf_flash": ``mean_difference`` and
         ``max_difference`` of the loss over all steps.
+
+    Raises:
+        ValueError: the two plain curves are identical, so they ran the same attention kernel and
+            say nothing about what rounding does.
     """
-    base = np.array(losses["hf_sdpa"])
+    base = np.array(losses[RUNS[0]])
     found = {}
     for name in RUNS[1:]:
         gaps = np.abs(np.array(losses[name]) - base)
         found[name] = {"mean_difference": float(gaps.mean()), "max_difference": float(gaps.max())}
+    if found["hf_cudnn"]["max_difference"] == 0.0:
+        raise ValueError("the plain runs are identical: their attention kernels did not differ")
     return found
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 _COLORS = {
     "hf_sdpa": "#9aa5b1",
+    "hf_flash": "#616e7c",
     "hf_cudnn": "#7b8794",
     "torch_compile": "#cbd2d9",
     "liger": "#e8a33d",
@@ -13,6 +14,7 @@ _COLORS = {
 }
 _NAMES = {
     "hf_sdpa": "Hugging Face",
+    "hf_flash": "Hugging Face, flash attention",
     "hf_cudnn": "Hugging Face, cuDNN attention",
     "torch_compile": "torch.compile",
     "liger": "Liger",

@@ -75,7 +75,16 @@ MODELS: dict[str, Shape] = {
     ),
 }
 
-PROVIDERS = ("hf_sdpa", "hf_cudnn", "torch_compile", "liger", "trainkit", "trainkit_compile")
+PROVIDERS = (
+    "hf_sdpa",
+    "hf_flash",
+    "hf_cudnn",
+    "torch_compile",
+    "liger",
+    "trainkit",
+    "trainkit_compile",
+)
+"""``hf_sdpa`` takes whichever attention kernel torch prefers; the other two name one."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,17 @@ def provide(
 
 
 def attention_of(provider: str) -> AbstractContextManager[Any]:
-    """The context a provider's steps run in: which of SDPA's kernels comes first."""
-    if provider != "hf_cudnn":
+    """The context a provider's steps run in: the one SDPA kernel that its name promises.
+
+    No second kernel is allowed, so that a provider cannot fall back to another one unseen.
+    """
+    if provider not in ("hf_flash", "hf_cudnn"):
         return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(order, set_priority=True)
+    if provider == "hf_flash":
+        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
 def _trainkit(

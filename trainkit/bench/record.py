@@ -15,20 +15,24 @@ UNITS = {
     "tokens_per_second": "tokens/s",
     "trained_tokens_per_second": "tokens/s",
     "tflops": "TFLOP/s",
+    "tflops_sustained": "TFLOP/s",
     "gb_per_second": "GB/s",
     "mfu": "share of peak",
-    "share_of_matmul": "share",
-    "share_of_copy": "share",
     "peak_memory_gib": "GiB",
     "extra_memory_gib": "GiB",
     "sm_clock_mhz": "MHz",
+    "seconds": "s",
+    "cpu_seconds": "s",
+    "cached_start_seconds": "s",
+    "rows_per_second": "rows/s",
+    "packing_fill": "share",
     "loss": "nats",
     "max_difference": "nats",
     "mean_difference": "nats",
 }
 """Every metric a benchmark may record, and its unit."""
 
-_PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "unsloth", "peft")
+_PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "unsloth", "peft", "trl", "tokenizers", "datasets")
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

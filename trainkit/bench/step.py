@@ -1,8 +1,9 @@
 """Training steps side by side: forward and backward of whole models, one process per cell.
 
-A cell is a model with a provider: Hugging Face on SDPA (flash attention), the same on cuDNN's
-attention, torch.compile, Liger as Trainer applies it, trainkit. Weights and tokens are random, made
-on the device; the loss is normalised by ``num_items_in_batch`` as Trainer does; no optimizer runs.
+A cell is a model with a provider: Hugging Face on the attention kernel that torch prefers, on flash
+attention, on cuDNN's; torch.compile; Liger as Trainer applies it; trainkit. Weights and tokens are
+random, made on the device; the loss is normalised by ``num_items_in_batch`` as Trainer does; no
+optimizer runs.
 
 The processes import everything at once and then wait for their turn, so that the GPU is not idle
 while Python starts. Run as ``python -m trainkit.bench.step`` it is the process of one cell.

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +36,7 @@ def step(
     ] = "qwen2-0.5b,llama-3.2-1b,qwen2-7b",
     providers: Annotated[
         str, typer.Option(help="Names with commas between them.")
-    ] = "hf_sdpa,hf_cudnn,torch_compile,liger,trainkit",
+    ] = "hf_sdpa,hf_flash,hf_cudnn,torch_compile,liger,trainkit",
     loss_chunk_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens whose logits exist at a time (trainkit)."),
@@ -125,6 +126,39 @@ def packing(
     for row in bench_packing.run(cells):
         case = f"{row.pop('model')} {row.pop('layout')}"
         report.add(case, row, ("trained_tokens_per_second", "tokens_per_second", "peak_memory_gib"))
+
+
+@app.command()
+def data(
+    model: Annotated[
+        Path, typer.Option(help="A directory with a ChatML tokenizer.", show_default=False)
+    ],
+    rows: Annotated[int, typer.Option(min=1, help="Conversations to make.")] = 100_000,
+    path: Annotated[
+        Path | None, typer.Option(help="Use this file instead.", show_default=False)
+    ] = None,
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes.")] = 2,
+    providers: Annotated[
+        str, typer.Option(help="Names with commas between them.")
+    ] = "trainkit,trl",
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Preparing conversations (read, render, tokenise, mask, pack), beside TRL: s, CPU s, GiB."""
+    from trainkit.bench import data as bench_data
+
+    chosen = _names(providers, bench_data.PROVIDERS, "--providers")
+    report = _Report("data", as_json=as_json, output=output)
+    with tempfile.TemporaryDirectory() as scratch:
+        file = path or Path(scratch) / "conversations.jsonl"
+        if path is None:
+            bench_data.write_conversations(file, rows)
+        case = f"{rows if path is None else file.name} conversations"
+        size = {"file_mib": round(file.stat().st_size / 2**20, 1), "num_workers": num_workers}
+        jobs = [bench_data.Job(name, str(file), str(model), num_workers) for name in chosen]
+        for row in bench_data.run(jobs):
+            figures = ("seconds", "cpu_seconds", "rows_per_second", "peak_memory_gib")
+            report.add(case, {**row, **size}, figures)
 
 
 def _names(text: str, known: Iterable[str], option: str) -> list[str]:

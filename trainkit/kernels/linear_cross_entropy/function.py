@@ -137,10 +137,10 @@ def default_chunk_tokens(hidden_size: int, vocab_size: int, element_size: int) -
     """Rows in a chunk: its logits take as much memory as the fp32 gradient of the weight.
 
     Every chunk reads and writes that gradient once, so a chunk should outweigh it; the limits, 1.2
-    and 2.4 GiB, keep small models busy and large ones from paying memory for the last per cent.
+    and 1.7 GiB, keep small models busy and large ones from paying memory for the last per cent.
     """
     gradient_bytes = 1.15 * vocab_size * hidden_size * 4
-    logits_bytes = min(max(gradient_bytes, 1.2 * 2**30), 2.4 * 2**30)
+    logits_bytes = min(max(gradient_bytes, 1.2 * 2**30), 1.7 * 2**30)
     rows = int(logits_bytes) // (vocab_size * element_size)
     return max(ROWS_MULTIPLE, rows // ROWS_MULTIPLE * ROWS_MULTIPLE)
 
