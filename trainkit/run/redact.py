@@ -34,7 +34,8 @@ _QUERY_SECRET = re.compile(
 )
 # "name: value", "name=value" and JSON's "name": "value" inside running text, and "--name value".
 _ASSIGNMENT = re.compile(
-    r"""(?P<before>(?P<name>(?:--)?[A-Za-z_][\w.\-]*)(?:["']?[ \t]*[:=][ \t]*|[ \t]+)["']?)"""
+    r"""(?P<before>(?:(?P<option>--[A-Za-z_][\w.\-]*)[ \t]+"""
+    r"""|(?P<name>[A-Za-z_][\w.\-]*)["']?[ \t]*[:=][ \t]*)["']?)"""
     r"""(?P<value>[^\s"',;}\]#:=]{3,})"""
 )
 
@@ -74,11 +75,9 @@ def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
 
 
 def _redact_assignment(match: re.Match[str]) -> str:
-    name, separator = match["name"], match["before"][len(match["name"]) :]
+    name = match["option"] or match["name"]
     if not is_secret_name(name) or match["value"] in _NOT_VALUES:
         return match[0]
-    if ":" not in separator and "=" not in separator and not name.startswith("--"):
-        return match[0]  # prose: "the token is"
     if name == "token" and not _OPENS_A_KEY.search(match.string, 0, match.start()):
         return match[0]  # prose: "the end-of-turn token: <|im_end|>"
     return match["before"] + REDACTED

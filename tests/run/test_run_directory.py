@@ -1,0 +1,119 @@
+import json
+import os
+import stat
+from datetime import datetime, timezone
+
+import pytest
+
+from trainkit.errors import RunDirectoryError
+from trainkit.run import RunDirectory
+
+NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=timezone.utc)
+
+
+def test_two_runs_of_one_second_get_two_directories(tmp_path):
+    first = RunDirectory.create(tmp_path, "a b/数", now=NOON)
+    second = RunDirectory.create(tmp_path, "a b/数", now=NOON)
+    assert first.name == "a-b-数-20260102T120000Z"
+    assert second.name == "a-b-数-20260102T120000Z-2"
+    assert first.status().state == "running"
+
+
+@pytest.mark.parametrize("name", ["../../up", "/", "", "..", "x" * 400, "数" * 200])
+def test_a_name_cannot_leave_the_parent(tmp_path, name):
+    run = RunDirectory.create(tmp_path, name)
+    assert run.root.parent == tmp_path.resolve()
+
+
+def test_an_explicit_directory_is_never_overwritten(tmp_path):
+    target = tmp_path / "deep" / "out"
+    RunDirectory.create_at(target)
+    before = sorted(target.rglob("*"))
+    with pytest.raises(RunDirectoryError, match="never overwritten") as caught:
+        RunDirectory.create_at(target)
+    assert "--resume" in caught.value.fix
+    assert sorted(target.rglob("*")) == before
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="is a file"):
+        RunDirectory.create_at(tmp_path / "file")
+    (tmp_path / "empty").mkdir()
+    assert RunDirectory.create_at(tmp_path / "empty").status().state == "running"
+
+
+def test_open_wants_a_run(tmp_path, run):
+    assert RunDirectory.open(run.root).root == run.root
+    with pytest.raises(RunDirectoryError, match="no run in this directory"):
+        RunDirectory.open(tmp_path)
+    with pytest.raises(RunDirectoryError, match="no such run"):
+        RunDirectory.open(tmp_path / "nowhere")
+
+
+def test_the_directory_is_private_and_so_are_files_that_may_hold_secrets(run):
+    before = os.umask(0o022)
+    try:
+        run.write_json(run.environment, {}, private=True)
+        run.write_json(run.data, {})
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.root, run.environment, run.data)]
+    assert modes == [0o700, 0o600, 0o644]
+
+
+def test_status_of_a_body_that_ends_well(trained_run):
+    with trained_run.recording_status():
+        assert trained_run.status().state == "running"
+    status = trained_run.status()
+    assert (status.state, status.reason, status.last_step) == ("done", None, 60)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "reason"),
+    [
+        (ValueError("the shapes differ"), "failed", "ValueError: the shapes differ"),
+        (KeyboardInterrupt(), "interrupted", "interrupted by Ctrl-C"),
+        (SystemExit(143), "interrupted", "stopped by signal SIGTERM"),
+        (SystemExit(1), "failed", "exited with 1"),
+    ],
+)
+def test_status_of_a_body_that_raises(trained_run, error, state, reason):
+    with pytest.raises(type(error)), trained_run.recording_status():
+        raise error
+    status = trained_run.status()
+    assert (status.state, status.reason, status.last_step) == (state, reason, 60)
+    assert (trained_run.logs / "traceback.txt").exists() == isinstance(error, ValueError)
+
+
+def test_status_written_by_the_body_stands(run):
+    def body():
+        run.write_status("interrupted", reason="preempted at step 3; saved checkpoint-3", step=3)
+        raise SystemExit(75)
+
+    with pytest.raises(SystemExit), run.recording_status():
+        body()
+    assert run.status().reason == "preempted at step 3; saved checkpoint-3"
+
+
+def test_resume_marks_its_step_and_forgets_the_later_ones(trained_run):
+    trained_run.open_metrics(resume_step=40).close()
+    assert trained_run.status().resumed_at_steps == [40]
+    trained_run.open_metrics(resume_step=20).close()
+    assert trained_run.status().resumed_at_steps == [20]
+
+
+def test_heartbeat_is_rare(run):
+    run.heartbeat(1)
+    run.heartbeat(2)
+    assert run.status().last_step == 1
+
+
+def test_a_damaged_status_says_so(run):
+    run.status_file.write_text("{")
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        run.status()
+
+
+def test_json_has_no_bare_nan(run):
+    run.write_json(run.data, {"loss": [float("nan"), float("-inf")]})
+    assert json.loads(run.data.read_text(), parse_constant=pytest.fail) == {
+        "loss": ["NaN", "-Infinity"]
+    }

@@ -1,0 +1,66 @@
+import subprocess
+import sys
+
+from trainkit.run import capture_environment, command_script
+
+
+def test_the_command_script_runs_the_same_words(tmp_path):
+    words = ["a b", "quote \" and ' too", "$(touch evil)", "数据", "*", "section.key=[1, 2]"]
+    program = "import sys, os; print(sys.argv[1:], os.environ['NCCL_DEBUG'], os.getcwd())"
+    environ = {"NCCL_DEBUG": "a; touch evil", "HF_TOKEN": "not-in-here"}
+    script = command_script([sys.executable, "-c", program, *words], environ, tmp_path)
+    assert "not-in-here" not in script
+    (tmp_path / "command.sh").write_text(script)
+    done = subprocess.run(
+        ["bash", str(tmp_path / "command.sh")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{words} a; touch evil {tmp_path}\n"
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_process_of_torchrun_is_started_by_torchrun_again(tmp_path):
+    environ = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "LOCAL_WORLD_SIZE": "8",
+        "WORLD_SIZE": "16",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29501",
+        "RANK": "8",
+    }
+    script = command_script(["python", "-m", "trainkit.cli.app", "sft"], environ, tmp_path)
+    assert script.splitlines()[-1] == (
+        "exec torchrun --nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr node0 "
+        '--master_port 29501 --no_python python -m trainkit.cli.app sft "$@"'
+    )
+    assert "export" not in script
+
+
+def test_git_state_and_machine(tmp_path):
+    def git(*words):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    (tmp_path / "f.txt").write_text("one\n")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (tmp_path / "f.txt").write_text("two\n")
+    found = capture_environment(tmp_path)
+    assert found["git"]["dirty"]
+    assert "+two" in found["git"]["diff"]
+    assert len(found["git"]["commit"]) == 40
+    assert found["packages"]["rich"]
+    assert found["machine"]["memory_gib"] > 0
+    assert capture_environment(tmp_path.parent / "x" / "..")["git"] is None
+
+
+def test_the_package_comes_without_torch_and_matplotlib():
+    program = (
+        "import sys, trainkit.run, trainkit.run.report, trainkit.run.model_card;"
+        "print({'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
