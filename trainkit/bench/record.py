@@ -32,7 +32,18 @@ UNITS = {
 }
 """Every metric a benchmark may record, and its unit."""
 
-_PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "quack-kernels", "unsloth", "peft", "trl", "tokenizers", "datasets")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "liger-kernel",
+    "quack-kernels",
+    "unsloth",
+    "peft",
+    "trl",
+    "tokenizers",
+    "datasets",
+)
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The preview as one self-contained HTML page."""
 
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def page(
         f"<h1>{html.escape(title)}</h1>"
         '<p class="note"><span class="trained">Underlined on green</span> is trained; grey is not. '
         '<span class="control">Framed</span> text is one control token. '
-        "↵ is a line break, · a blank at the end of a line.</p>"
+        "↵ is a line break, · a blank before one.</p>"
         "<table><tr><th>written by</th><th>tokens</th><th>trained</th></tr>"
         f"{rows}</table>{samples}</html>\n"
     )
@@ -74,4 +75,5 @@ def _marked(text: str, control: Sequence[str]) -> str:
     for token in control:
         framed = html.escape(token, quote=False)
         text = text.replace(framed, f'<span class="control">{framed}</span>')
+    text = re.sub(r" +(?=\n|$)", lambda blanks: "·" * len(blanks[0]), text)
     return text.replace("\n", '<span class="space">↵</span>\n')
