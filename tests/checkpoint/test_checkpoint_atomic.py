@@ -236,6 +236,30 @@ def test_free_space_check(tmp_path):
         atomic.free_space_check(tmp_path, 1 << 60)
 
 
+def test_everything_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatch):
+    """Power may fail after the rename: files, folders and manifest go first, the parent last."""
+    events = []
+    fsync, rename = os.fsync, Path.rename
+
+    def watched_fsync(descriptor):
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    def watched_rename(path, target):
+        events.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "rename", watched_rename)
+    with atomic.staged_directory(tmp_path / "t") as staging:
+        write_small(staging)
+    before, after = events[: events.index("rename")], events[events.index("rename") + 1 :]
+    files, folders = {"weights.bin", "state.json", "empty"}, {"deep", "er", staging.name}
+    assert set(before) == files | folders | {MANIFEST_NAME}
+    assert max(before.index(name) for name in files) < before.index(MANIFEST_NAME)
+    assert after == [tmp_path.name]
+
+
 def test_full_disk_keeps_the_previous_directory(tmp_path):
     """RLIMIT_FSIZE makes the kernel refuse a write as a full disk does."""
     target = make(tmp_path / "a", seed=1)

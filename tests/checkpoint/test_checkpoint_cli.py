@@ -116,3 +116,19 @@ def test_merge_of_nothing(tiny_qwen2, tmp_path, capsys):
     assert "nothing to merge" in capsys.readouterr().err
     assert main(["merge", str(tmp_path / "nowhere"), str(tmp_path / "m")]) == 2
     assert "no such directory" in capsys.readouterr().err
+
+
+def test_verify(tmp_path, capsys):
+    from trainkit.checkpoint.atomic import staged_directory
+
+    for name in ("a", "b"):
+        with staged_directory(tmp_path / name) as staging:
+            (staging / "x").write_text("x")
+    both = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["checkpoint", "verify", *both]) == 0
+    assert "whole, 1 files" in capsys.readouterr().out
+    (tmp_path / "b" / "x").write_text("y")
+    assert main(["checkpoint", "verify", *both, "--json"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["status"] for row in rows] == ["whole", "damaged"]
+    assert "x was altered" in rows[1]["reason"]

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 
 import pytest
 
@@ -89,30 +88,22 @@ def test_generate_and_generate_again(run_directory, tmp_path, capsys):
     assert "other options" in capsys.readouterr().err
 
 
-def test_stop_tokens_of_the_run_end_an_answer(run_directory, tmp_path, capsys):
+def test_stop_tokens_of_the_run_end_an_answer(tiny_qwen2):
     """A token recorded as end of turn stops generation, though nothing else names it."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(run_directory / "final")
-    with torch.no_grad():  # a model that says token 65 whatever it reads
-        model.model.norm.weight.fill_(0)
-    shutil.rmtree(run_directory / "final")
-    model.config.tie_word_embeddings = False
-    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
-    with torch.no_grad():
-        model.lm_head.bias.zero_()[65] = 9
-    (tmp_path / "p.txt").write_text("a\n")
     from trainkit.infer.engine import Engine
     from trainkit.infer.sampling import SamplingOptions
 
-    tokenizer_home = tmp_path / "tokenizer"
-    from tiny import make_tokenizer
-
-    make_tokenizer().save_pretrained(tokenizer_home)
-    engine = Engine(model.eval(), make_tokenizer(), stop_ids=[65])
-    answer = engine.answer([{"role": "user", "content": "x"}], SamplingOptions(max_new_tokens=9))
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size)
+    with torch.no_grad():  # a model that says token 65 whatever it reads
+        model.lm_head.weight.zero_()
+        model.lm_head.bias.zero_()[65] = 9
+    question, nine = [{"role": "user", "content": "x"}], SamplingOptions(max_new_tokens=9)
+    answer = Engine(model, tokenizer, stop_ids=[65]).answer(question, nine)
     assert (answer.finish, answer.text, answer.output_ids) == ("stop", "", (65,))
-    engine = Engine(model, make_tokenizer())
-    answer = engine.answer([{"role": "user", "content": "x"}], SamplingOptions(max_new_tokens=9))
+    answer = Engine(model, tokenizer).answer(question, nine)
     assert (answer.finish, len(answer.output_ids)) == ("length", 9)

@@ -31,6 +31,9 @@ COMMANDS: dict[str, Entry] = {
     "config": Entry("trainkit.cli.config:app", "Show what a recipe means, value by value."),
     "data": Entry("trainkit.cli.data:app", "Look at the data, judge it, measure it."),
     "kernels": Entry("trainkit.cli.kernels:app", "Check the kernels against plain torch."),
+    "checkpoint": Entry(
+        "trainkit.cli.checkpoint:app", "Check that checkpoints are as they were written."
+    ),
     "chat": Entry("trainkit.cli.chat:chat", "Talk to a trained model in the terminal."),
     "generate": Entry("trainkit.cli.generate:generate", "Answer a file of prompts."),
     "merge": Entry("trainkit.cli.merge:merge", "Make one plain model of an adapter or shards."),

@@ -1,0 +1,46 @@
+"""``trainkit checkpoint``: whether checkpoints are as they were written."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Check checkpoints.")
+
+
+@app.callback()
+def checkpoint() -> None:
+    """Check checkpoints."""
+
+
+@app.command()
+def verify(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Checkpoints, final models, merged models."),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object {path, status, reason} a line.")
+    ] = False,
+) -> None:
+    """Compare every byte with the manifest; the exit code is 1 if any directory is damaged."""
+    from trainkit.checkpoint.manifest import verify_directory
+    from trainkit.errors import CheckpointError
+
+    is_damaged = False
+    for directory in directories:
+        reason = None
+        try:
+            manifest = verify_directory(directory)
+        except CheckpointError as error:
+            is_damaged, reason = True, error.what
+        row = {"path": str(directory), "status": "damaged" if reason else "whole", "reason": reason}
+        if as_json:
+            typer.echo(json.dumps(row))
+        elif reason:
+            typer.echo(f"{directory}: damaged: {reason}")
+        else:
+            typer.echo(f"{directory}: whole, {len(manifest.files)} files")
+    if is_damaged:
+        raise typer.Exit(1)
