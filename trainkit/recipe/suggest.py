@@ -85,11 +85,9 @@ def dotted_key(path: KeyPath) -> str:
 
 def section_of(path: KeyPath) -> str:
     """The section that holds a key, with ``[]`` for any list position: ``data.train[]``."""
-    return (
-        dotted_key(path[:-1])
-        if not any(isinstance(part, int) for part in path)
-        else (".".join(str(part) for part in path[:-1] if isinstance(part, str)) + "[]")
-    )
+    if any(isinstance(part, int) for part in path):
+        return ".".join(part for part in path[:-1] if isinstance(part, str)) + "[]"
+    return dotted_key(path[:-1])
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = _SIBLING_CUTOFF) -> list[str]:
