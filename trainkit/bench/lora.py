@@ -138,7 +138,7 @@ def save_base(shape: Shape, folder: str | Path, device: torch.device) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = build(shape, device, "sdpa")
+    model: Any = build(shape, device, "sdpa")
     model.save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
@@ -151,7 +151,7 @@ def save_base(shape: Shape, folder: str | Path, device: torch.device) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def quantize(model: Any, compute_dtype: torch.dtype = torch.bfloat16) -> Any:
     """Replace the decoder's linear layers by nf4 ones with double quantisation, on the device.
 
     What ``from_pretrained`` does with a quantisation config, without a folder to load from.
@@ -187,10 +187,10 @@ def quantize(model: nn.Module, compute_dtype: torch.dtype = torch.bfloat16) -> n
     return model
 
 
-def _peft(cell: Cell, device: torch.device) -> nn.Module:
+def _peft(cell: Cell, device: torch.device) -> Any:
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    model = build(cell.shape_to_measure(), device, "sdpa")
+    model: Any = build(cell.shape_to_measure(), device, "sdpa")
     if cell.quantized:
         model = prepare_model_for_kbit_training(quantize(model))
     elif cell.checkpointed:
@@ -202,7 +202,7 @@ def _peft(cell: Cell, device: torch.device) -> nn.Module:
     return get_peft_model(model, config)
 
 
-def _unsloth(cell: Cell, device: torch.device) -> nn.Module:
+def _unsloth(cell: Cell, device: torch.device) -> Any:
     from unsloth import FastLanguageModel
 
     shape = cell.shape_to_measure()
@@ -223,14 +223,14 @@ def _unsloth(cell: Cell, device: torch.device) -> nn.Module:
     )
 
 
-def _trainkit(cell: Cell, device: torch.device) -> nn.Module:
+def _trainkit(cell: Cell, device: torch.device) -> Any:
     from trainkit.lora import LoraOptions, attach, fuse
     from trainkit.lora.offload import offload_checkpoints
 
     provided = provide(
         "trainkit", cell.shape_to_measure(), device, loss_chunk_tokens=cell.loss_chunk_tokens
     )
-    model = provided.model
+    model: Any = provided.model
     if cell.quantized:
         model = quantize(model)
     if cell.provider == "frozen":
@@ -247,7 +247,7 @@ def _trainkit(cell: Cell, device: torch.device) -> nn.Module:
     return adapted
 
 
-_BUILDERS: dict[str, Callable[[Cell, torch.device], nn.Module]] = {
+_BUILDERS: dict[str, Callable[[Cell, torch.device], Any]] = {
     "peft": _peft,
     "unsloth": _unsloth,
     "trainkit": _trainkit,

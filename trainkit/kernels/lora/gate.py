@@ -72,9 +72,9 @@ class GateOperands:
             0 if self.a_down is None else self.a_down.shape[0],
         )
 
-    def stride_of(self, inner: Tensor | None) -> int:
-        """Row stride of an inner product, 0 where there is none."""
-        return 0 if inner is None else inner.stride(0)
+    def xa_stride(self) -> int:
+        """Row stride of the inner products, which are views of one stack; 0 where there is none."""
+        return max(0 if xa is None else xa.stride(0) for xa in (self.xa_gate, self.xa_up))
 
 
 def folds(largest_rank: int, x: Tensor, dtype: torch.dtype) -> bool:
@@ -104,17 +104,14 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
                 h,
                 parts,
                 ops.gate.stride(0),
-                ops.stride_of(ops.xa_gate),
-                ops.stride_of(ops.xa_up),
+                ops.xa_stride(),
                 num_cols,
                 num_rows,
                 per_split // tile.features,
                 R_GATE=r_gate,
                 R_UP=r_up,
                 R_DOWN=r_down,
-                R_GATE_PAD=pad_rank(r_gate),
-                R_UP_PAD=pad_rank(r_up),
-                R_DOWN_PAD=pad_rank(r_down),
+                R_PAD=pad_rank(max(r_gate, r_up, r_down)),
                 TANH_GELU=ops.tanh_gelu,
                 PRECISION=precision(h.dtype),
                 BLOCK_M=tile.tokens,
@@ -163,11 +160,9 @@ def gate_backward(
     tile = _tile(BACKWARD_TILES, dh)
     num_blocks = -(-num_cols // tile.features)
     splits, per_split = split_rows(num_rows, num_blocks, tile.tokens, dh)
+    widest = max(r_gate, r_up, r_down)
     # With no rows the kernel still runs, and writes zero sums.
-    sums = torch.float32
-    db_gate = dh.new_empty((splits, num_cols, r_gate), dtype=sums) if r_gate else None
-    db_up = dh.new_empty((splits, num_cols, r_up), dtype=sums) if r_up else None
-    da_down = dh.new_empty((splits, r_down, num_cols), dtype=sums) if r_down else None
+    parts = dh.new_empty((splits, 3, num_cols, widest), dtype=torch.float32)
     with device_of(dh):
         kernel.gate_backward_kernel[(num_blocks, splits)](
             ops.gate,
@@ -181,14 +176,11 @@ def gate_backward(
             ops.a_down if ops.a_down is not None else dh,
             dgate,
             dup,
-            db_gate if db_gate is not None else dh,
-            db_up if db_up is not None else dh,
-            da_down if da_down is not None else dh,
+            parts,
             ops.gate.stride(0),
             dgate.stride(0),
             dh.stride(0),
-            ops.stride_of(ops.xa_gate),
-            ops.stride_of(ops.xa_up),
+            ops.xa_stride(),
             num_cols,
             num_rows,
             per_split,
@@ -197,9 +189,8 @@ def gate_backward(
             R_GATE=r_gate,
             R_UP=r_up,
             R_DOWN=r_down,
-            R_GATE_PAD=pad_rank(r_gate),
-            R_UP_PAD=pad_rank(r_up),
-            R_DOWN_PAD=pad_rank(r_down),
+            R_MAX=widest,
+            R_PAD=pad_rank(max(r_gate, r_up, r_down)),
             TANH_GELU=ops.tanh_gelu,
             PRECISION=precision(dh.dtype),
             BLOCK_F=tile.features,
@@ -207,8 +198,9 @@ def gate_backward(
             STAGES=tile.stages,
             num_warps=tile.warps,
         )
+    db_gate, db_up, da_down = total(parts)
     return GateGradients(
-        None if db_gate is None else total(db_gate),
-        None if db_up is None else total(db_up),
-        None if da_down is None else total(da_down),
+        db_gate[:, :r_gate].contiguous() if r_gate else None,
+        db_up[:, :r_up].contiguous() if r_up else None,
+        da_down[:, :r_down].t().contiguous() if r_down else None,
     )

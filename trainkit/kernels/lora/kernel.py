@@ -113,6 +113,49 @@ def columns_kernel(
     tl.store(out_ptr, acc * scale, mask=(cols[:, None] < num_cols) & (ranks[None, :] < R))
 
 
+@triton.jit
+def _factor(ptr, items, ranks, item_stride, rank_stride, mask, R: tl.constexpr):
+    """A tile (items, ranks) of a factor, zero beyond the rank; nothing is read at rank 0."""
+    places = items[:, None] * item_stride + ranks[None, :] * rank_stride
+    return tl.load(ptr + places, mask=mask[:, None] & (ranks[None, :] < R), other=0.0)
+
+
+@triton.jit
+def _put_factor(ptr, tile, items, ranks, item_stride, mask, R: tl.constexpr):
+    if R > 0:
+        places = items[:, None] * item_stride + ranks[None, :]
+        tl.store(ptr + places, tile, mask=mask[:, None] & (ranks[None, :] < R))
+
+
+@triton.jit
+def _wide(ptr, rows, cols, stride, in_rows, in_cols):
+    """A tile (cols, rows) of a wide operand."""
+    places = rows[None, :] * stride + cols[:, None]
+    return tl.load(ptr + places, mask=in_cols[:, None] & in_rows[None, :], other=0.0)
+
+
+@triton.jit
+def _put_wide(ptr, tile, rows, cols, stride, in_rows, in_cols):
+    places = rows[None, :] * stride + cols[:, None]
+    tl.store(ptr + places, tile, mask=in_cols[:, None] & in_rows[None, :])
+
+
+@triton.jit
+def _adapt(wide, factor, inner, R: tl.constexpr, PRECISION: tl.constexpr):
+    """A tile (cols, rows) with its adapter's share, factor (cols, R) times inner (rows, R)^T."""
+    wide = wide.to(tl.float32)
+    if R > 0:
+        wide = _accumulate(factor, tl.trans(inner), wide, PRECISION)
+    return wide
+
+
+@triton.jit
+def _collect(tile, inner, acc, R: tl.constexpr, PRECISION: tl.constexpr):
+    if R > 0:
+        acc = _accumulate(tile, inner, acc, PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_split"])
 def gate_forward_kernel(
     gate_ptr,
@@ -125,17 +168,14 @@ def gate_forward_kernel(
     h_ptr,
     xa_down_ptr,
     gate_stride,
-    xa_gate_stride,
-    xa_up_stride,
+    xa_stride,
     num_cols,
     num_rows,
     blocks_per_split,
     R_GATE: tl.constexpr,
     R_UP: tl.constexpr,
     R_DOWN: tl.constexpr,
-    R_GATE_PAD: tl.constexpr,
-    R_UP_PAD: tl.constexpr,
-    R_DOWN_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
     TANH_GELU: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -147,72 +187,38 @@ def gate_forward_kernel(
     gate, up (M, F) with one row stride; b_gate, b_up (F, R); a_down (R, F); h (M, F) contiguous;
     xa_down (splits, M, R) in fp32. A rank of 0 means that there is no such adapter. Tiles are held
     transposed, (BLOCK_F, BLOCK_M): in the other order Triton loads and stores them in the layout
-    of the matrix instructions, four bytes at a time.
+    of the matrix instructions, four bytes at a time. Splits are whole blocks of columns, so that
+    the compiler can tell that every tile is aligned.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     split = tl.program_id(1).to(tl.int64)
-    row_mask = rows < num_rows
+    in_rows = rows < num_rows
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    ranks_gate = tl.arange(0, R_GATE_PAD)
-    ranks_up = tl.arange(0, R_UP_PAD)
-    ranks_down = tl.arange(0, R_DOWN_PAD)
-    if R_GATE > 0:
-        xa_gate = tl.load(
-            xa_gate_ptr + rows[:, None] * xa_gate_stride + ranks_gate[None, :],
-            mask=row_mask[:, None] & (ranks_gate[None, :] < R_GATE),
-            other=0.0,
-        )
-    if R_UP > 0:
-        xa_up = tl.load(
-            xa_up_ptr + rows[:, None] * xa_up_stride + ranks_up[None, :],
-            mask=row_mask[:, None] & (ranks_up[None, :] < R_UP),
-            other=0.0,
-        )
-    acc = tl.zeros((BLOCK_M, R_DOWN_PAD), dtype=tl.float32)
-    # In whole blocks, so that the compiler can tell that every tile is aligned.
+    ranks = tl.arange(0, R_PAD)
+    xa_gate = _factor(xa_gate_ptr, rows, ranks, xa_stride, 1, in_rows, R_GATE)
+    xa_up = _factor(xa_up_ptr, rows, ranks, xa_stride, 1, in_rows, R_UP)
+    acc = tl.zeros((BLOCK_M, R_PAD), dtype=tl.float32)
     first = split * blocks_per_split
     last = tl.minimum(first + blocks_per_split, tl.cdiv(num_cols, BLOCK_F))
-    next_cols = first * BLOCK_F + tl.arange(0, BLOCK_F)
-    next_mask = (next_cols[:, None] < num_cols) & row_mask[None, :]
-    places = rows[None, :] * gate_stride + next_cols[:, None]
-    next_gate = tl.load(gate_ptr + places, mask=next_mask, other=0.0)
-    next_up = tl.load(up_ptr + places, mask=next_mask, other=0.0)
+    after = first * BLOCK_F + tl.arange(0, BLOCK_F)
+    next_gate = _wide(gate_ptr, rows, after, gate_stride, in_rows, after < num_cols)
+    next_up = _wide(up_ptr, rows, after, gate_stride, in_rows, after < num_cols)
     for block in tl.range(first, last, num_stages=STAGES):
-        cols, mask = next_cols, next_mask
-        col_mask = cols[:, None] < num_cols
-        gate, up = next_gate.to(tl.float32), next_up.to(tl.float32)
+        cols, gate, up = after, next_gate, next_up
+        in_cols = cols < num_cols
         # The compiler loads ahead only what goes into a product as it is; these go ahead by hand.
-        next_cols = (block + 1) * BLOCK_F + tl.arange(0, BLOCK_F)
-        next_mask = (next_cols[:, None] < num_cols) & row_mask[None, :]
-        places = rows[None, :] * gate_stride + next_cols[:, None]
-        next_gate = tl.load(gate_ptr + places, mask=next_mask, other=0.0)
-        next_up = tl.load(up_ptr + places, mask=next_mask, other=0.0)
-        if R_GATE > 0:
-            b_gate = tl.load(
-                b_gate_ptr + cols[:, None] * R_GATE + ranks_gate[None, :],
-                mask=col_mask & (ranks_gate[None, :] < R_GATE),
-                other=0.0,
-            )
-            gate = _accumulate(b_gate, tl.trans(xa_gate), gate, PRECISION)
-        if R_UP > 0:
-            b_up = tl.load(
-                b_up_ptr + cols[:, None] * R_UP + ranks_up[None, :],
-                mask=col_mask & (ranks_up[None, :] < R_UP),
-                other=0.0,
-            )
-            up = _accumulate(b_up, tl.trans(xa_up), up, PRECISION)
-        h = (_activation(gate, TANH_GELU) * up).to(dtype)
-        tl.store(h_ptr + rows[None, :] * num_cols + cols[:, None], h, mask=mask)
-        if R_DOWN > 0:
-            a_down = tl.load(
-                a_down_ptr + ranks_down[None, :] * num_cols + cols[:, None],
-                mask=col_mask & (ranks_down[None, :] < R_DOWN),
-                other=0.0,
-            )
-            acc = _accumulate(tl.trans(h), a_down, acc, PRECISION)
-    if R_DOWN > 0:
-        out = xa_down_ptr + (split * num_rows + rows[:, None]) * R_DOWN + ranks_down[None, :]
-        tl.store(out, acc, mask=row_mask[:, None] & (ranks_down[None, :] < R_DOWN))
+        after = (block + 1) * BLOCK_F + tl.arange(0, BLOCK_F)
+        next_gate = _wide(gate_ptr, rows, after, gate_stride, in_rows, after < num_cols)
+        next_up = _wide(up_ptr, rows, after, gate_stride, in_rows, after < num_cols)
+        b_gate = _factor(b_gate_ptr, cols, ranks, R_GATE, 1, in_cols, R_GATE)
+        b_up = _factor(b_up_ptr, cols, ranks, R_UP, 1, in_cols, R_UP)
+        gate_sum = _adapt(gate, b_gate, xa_gate, R_GATE, PRECISION)
+        up_sum = _adapt(up, b_up, xa_up, R_UP, PRECISION)
+        h = (_activation(gate_sum, TANH_GELU) * up_sum).to(dtype)
+        _put_wide(h_ptr, h, rows, cols, num_cols, in_rows, in_cols)
+        a_down = _factor(a_down_ptr, cols, ranks, 1, num_cols, in_cols, R_DOWN)
+        acc = _collect(tl.trans(h), a_down, acc, R_DOWN, PRECISION)
+    _put_factor(xa_down_ptr + split * num_rows * R_DOWN, acc, rows, ranks, R_DOWN, in_rows, R_DOWN)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_per_split", "scale_gate", "scale_up"])
@@ -228,14 +234,11 @@ def gate_backward_kernel(
     a_down_ptr,
     dgate_ptr,
     dup_ptr,
-    db_gate_ptr,
-    db_up_ptr,
-    da_down_ptr,
+    parts_ptr,
     gate_stride,
     dgate_stride,
     dh_stride,
-    xa_gate_stride,
-    xa_up_stride,
+    xa_stride,
     num_cols,
     num_rows,
     rows_per_split,
@@ -244,111 +247,58 @@ def gate_backward_kernel(
     R_GATE: tl.constexpr,
     R_UP: tl.constexpr,
     R_DOWN: tl.constexpr,
-    R_GATE_PAD: tl.constexpr,
-    R_UP_PAD: tl.constexpr,
-    R_DOWN_PAD: tl.constexpr,
+    R_MAX: tl.constexpr,
+    R_PAD: tl.constexpr,
     TANH_GELU: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """dgate and dup, and parts of the gradients of b_gate, b_up (F, R) and a_down (R, F).
+    """dgate and dup, and parts (splits, 3, F, R_MAX) of the gradients of b_gate, b_up, a_down^T.
 
-    dh (M, F) is dy W_down; what the down adapter adds to it, p_down a_down with p_down = s dy
-    B_down (M, R), is added here. Tiles are held transposed, (BLOCK_F, BLOCK_M), so that h, dgate
-    and dup enter the factors' sums from the registers in which they are computed. dup may be dh's
-    own memory: every element is read before it is written, by the same program.
+    dh (M, F) is dy W_down; the down adapter's share, p_down a_down with p_down = s dy B_down
+    (M, R), is added here. Tiles are held transposed, (BLOCK_F, BLOCK_M), so that h, dgate and dup
+    enter the sums from the registers in which they are computed. dup may be dh's own memory:
+    every element is read before it is written, by the same program.
     """
     cols = tl.program_id(0).to(tl.int64) * BLOCK_F + tl.arange(0, BLOCK_F)
-    split = tl.program_id(1).to(tl.int64)
-    col_mask = cols[:, None] < num_cols
+    in_cols = cols < num_cols
+    ranks = tl.arange(0, R_PAD)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
-    ranks_gate = tl.arange(0, R_GATE_PAD)
-    ranks_up = tl.arange(0, R_UP_PAD)
-    ranks_down = tl.arange(0, R_DOWN_PAD)
-    if R_GATE > 0:
-        b_gate = tl.load(
-            b_gate_ptr + cols[:, None] * R_GATE + ranks_gate[None, :],
-            mask=col_mask & (ranks_gate[None, :] < R_GATE),
-            other=0.0,
-        )
-    if R_UP > 0:
-        b_up = tl.load(
-            b_up_ptr + cols[:, None] * R_UP + ranks_up[None, :],
-            mask=col_mask & (ranks_up[None, :] < R_UP),
-            other=0.0,
-        )
-    if R_DOWN > 0:
-        a_down = tl.load(
-            a_down_ptr + ranks_down[None, :] * num_cols + cols[:, None],
-            mask=col_mask & (ranks_down[None, :] < R_DOWN),
-            other=0.0,
-        )
-    acc_gate = tl.zeros((BLOCK_F, R_GATE_PAD), dtype=tl.float32)
-    acc_up = tl.zeros((BLOCK_F, R_UP_PAD), dtype=tl.float32)
-    acc_down = tl.zeros((BLOCK_F, R_DOWN_PAD), dtype=tl.float32)
-    first = split * rows_per_split
+    b_gate = _factor(b_gate_ptr, cols, ranks, R_GATE, 1, in_cols, R_GATE)
+    b_up = _factor(b_up_ptr, cols, ranks, R_UP, 1, in_cols, R_UP)
+    a_down = _factor(a_down_ptr, cols, ranks, 1, num_cols, in_cols, R_DOWN)
+    sum_gate = tl.zeros((BLOCK_F, R_PAD), dtype=tl.float32)
+    sum_up, sum_down = sum_gate, sum_gate
+    first = tl.program_id(1).to(tl.int64) * rows_per_split
     last = tl.minimum(first + rows_per_split, num_rows)
-    next_rows = first + tl.arange(0, BLOCK_M)
-    next_mask = col_mask & (next_rows < last)[None, :]
-    places = next_rows[None, :] * gate_stride + cols[:, None]
-    next_gate = tl.load(gate_ptr + places, mask=next_mask, other=0.0)
-    next_up = tl.load(up_ptr + places, mask=next_mask, other=0.0)
-    dh_places = next_rows[None, :] * dh_stride + cols[:, None]
-    next_dh = tl.load(dh_ptr + dh_places, mask=next_mask, other=0.0)
+    after = first + tl.arange(0, BLOCK_M)
+    next_gate = _wide(gate_ptr, after, cols, gate_stride, after < last, in_cols)
+    next_up = _wide(up_ptr, after, cols, gate_stride, after < last, in_cols)
+    next_dh = _wide(dh_ptr, after, cols, dh_stride, after < last, in_cols)
     for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
-        rows, mask = next_rows, next_mask
-        row_mask = rows < last
-        gate, up = next_gate.to(tl.float32), next_up.to(tl.float32)
-        dh = next_dh.to(tl.float32)
-        # The compiler loads ahead only what goes into a product as it is; these go ahead by hand.
-        next_rows = start + BLOCK_M + tl.arange(0, BLOCK_M)
-        next_mask = col_mask & (next_rows < last)[None, :]
-        places = next_rows[None, :] * gate_stride + cols[:, None]
-        next_gate = tl.load(gate_ptr + places, mask=next_mask, other=0.0)
-        next_up = tl.load(up_ptr + places, mask=next_mask, other=0.0)
-        dh_places = next_rows[None, :] * dh_stride + cols[:, None]
-        next_dh = tl.load(dh_ptr + dh_places, mask=next_mask, other=0.0)
-        if R_GATE > 0:
-            xa_gate = tl.load(
-                xa_gate_ptr + rows[:, None] * xa_gate_stride + ranks_gate[None, :],
-                mask=row_mask[:, None] & (ranks_gate[None, :] < R_GATE),
-                other=0.0,
-            )
-            gate = _accumulate(b_gate, tl.trans(xa_gate), gate, PRECISION)
-        if R_UP > 0:
-            xa_up = tl.load(
-                xa_up_ptr + rows[:, None] * xa_up_stride + ranks_up[None, :],
-                mask=row_mask[:, None] & (ranks_up[None, :] < R_UP),
-                other=0.0,
-            )
-            up = _accumulate(b_up, tl.trans(xa_up), up, PRECISION)
-        if R_DOWN > 0:
-            p_down = tl.load(
-                p_down_ptr + rows[:, None] * R_DOWN + ranks_down[None, :],
-                mask=row_mask[:, None] & (ranks_down[None, :] < R_DOWN),
-                other=0.0,
-            )
-            dh = _accumulate(a_down, tl.trans(p_down), dh, PRECISION)
-        activated, slope = _activation_and_slope(gate, TANH_GELU)
-        dgate = (dh * up * slope).to(dtype)
-        dup = (dh * activated).to(dtype)
-        dplaces = rows[None, :] * dgate_stride + cols[:, None]
-        tl.store(dgate_ptr + dplaces, dgate, mask=mask)
-        tl.store(dup_ptr + dplaces, dup, mask=mask)
-        if R_GATE > 0:
-            acc_gate = _accumulate(dgate, xa_gate, acc_gate, PRECISION)
-        if R_UP > 0:
-            acc_up = _accumulate(dup, xa_up, acc_up, PRECISION)
-        if R_DOWN > 0:
-            acc_down = _accumulate((activated * up).to(dtype), p_down, acc_down, PRECISION)
-    if R_GATE > 0:
-        out = db_gate_ptr + (split * num_cols + cols[:, None]) * R_GATE + ranks_gate[None, :]
-        tl.store(out, acc_gate * scale_gate, mask=col_mask & (ranks_gate[None, :] < R_GATE))
-    if R_UP > 0:
-        out = db_up_ptr + (split * num_cols + cols[:, None]) * R_UP + ranks_up[None, :]
-        tl.store(out, acc_up * scale_up, mask=col_mask & (ranks_up[None, :] < R_UP))
-    if R_DOWN > 0:
-        out = da_down_ptr + (split * R_DOWN + ranks_down[None, :]) * num_cols + cols[:, None]
-        tl.store(out, acc_down, mask=col_mask & (ranks_down[None, :] < R_DOWN))
+        rows, gate, up, dh = after, next_gate, next_up, next_dh
+        after = start + BLOCK_M + tl.arange(0, BLOCK_M)
+        next_gate = _wide(gate_ptr, after, cols, gate_stride, after < last, in_cols)
+        next_up = _wide(up_ptr, after, cols, gate_stride, after < last, in_cols)
+        next_dh = _wide(dh_ptr, after, cols, dh_stride, after < last, in_cols)
+        xa_gate = _factor(xa_gate_ptr, rows, ranks, xa_stride, 1, rows < last, R_GATE)
+        xa_up = _factor(xa_up_ptr, rows, ranks, xa_stride, 1, rows < last, R_UP)
+        p_down = _factor(p_down_ptr, rows, ranks, R_DOWN, 1, rows < last, R_DOWN)
+        dh_sum = _adapt(dh, a_down, p_down, R_DOWN, PRECISION)
+        up_sum = _adapt(up, b_up, xa_up, R_UP, PRECISION)
+        gate_sum = _adapt(gate, b_gate, xa_gate, R_GATE, PRECISION)
+        activated, slope = _activation_and_slope(gate_sum, TANH_GELU)
+        dgate, dup = (dh_sum * up_sum * slope).to(dtype), (dh_sum * activated).to(dtype)
+        _put_wide(dgate_ptr, dgate, rows, cols, dgate_stride, rows < last, in_cols)
+        _put_wide(dup_ptr, dup, rows, cols, dgate_stride, rows < last, in_cols)
+        sum_gate = _collect(dgate, xa_gate, sum_gate, R_GATE, PRECISION)
+        sum_up = _collect(dup, xa_up, sum_up, R_UP, PRECISION)
+        sum_down = _collect((activated * up_sum).to(dtype), p_down, sum_down, R_DOWN, PRECISION)
+    parts_ptr += tl.program_id(1).to(tl.int64) * (3 * num_cols * R_MAX)
+    _put_factor(parts_ptr, sum_gate * scale_gate, cols, ranks, R_MAX, in_cols, R_GATE)
+    parts_ptr += num_cols * R_MAX
+    _put_factor(parts_ptr, sum_up * scale_up, cols, ranks, R_MAX, in_cols, R_UP)
+    parts_ptr += num_cols * R_MAX
+    _put_factor(parts_ptr, sum_down, cols, ranks, R_MAX, in_cols, R_DOWN)
