@@ -7,7 +7,7 @@ The task is one that half a million weights can truly learn in two minutes, and 
 answer without reading the conversation: recall who the system prompt says you are, recall the
 names of pets told some turns ago, repeat some words, reverse some words. In English and Chinese.
 
-The *facts* that decide an answer (a persona, the pets told so far, the words to repeat) belong to
+The *facts* that decide an answer (a persona, a pet with its name, the words to repeat) belong to
 one split by their hash: the names and the words of a held-out question are familiar, but their
 combination was never seen in training. A model that learned answers by heart fails.
 
@@ -29,10 +29,12 @@ from typing import TypeVar
 Message = dict[str, str]
 Drawn = TypeVar("Drawn")
 
-NUM_TRAIN = 4500
+NUM_TRAIN = 9000
 NUM_HELD_OUT = 100
 # One combination of facts in this many is kept for the held-out split.
 HELD_OUT_SHARE = 8
+# Pets a user tells of in one conversation.
+MOST_PETS = 2
 # More than the corpus needs: training stops when every word is one token.
 VOCAB_SIZE = 1024
 
@@ -100,13 +102,14 @@ ENGLISH = Language(
     reverse_answer="Backwards: {words}",
 )
 
+# No character stands in two words: half a word must not point at another one.
 CHINESE = Language(
     code="zh",
-    names=listed("志强 美玲 建国 丽华 春梅 子轩 雨桐 浩然 思远 佳怡 文博 晓峰 国栋 秀英 海燕 若兰"),
-    jobs=listed("厨师 医生 司机 画家 歌手 老师 农民 作家 律师 护士"),
-    cities=listed("北京 上海 广州 成都 西安 南京 杭州 武汉 青岛 昆明"),
+    names=listed("志强 美玲 建国 丽华 春梅 子轩 可欣 浩然 思远 佳怡 文博 晓峰 栋梁 秀英 燕妮 若兰"),
+    jobs=listed("厨师 医生 司机 画家 歌手 农民 编辑 护士 警察 裁缝"),
+    cities=listed("北京 上海 广州 成都 西安 天津 深圳 武汉 青岛 昆明"),
     things=listed("猫 狗 马 鸟 鱼 兔"),
-    words=listed("山 水 云 雨 虎 鹰 梨 桃 米 糖 灯 椅 钟 琴 南 北 七 九"),
+    words=listed("山 水 云 雨 虎 鹰 梨 桃 米 糖 灯 椅 钟 琴 风 雪 七 九"),
     joiner="、",
     persona="你是{name}，来自{city}的{job}。",
     persona_questions=[
@@ -158,7 +161,7 @@ class ConversationMaker:
         skills = ["repeat", "reverse"]
         skills += ["ask_persona"] * 2 if persona else []
         skills += ["ask_pet"] * 2 if pets else []
-        skills += ["tell_pet"] if len(pets) < 3 else []
+        skills += ["tell_pet"] if len(pets) < MOST_PETS else []
         match self._random.choice(skills):
             case "repeat":
                 return self._repeat(language)
@@ -190,16 +193,12 @@ class ConversationMaker:
         }
 
     def _tell_pet(self, language: Language, pets: dict[str, str]) -> tuple[str, str]:
-        def draw() -> dict[str, str]:
+        def draw() -> tuple[str, str]:
             thing = self._random.choice([thing for thing in language.things if thing not in pets])
-            name = self._random.choice(
-                [name for name in language.names if name not in pets.values()]
-            )
-            return {**pets, thing: name}
+            others = [name for name in language.names if name not in pets.values()]
+            return thing, self._random.choice(others)
 
-        # All the pets known so far decide the answers to come, so all of them make the instance.
-        told = self._draw(draw, lambda drawn: [f"{key}={drawn[key]}" for key in sorted(drawn)])
-        thing, name = list(told.items())[-1]
+        thing, name = self._draw(draw, lambda drawn: ["pet", *drawn])
         pets[thing] = name
         return (
             language.told.format(thing=thing, name=name),
