@@ -18,6 +18,7 @@ UNITS = {
     "tflops_sustained": "TFLOP/s",
     "gb_per_second": "GB/s",
     "mfu": "share of peak",
+    "share_of_copy": "share",
     "peak_memory_gib": "GiB",
     "extra_memory_gib": "GiB",
     "sm_clock_mhz": "MHz",

@@ -202,20 +202,22 @@ class _CrossEntropy(torch.autograd.Function):
             dlogits = rows.new_empty(rows.shape) if ctx.needs_input_grad[0] else None
             launcher.launch(rows, flat, options, scale=scale, losses=losses, dlogits=dlogits)
             loss = launcher.launch_sum(losses, scale)
-        ctx.scale, ctx.options, ctx.handed_over = scale, options, False
-        ctx.save_for_backward(logits, flat, dlogits)
+        ctx.scale, ctx.options = scale, options
+        # An attribute, not a saved tensor: it is given away, and a saved one would outlive that.
+        ctx.dlogits = dlogits
+        ctx.save_for_backward(logits, flat)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        logits, flat, dlogits = ctx.saved_tensors
+        logits, flat = ctx.saved_tensors
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         # The first backward gives the prepared gradient away, made again from the logits if the
         # loss was scaled after all. A later one must not touch it, and makes its own.
-        fresh = ctx.handed_over
-        ctx.handed_over = True
+        dlogits, ctx.dlogits = ctx.dlogits, None
+        fresh = dlogits is None
         rows = as_rows(logits)
         if fresh:
             dlogits = rows.new_empty(rows.shape)
