@@ -3,7 +3,7 @@
 The source side is GLM's published arithmetic in plain torch, fed from the source's own files; the
 result side is transformers' Qwen2 layer, built from the config.json that was written and fed from
 the files that were written. Both run in float32 over the same tokens at near and far positions.
-One layer of each is in memory at a time, so a 9B model needs about 2 GiB.
+One layer of each is in memory at a time, and last both output matrices: 4 GB for a 9B model.
 """
 
 import logging
