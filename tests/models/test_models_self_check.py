@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 import trainkit
 from trainkit import kernels
-from trainkit.cli.app import main
 from trainkit.lora import LoraOptions, attach, fuse
 from trainkit.models import forwards, loss_head, rope_forwards
 from trainkit.models.families import FAMILIES, OPS
@@ -155,26 +154,3 @@ def test_labels_without_a_trained_token_still_check_the_loss():
     masked = batch() | {"labels": torch.full((2, 40), -100)}
     rows = {row["op"]: row for row in self_check(model, report, masked)}
     assert not rows["model"]["detail"].startswith("loss 0.0")
-
-
-def test_the_command_prints_json_rows_or_a_table(tmp_path, capsys):
-    make("qwen2").save_pretrained(tmp_path)
-    capsys.readouterr()  # saving imports libraries that print
-    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["op"] for row in rows] == [*OPS, "replica", "model"]
-    wanted = {"op", "family", "max_error", "reference_error", "speedup", "status"}
-    assert all(wanted <= row.keys() for row in rows)
-    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu"]) == 0
-    assert "swiglu                reference" in capsys.readouterr().out
-
-
-def test_the_command_fails_and_still_prints_the_rows(tmp_path, capsys, monkeypatch):
-    make("qwen2").save_pretrained(tmp_path)
-    capsys.readouterr()
-    healthy = kernels.swiglu
-    monkeypatch.setattr(kernels, "swiglu", lambda gate, up: healthy(gate, up) * 1.01)
-    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu", "--json"]) == 1
-    shown = capsys.readouterr()
-    assert json.loads(shown.out.splitlines()[0])["op"] == "rms_norm"
-    assert "error: kernels, family qwen2: the self-check failed: swiglu is off by" in shown.err

@@ -38,7 +38,8 @@ def check(
     """Run every op of a model's family at the model's shapes, then the patched model, both ways.
 
     An error stands for a distance to the fp64 truth, relative to its size; reference_error is the
-    distance that plain torch has in the model's dtype, and what an op must match.
+    distance that plain torch has in the model's dtype, and what an op must match. The speedup is at
+    512 tokens, host time included.
     """
     failure = None
     with contextlib.redirect_stdout(sys.stderr):  # libraries that are imported here print

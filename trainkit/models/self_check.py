@@ -36,7 +36,8 @@ class CheckRow:
         max_error: the largest relative error against the truth, of the output or gradient that
             comes nearest to its allowance.
         reference_error: the same for plain torch in the model's dtype: what is to be matched.
-        speedup: plain torch's time over the kernel's, on a GPU.
+        speedup: plain torch's time over the kernel's, on a GPU, host time included. At
+            ``MAX_TOKENS`` tokens most of it is launches; speed at size is ``trainkit bench ops``.
         status: "ok", "failed", "off", "skipped", or "reference" where the op, on a CPU, ran its
             reference: then the row shows that it is wired up, and nothing about a kernel.
         detail: the tensor in question, or the reason.
@@ -200,9 +201,10 @@ def _check_replica(
     for name, exact in truth.items():
         ours = _relative_error(patched[name], exact)
         eager = _relative_error(plain[name], exact)
-        # Twice: the two round at different places. A lone number may be exact by luck, so the
-        # loss gets a rounding of its own.
-        allowed = 2 * eager + contract.hair(dtype, worst=exact.dim() == 0)
+        # The two round at different places, and how that adds up in a gradient that nearly cancels
+        # differs by a factor of two or three; each op by itself has been held to 1.05. A lone
+        # number may be exact by luck, so the loss gets a rounding of its own.
+        allowed = 4 * eager + contract.hair(dtype, worst=exact.dim() == 0)
         if not ours / allowed <= worst[3]:
             worst = (name, ours, eager, ours / allowed)
     name, ours, eager, ratio = worst

@@ -1,0 +1,32 @@
+"""`trainkit kernels check`: rows for programs, a table for people, exit code 1 for a failure."""
+
+import json
+
+from families.family_models import make
+
+from trainkit import kernels
+from trainkit.cli.app import main
+from trainkit.models.families import OPS
+
+
+def test_the_command_prints_json_rows_or_a_table(tmp_path, capsys):
+    make("qwen2").save_pretrained(tmp_path)
+    capsys.readouterr()  # saving imports libraries that print
+    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["op"] for row in rows] == [*OPS, "replica", "model"]
+    wanted = {"op", "family", "max_error", "reference_error", "speedup", "status"}
+    assert all(wanted <= row.keys() for row in rows)
+    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu"]) == 0
+    assert "swiglu                reference" in capsys.readouterr().out
+
+
+def test_the_command_fails_and_still_prints_the_rows(tmp_path, capsys, monkeypatch):
+    make("qwen2").save_pretrained(tmp_path)
+    capsys.readouterr()
+    healthy = kernels.swiglu
+    monkeypatch.setattr(kernels, "swiglu", lambda gate, up: healthy(gate, up) * 1.01)
+    assert main(["kernels", "check", "--model", str(tmp_path), "--device", "cpu", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[0])["op"] == "rms_norm"
+    assert "error: kernels, family qwen2: the self-check failed: swiglu is off by" in shown.err
