@@ -258,6 +258,7 @@ REFUSED = {
     "changes the text": CHATML.replace(CONTENT, f"{CONTENT}|upper"),
     "prints it twice": CHATML.replace(CONTENT, f"{CONTENT} + {CONTENT}"),
     "measures it": CHATML.replace(CONTENT, f"{CONTENT} + ({CONTENT}|length)|string"),
+    "measures it behind the last turn": CHATML + "{{ messages[0]['content']|length }}",
     "leaves it out": CHATML.replace(CONTENT, "''"),
 }
 

@@ -189,6 +189,16 @@ class TestCache:
         self.prepared(path, tmp_path / "c")
         assert not self.prepared(path, tmp_path / "c", **options)[1]
 
+    def test_another_tokenizer_makes_another_store(self, write, ready):
+        path = write(ROWS)
+        ready(path)
+        other = make_tokenizer()
+        other.add_tokens(["answer"])
+        data = ready(path, tokenizer=other)
+        assert not data.summary["sources"][0]["cached"]
+        assert other.convert_tokens_to_ids("answer") in data[0]["input_ids"]
+        assert ready(path).summary["sources"][0]["cached"]
+
     def test_changed_bytes_make_another_store_whatever_the_times_say(self, write, tmp_path):
         path = write(ROWS)
         times = path.stat()
