@@ -78,21 +78,21 @@ def test_records_are_flat_and_name_their_units(tmp_path):
 def test_pictures(tmp_path):
     common = record.environment(commit="abc")
     rows = []
-    for provider, ms in (("hf_sdpa", 2.0), ("trainkit", 1.0)):
+    for provider, ms in (("liger", 2.0), ("trainkit", 1.0)):
         values = {"ms": ms, "tokens_per_second": 1 / ms, "peak_memory_gib": 3.0}
         rows += record.records("step", "tiny", provider, values, common)
     draw_steps(rows, tmp_path / "step.png")
-    draw_curves({"hf_sdpa": [2.0, 1.0], "trainkit": [2.0, 1.001]}, tmp_path / "curve.png")
+    draw_curves({"hf_cudnn": [2.0, 1.0], "trainkit": [2.0, 1.001]}, tmp_path / "curve.png")
     for name in ("step.png", "curve.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_identical_plain_curves_prove_nothing():
     """Two names for one attention kernel would make the noise between plain runs look like zero."""
-    losses = {"hf_flash": [2.0, 1.0], "hf_cudnn": [2.0, 1.1], "trainkit": [2.0, 1.05]}
+    losses = {"hf_cudnn": [2.0, 1.0], "hf_efficient": [2.0, 1.1], "trainkit": [2.0, 1.05]}
     assert curve.distances(losses)["trainkit"]["max_difference"] == pytest.approx(0.05)
     with pytest.raises(ValueError, match="did not differ"):
-        curve.distances({**losses, "hf_cudnn": losses["hf_flash"]})
+        curve.distances({**losses, "hf_efficient": losses["hf_cudnn"]})
 
 
 def test_unknown_names_are_refused_with_the_known_ones():

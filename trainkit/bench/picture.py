@@ -8,6 +8,7 @@ _COLORS = {
     "hf_sdpa": "#9aa5b1",
     "hf_flash": "#616e7c",
     "hf_cudnn": "#7b8794",
+    "hf_efficient": "#3e4c59",
     "torch_compile": "#cbd2d9",
     "liger": "#e8a33d",
     "trainkit": "#2f6fde",
@@ -16,6 +17,7 @@ _NAMES = {
     "hf_sdpa": "Hugging Face",
     "hf_flash": "Hugging Face, flash attention",
     "hf_cudnn": "Hugging Face, cuDNN attention",
+    "hf_efficient": "Hugging Face, memory-efficient attention",
     "torch_compile": "torch.compile",
     "liger": "Liger",
 }
@@ -37,7 +39,7 @@ def draw_steps(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     providers = [p for p in _COLORS if any(r["provider"] == p for r in records)]
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.6), constrained_layout=True)
     for axis, metric, title in (
-        (axes[0], "tokens_per_second", "training speed, tokens/s of Hugging Face = 1"),
+        (axes[0], "tokens_per_second", "training speed, tokens/s of Liger = 1"),
         (axes[1], "peak_memory_gib", "peak memory, GiB"),
     ):
         values = {(r["case"], r["provider"]): r["value"] for r in records if r["metric"] == metric}
@@ -47,7 +49,7 @@ def draw_steps(records: Sequence[Mapping[str, Any]], path: Path) -> None:
                 value = values.get((case, provider))
                 if value is None:
                     continue
-                base = values.get((case, "hf_sdpa"), value) if axis is axes[0] else 1.0
+                base = values.get((case, "liger"), value) if axis is axes[0] else 1.0
                 x = group + (place - (len(providers) - 1) / 2) * width
                 label = _NAMES.get(provider, provider) if group == 0 else None
                 axis.bar(x, value / base, width * 0.94, color=_COLORS[provider], label=label)

@@ -79,12 +79,15 @@ PROVIDERS = (
     "hf_sdpa",
     "hf_flash",
     "hf_cudnn",
+    "hf_efficient",
     "torch_compile",
     "liger",
     "trainkit",
     "trainkit_compile",
 )
-"""``hf_sdpa`` takes whichever attention kernel torch prefers; the other two name one."""
+"""``hf_sdpa`` takes whichever attention kernel torch prefers; the other three name one.
+
+Flash attention takes no mask, so ``hf_flash`` fails on padded batches."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +156,14 @@ def attention_of(provider: str) -> AbstractContextManager[Any]:
 
     No second kernel is allowed, so that a provider cannot fall back to another one unseen.
     """
-    if provider not in ("hf_flash", "hf_cudnn"):
-        return nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if provider == "hf_flash":
-        return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+    kernels = {
+        "hf_flash": SDPBackend.FLASH_ATTENTION,
+        "hf_cudnn": SDPBackend.CUDNN_ATTENTION,
+        "hf_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    return sdpa_kernel(kernels[provider]) if provider in kernels else nullcontext()
 
 
 def _trainkit(
