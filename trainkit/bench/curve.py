@@ -1,8 +1,8 @@
 """Is the curve the same? A few hundred optimizer steps, patched against plain, batch for batch.
 
-Two plain runs that differ only in SDPA's kernel (cuDNN's, the memory-efficient one) show how far rounding
-alone drives two curves apart; trainkit's distance to the first must stay within that. All runs
-start from the same random weights, see the same batches, and keep fp32 master weights.
+Two plain runs that differ only in SDPA's kernel (cuDNN's, the memory-efficient one) show how far
+rounding alone drives two curves apart; trainkit's distance to the first must stay within that. All
+runs start from the same random weights, see the same batches, and keep fp32 master weights.
 
 Run as ``python -m trainkit.bench.curve`` it is the process of one run.
 """
