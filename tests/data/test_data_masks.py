@@ -258,7 +258,8 @@ REFUSED = {
     "changes the text": CHATML.replace(CONTENT, f"{CONTENT}|upper"),
     "prints it twice": CHATML.replace(CONTENT, f"{CONTENT} + {CONTENT}"),
     "measures it": CHATML.replace(CONTENT, f"{CONTENT} + ({CONTENT}|length)|string"),
-    "measures it behind the last turn": CHATML + "{{ messages[0]['content']|length }}",
+    "measures it behind the last turn": CHATML
+    + "{% if not add_generation_prompt %}{{ messages[-1]['content']|length }}{% endif %}",
     "leaves it out": CHATML.replace(CONTENT, "''"),
 }
 
