@@ -1,10 +1,14 @@
 """Loading the model and its tokenizer, with errors that say what is missing and what to do."""
 
 import contextlib
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import huggingface_hub
 import torch
 from huggingface_hub.errors import HFValidationError
 from transformers import (
@@ -64,13 +68,38 @@ def check_exists(source: ModelSource) -> None:
     """
     path = Path(source.name_or_path).expanduser()
     looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
-    if path.exists() or (not looks_local and source.name_or_path.count("/") <= 1):
+    if path.exists():
+        return
+    if not looks_local and source.name_or_path.count("/") <= 1:
+        _check_hub(source.name_or_path)
         return
     raise ModelError(
         f"there is no model at {path.absolute()}",
         where="model.name_or_path",
         fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
     )
+
+
+def _check_hub(name: str) -> None:
+    """Ask once whether the hub can be reached: its client would retry for minutes, file by file."""
+    constants = huggingface_hub.constants
+    proxies = {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}
+    if constants.HF_HUB_OFFLINE or proxies & os.environ.keys():
+        return
+    endpoint = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), 10).close()
+    except OSError as error:
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            constants.HF_HUB_OFFLINE = True  # the copy of an earlier download serves
+            return
+        raise ModelError(
+            f"there is no directory {Path(name).absolute()}, and the hub at {endpoint.hostname} "
+            f"cannot be reached ({error})",
+            where=f"model.name_or_path: {name}",
+            fix="check the spelling of the directory; without a network, download the model "
+            "elsewhere (hf download NAME --local-dir DIR) and give DIR",
+        ) from error
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
