@@ -1,0 +1,84 @@
+"""Redraw a run's curves while it trains, in a process of its own.
+
+matplotlib holds Python's lock for most of a drawing's second; a thread of the training process
+would make the steps of that second wait for it.
+
+    python -m trainkit.run.redraw RUN
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainkit.run.directory import RunDirectory
+
+_PATIENCE_SECONDS = 5.0
+
+
+class CurveRefresher:
+    """Starts a drawing now and then, never two at once.
+
+    Args:
+        run: whose ``metrics.jsonl`` to draw.
+        interval_seconds: the shortest time between two drawings.
+    """
+
+    def __init__(self, run: RunDirectory, *, interval_seconds: float = 30.0) -> None:
+        self._run = run
+        self._interval = interval_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = time.monotonic()
+
+    def refresh(self) -> bool:
+        """Start a drawing if it is time; takes microseconds if not. Call it at every log.
+
+        Returns:
+            Whether one was started.
+        """
+        is_busy = self._process is not None and self._process.poll() is None
+        if is_busy or time.monotonic() - self._started < self._interval:
+            return False
+        self._started = time.monotonic()
+        command = [sys.executable, "-m", "trainkit.run.redraw", str(self._run.root)]
+        # A machine that cannot start one more process must not lose a run for a picture.
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            return True
+        return False
+
+    def close(self) -> None:
+        """Stop a drawing that is under way: the run's end draws everything once more."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_PATIENCE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def main() -> None:
+    """Draw the curves of the run named on the command line."""
+    from trainkit.run.plot import draw_plots
+
+    # Leave through the clean-up of half-written files, and after everybody else's work.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    os.nice(10)
+    draw_plots(RunDirectory(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
