@@ -23,7 +23,12 @@ CONVERSATIONS = [
 @pytest.fixture(scope="module")
 def model_and_tokenizer(tiny_qwen2):
     tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
-    return AutoModelForCausalLM.from_pretrained(tiny_qwen2).eval(), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2).eval()
+    # Fresh weights attend evenly and answer any prompt alike; large ones tell prompts apart.
+    with torch.no_grad():
+        for weight in model.model.layers.parameters():
+            weight.mul_(8 if weight.dim() == 2 else 1)
+    return model, tokenizer
 
 
 def answers_alone(model, tokenizer, max_new_tokens):
@@ -85,7 +90,7 @@ def test_a_stop_token_ends_an_answer(model_and_tokenizer):
         batch_size=4,
         stop_token_ids=tuple(every_token),
     )
-    assert all(len(tokenizer(row.given)["input_ids"]) <= 1 for row in result.rows)
+    assert all(len(row.given) <= 1 for row in result.rows)
 
 
 def test_nothing_asked_is_nothing_right(model_and_tokenizer):
