@@ -36,7 +36,9 @@ def test_the_evaluation_loss_is_the_mean_over_trained_tokens(lab):
     for sample in lab.samples:
         batch = lab.data().collator([sample])
         labels = batch["labels"][0, 1:]
-        logits = trainer.model(batch["input_ids"]).logits[0, :-1].double()
+        logits = (
+            trainer.model(batch["input_ids"].to(trainer.args.device)).logits[0, :-1].double().cpu()
+        )
         keep = labels != -100
         if keep.any():
             total += torch.nn.functional.cross_entropy(
