@@ -1,8 +1,6 @@
 """What happens beside the loop: the record of the run, and a stop that loses nothing."""
 
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,24 +12,21 @@ from trainkit.models.leak_test import leak_test
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
 from trainkit.run.metrics import MetricsWriter
-from trainkit.run.plot import draw_plots
+from trainkit.run.redraw import CurveRefresher
 from trainkit.train.trainer import StopRequest
-
-REDRAW_SECONDS = 30.0
 
 
 class RunRecorder(TrainerCallback):
     """Writes metrics, keeps the console and the curves up to date. Rank 0 only.
 
-    The curves are drawn by a thread, so that the GPU does not wait for matplotlib.
+    The curves are drawn by another process, so that no step waits for matplotlib.
     """
 
     def __init__(self, run: RunDirectory, console: Console, metrics: MetricsWriter) -> None:
         self._run = run
         self._console = console
         self._metrics = metrics
-        self._drawing: threading.Thread | None = None
-        self._last_drawn = time.monotonic()
+        self._curves = CurveRefresher(run)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -60,10 +55,7 @@ class RunRecorder(TrainerCallback):
             return
         self._metrics.append(row)
         self._console.log(row)
-        if time.monotonic() - self._last_drawn > REDRAW_SECONDS and self._idle():
-            self._last_drawn = time.monotonic()
-            self._drawing = threading.Thread(target=draw_plots, args=(self._run,), daemon=True)
-            self._drawing.start()
+        self._curves.refresh()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -72,13 +64,9 @@ class RunRecorder(TrainerCallback):
         self._console.note(f"saved {self._run.checkpoint(state.global_step)}")
 
     def finish(self) -> None:
-        """Close the metrics and wait for the drawing thread."""
+        """Close the metrics and wait for the last drawing."""
         self._metrics.close()
-        if self._drawing is not None:
-            self._drawing.join()
-
-    def _idle(self) -> bool:
-        return self._drawing is None or not self._drawing.is_alive()
+        self._curves.close()
 
 
 class StopWhenAsked(TrainerCallback):
