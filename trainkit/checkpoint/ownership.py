@@ -26,6 +26,9 @@ def refuse_foreign(directory: Path) -> None:
     """
     directory = Path(directory)
     me = os.getuid()
+    above = directory.parent.lstat()
+    if above.st_uid == me and not above.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return  # nobody else gets in here, whatever a lax umask wrote on the files
     folders = {(directory / name).parent for name in list_files(directory)}
     # Whoever may write a folder may put another file in the place of one in it.
     for path in [directory.parent, directory, *sorted(folders), *_files(directory)]:

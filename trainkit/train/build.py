@@ -23,6 +23,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trainkit.data.options import DataOptions, Source
 from trainkit.errors import TrainkitError
 from trainkit.lora.adapter import LoraOptions
+from trainkit.models.self_check import SelfCheckError
 from trainkit.recipe import (
     LoadedRecipe,
     Recipe,
@@ -165,7 +166,12 @@ def _session(
     """Build the model and everything that training needs around it."""
     recipe = loaded.recipe
     built = _build(recipe, prepared)
-    record = built.check_kernels(prepared.data.train.one_batch())
+    try:
+        record = built.check_kernels(prepared.data.train.one_batch())
+    except SelfCheckError as error:
+        if place.is_main:
+            run.write_json(run.kernels, {"self_check": error.rows})
+        raise
     if place.is_main:
         run.write_json(run.kernels, record)
         console.note(built.describe())

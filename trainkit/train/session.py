@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
+from trainkit.checkpoint.ownership import refuse_foreign
 from trainkit.run import Console, RunDirectory
 from trainkit.run.model_card import write_model_card
 from trainkit.run.plot import draw_plots
@@ -83,6 +84,8 @@ class Session:
 
     def _check_point(self, point: ResumePoint) -> None:
         check_fingerprint(point, self.fingerprint)
+        # Optimizer states and ZeRO shards are pickles: only the user's own may be loaded.
+        refuse_foreign(point.checkpoint)
         for path, reason in point.skipped:
             self.console.warn(f"{path.name} is damaged and was passed over: {reason}")
         self.console.note(f"continuing from {point.checkpoint}")
