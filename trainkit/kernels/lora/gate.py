@@ -30,8 +30,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-FORWARD_TILES = {2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 4, 2)}
-BACKWARD_TILES = {2: Tile(64, 32, 4, 2), 4: Tile(32, 32, 4, 2)}
+FORWARD_TILES = {2: Tile(64, 32, 4, 3), 4: Tile(32, 32, 4, 2)}
+BACKWARD_TILES = {2: Tile(64, 16, 4, 2), 4: Tile(32, 32, 4, 2)}
 """By bytes of an element. Under the interpreter a program costs milliseconds, so few large ones."""
 _INTERPRETED = Tile(256, 128, 4, 1)
 

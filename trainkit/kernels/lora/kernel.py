@@ -200,16 +200,11 @@ def gate_forward_kernel(
     acc = tl.zeros((BLOCK_M, R_PAD), dtype=tl.float32)
     first = split * blocks_per_split
     last = tl.minimum(first + blocks_per_split, tl.cdiv(num_cols, BLOCK_F))
-    after = first * BLOCK_F + tl.arange(0, BLOCK_F)
-    next_gate = _wide(gate_ptr, rows, after, gate_stride, in_rows, after < num_cols)
-    next_up = _wide(up_ptr, rows, after, gate_stride, in_rows, after < num_cols)
     for block in tl.range(first, last, num_stages=STAGES):
-        cols, gate, up = after, next_gate, next_up
+        cols = block * BLOCK_F + tl.arange(0, BLOCK_F)
         in_cols = cols < num_cols
-        # The compiler loads ahead only what goes into a product as it is; these go ahead by hand.
-        after = (block + 1) * BLOCK_F + tl.arange(0, BLOCK_F)
-        next_gate = _wide(gate_ptr, rows, after, gate_stride, in_rows, after < num_cols)
-        next_up = _wide(up_ptr, rows, after, gate_stride, in_rows, after < num_cols)
+        gate = _wide(gate_ptr, rows, cols, gate_stride, in_rows, in_cols)
+        up = _wide(up_ptr, rows, cols, gate_stride, in_rows, in_cols)
         b_gate = _factor(b_gate_ptr, cols, ranks, R_GATE, 1, in_cols, R_GATE)
         b_up = _factor(b_up_ptr, cols, ranks, R_UP, 1, in_cols, R_UP)
         gate_sum = _adapt(gate, b_gate, xa_gate, R_GATE, PRECISION)
@@ -273,16 +268,11 @@ def gate_backward_kernel(
     sum_up, sum_down = sum_gate, sum_gate
     first = tl.program_id(1).to(tl.int64) * rows_per_split
     last = tl.minimum(first + rows_per_split, num_rows)
-    after = first + tl.arange(0, BLOCK_M)
-    next_gate = _wide(gate_ptr, after, cols, gate_stride, after < last, in_cols)
-    next_up = _wide(up_ptr, after, cols, gate_stride, after < last, in_cols)
-    next_dh = _wide(dh_ptr, after, cols, dh_stride, after < last, in_cols)
     for start in tl.range(first, last, BLOCK_M, num_stages=STAGES):
-        rows, gate, up, dh = after, next_gate, next_up, next_dh
-        after = start + BLOCK_M + tl.arange(0, BLOCK_M)
-        next_gate = _wide(gate_ptr, after, cols, gate_stride, after < last, in_cols)
-        next_up = _wide(up_ptr, after, cols, gate_stride, after < last, in_cols)
-        next_dh = _wide(dh_ptr, after, cols, dh_stride, after < last, in_cols)
+        rows = start + tl.arange(0, BLOCK_M)
+        gate = _wide(gate_ptr, rows, cols, gate_stride, rows < last, in_cols)
+        up = _wide(up_ptr, rows, cols, gate_stride, rows < last, in_cols)
+        dh = _wide(dh_ptr, rows, cols, dh_stride, rows < last, in_cols)
         xa_gate = _factor(xa_gate_ptr, rows, ranks, xa_stride, 1, rows < last, R_GATE)
         xa_up = _factor(xa_up_ptr, rows, ranks, xa_stride, 1, rows < last, R_UP)
         p_down = _factor(p_down_ptr, rows, ranks, R_DOWN, 1, rows < last, R_DOWN)
