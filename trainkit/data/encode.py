@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.ascii_bpe import AsciiBpe, find_ascii_bpe
 from trainkit.errors import DataError
 
 
@@ -44,6 +45,7 @@ class Encoder:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._ascii = find_ascii_bpe(self._backend)
 
     def encode(
         self,
@@ -59,11 +61,29 @@ class Encoder:
             spans: for each text its character ranges, in order, not overlapping.
             add_special_tokens: for text that no template has rendered.
         """
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [
-            _ranges(encoding, len(text), ranges)
-            for encoding, text, ranges in zip(encodings, texts, spans, strict=True)
-        ]
+        results: list[Encoded | None] = [None] * len(texts)
+        if self._ascii is not None and not add_special_tokens:
+            for place, (text, ranges) in enumerate(zip(texts, spans, strict=True)):
+                results[place] = _by_words(self._ascii, text, ranges)
+        rest = [place for place, result in enumerate(results) if result is None]
+        encodings = self._backend.encode_batch(
+            [texts[place] for place in rest], add_special_tokens=add_special_tokens
+        )
+        for place, encoding in zip(rest, encodings, strict=True):
+            results[place] = _ranges(encoding, len(texts[place]), spans[place])
+        return [result for result in results if result is not None]
+
+
+def _by_words(ascii_bpe: AsciiBpe, text: str, spans: Sequence[tuple[int, int]]) -> Encoded | None:
+    """The fast way; None where a span begins or ends inside a word."""
+    words = ascii_bpe.encode(text)
+    ranges: list[tuple[int, int]] = []
+    for start, end in spans:
+        found = words.tokens(start, end)
+        if found is None:
+            return None
+        ranges.append(found)
+    return Encoded(words.input_ids, tuple(ranges), 0)
 
 
 def _require_fast(tokenizer: PreTrainedTokenizerBase) -> None:

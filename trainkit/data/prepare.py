@@ -105,8 +105,12 @@ class _Preparation:
         work = SourceStoreBuilder(source, files, self.builder, self.options, self.progress)
         store, was_there = cache.stored(self.directory, key, work.build)
         self.cached.append(was_there)
-        for entry in read_ledger(store.directory / LEDGER):
-            self.ledger.add(replace(entry, file=names[int(entry.file)]))
+        entries = [
+            replace(entry, file=names[int(entry.file)])
+            for entry in read_ledger(store.directory / LEDGER)
+        ]
+        for entry in entries:
+            self.ledger.add(entry)
         self.ledger.flush()
         rows = [
             {
@@ -118,7 +122,7 @@ class _Preparation:
             }
             for name, sha, file, counts in zip(names, shas, files, store.meta["files"], strict=True)
         ]
-        check_files(rows)
+        check_files(rows, entries)
         self.file_rows += rows
         self.parts.append(_part(source, store, names, files))
 

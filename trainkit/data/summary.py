@@ -9,17 +9,26 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.ledger import Entry
 from trainkit.data.options import DataOptions
 from trainkit.data.prepared import Part
 from trainkit.data.source_store import FileCounts
 from trainkit.errors import DataError
 
 
-def check_files(rows: Sequence[dict[str, Any]]) -> None:
+NUM_EXAMPLES = 3
+"""So many bad rows are quoted in an error; all of them are in the ledger."""
+
+
+def check_files(rows: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> None:
     """Refuse files without rows, or with nothing to train.
 
+    Args:
+        rows: what became of each file.
+        entries: of the ledger, to quote the first bad rows.
+
     Raises:
-        DataError: naming the file and the reasons.
+        DataError: naming the file, the reasons and the first lines.
     """
     for row in rows:
         reasons = ", ".join(f"{reason}: {n}" for reason, n in row["reasons"].items())
@@ -28,8 +37,10 @@ def check_files(rows: Sequence[dict[str, Any]]) -> None:
                 "the file holds no rows", where=row["path"], fix="check how it was made"
             )
         if row["rows"] and row["trained_tokens"] == 0:
+            bad = [entry for entry in entries if entry.file == row["path"]][:NUM_EXAMPLES]
+            examples = "".join(f"\n  {e.file}:{e.line}: {e.detail}" for e in bad)
             raise DataError(
-                f"no token of this file would be trained ({row['rows']} rows; {reasons})",
+                f"no token of this file would be trained ({row['rows']} rows; {reasons}){examples}",
                 where=row["path"],
                 fix="look at its rows with: trainkit data preview --data FILE --model MODEL",
             )
