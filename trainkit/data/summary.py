@@ -15,7 +15,6 @@ from trainkit.data.prepared import Part
 from trainkit.data.source_store import FileCounts
 from trainkit.errors import DataError
 
-
 NUM_EXAMPLES = 3
 """So many bad rows are quoted in an error; all of them are in the ledger."""
 
