@@ -11,7 +11,8 @@ What each row stands for:
    (``prepare_model_for_kbit_training``), eager attention, gradient checkpointing.
 2. the frozen parameters stay in bf16.
 3. weights are dequantised to bf16 directly, not to fp16 with a cast.
-4. torch's SDPA, its plain kernel, with a dense causal mask.
+4. torch's SDPA, its plain kernel, with a dense causal mask. In rows 4 to 6 key and value heads are
+   repeated: the memory-efficient kernel takes no grouped ones, and SDPA would fall back unasked.
 5. ``is_causal`` instead of the mask.
 6. the memory-efficient kernel.
 7. cuDNN's or the flash kernel, whichever comes first on the GPU.
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainkit.bench.clock import peak_gib, timed
@@ -41,6 +43,29 @@ _FASTEST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+
+_REPEATED = "ladder_repeated_heads"
+
+
+def _repeated_heads(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention hook: SDPA on as many key and value heads as there are queries."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    causal = attention_mask is None
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
@@ -77,10 +102,10 @@ def rungs() -> list[Rung]:
 
     add("less upcasting", upcast=False)
     add("bf16 dequantisation", dequantize_dtype=torch.bfloat16)
-    add("SDPA", attention="sdpa", backends=(SDPBackend.MATH,), masked=True)
+    add("SDPA", attention=_REPEATED, backends=(SDPBackend.MATH,), masked=True)
     add("causal", masked=False)
-    add("memory-efficient", backends=(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH))
-    add("flash / cuDNN", backends=tuple(_FASTEST))
+    add("memory-efficient", backends=(SDPBackend.EFFICIENT_ATTENTION,))
+    add("flash / cuDNN", attention="sdpa", backends=tuple(_FASTEST))
     add("Triton rope", kernels=("rope",))
     add("Triton norm", kernels=("rope", "rms_norm", "add_rms_norm"))
     add("Triton cross entropy", kernels=(*ladder[-1].kernels, "linear_cross_entropy"))
@@ -137,7 +162,9 @@ class _Climber:
 
     def __init__(self, shape: Shape, settings: Settings, device: torch.device) -> None:
         from peft import LoraConfig, get_peft_model
+        from transformers import AttentionInterface
 
+        AttentionInterface.register(_REPEATED, _repeated_heads)
         self.device = device
         self.settings = settings
         base = quantize(build(shape, device, "eager"))
@@ -211,7 +238,10 @@ class _Climber:
     def _attention(self, rung: Rung) -> AbstractContextManager[Any]:
         if not rung.backends:
             return nullcontext()
-        return sdpa_kernel(list(rung.backends), set_priority=True)
+        backends = list(rung.backends)
+        if self.device.type == "cpu":
+            backends.append(SDPBackend.MATH)  # the only one there, besides flash
+        return sdpa_kernel(backends, set_priority=True)
 
     def _cast_frozen(self, dtype: torch.dtype) -> None:
         """Norms, embeddings and head; packed weights keep their storage."""

@@ -27,7 +27,10 @@ UNITS = {
     "cached_start_seconds": "s",
     "rows_per_second": "rows/s",
     "packing_fill": "share",
+    "speedup": "times",
+    "memory_saving": "share",
     "loss": "nats",
+    "loss_error": "share",
     "max_difference": "nats",
     "mean_difference": "nats",
 }
@@ -41,6 +44,7 @@ _PACKAGES = (
     "quack-kernels",
     "unsloth",
     "peft",
+    "bitsandbytes",
     "trl",
     "tokenizers",
     "datasets",

@@ -161,6 +161,75 @@ def data(
             report.add(case, {**row, **size}, figures)
 
 
+@app.command()
+def lora(
+    model: Annotated[str, typer.Option(help="The model's shape.")] = "qwen2-7b",
+    providers: Annotated[
+        str, typer.Option(help="Of peft, unsloth, trainkit, frozen (no adapters).")
+    ] = "peft,trainkit,frozen",
+    modes: Annotated[
+        str, typer.Option(help="Names with commas between them.")
+    ] = "lora,lora_checkpointed,qlora_checkpointed",
+    offload: Annotated[
+        bool, typer.Option(help="Checkpointed activations of trainkit in host memory.")
+    ] = True,
+    peer_path: Annotated[
+        str, typer.Option(help="Where Unsloth's packages are, if not beside ours.")
+    ] = "",
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """LoRA and QLoRA steps with AdamW: ms, tokens/s, peak memory."""
+    import torch
+
+    from trainkit.bench import lora as bench_lora
+
+    (name,) = _names(model, bench_lora.SHAPES, "--model")
+    chosen = _names(providers, bench_lora.PROVIDERS, "--providers")
+    report = _Report("lora", as_json=as_json, output=output)
+    report.ceilings()
+    with tempfile.TemporaryDirectory() as folder:
+        if "unsloth" in chosen:
+            bench_lora.save_base(bench_lora.SHAPES[name], folder, torch.device("cuda"))
+            torch.cuda.empty_cache()
+        cells = [
+            bench_lora.Cell(name, provider, mode, offload=offload, folder=folder)
+            for mode in _names(modes, bench_lora.MODES, "--modes")
+            for provider in chosen
+        ]
+        for row in bench_lora.run(cells, peer_path=peer_path):
+            case = f"{row.pop('model')} {row.pop('mode')}"
+            report.add(case, row, ("ms", "tokens_per_second", "peak_memory_gib"))
+
+
+@app.command()
+def ladder(
+    model: Annotated[str, typer.Option(help="The model's shape.")] = "qwen2-7b",
+    as_json: AsJson = False,
+    output: Output = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the ladder here (PNG).", show_default=False)
+    ] = None,
+) -> None:
+    """QLoRA's tricks one on top of the other: seconds, GiB, saving, loss error of each."""
+    import torch
+
+    from trainkit.bench import ladder as bench_ladder
+    from trainkit.bench.lora import SHAPES
+
+    (name,) = _names(model, SHAPES, "--model")
+    report = _Report("ladder", as_json=as_json, output=output)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = []
+    for row in bench_ladder.run(bench_ladder.Settings(name), device):
+        rows.append(row)
+        shown = ("seconds", "speedup", "peak_memory_gib", "memory_saving", "loss_error")
+        report.add(f"{row['row']:>2} {row['name']}", {"provider": "ladder", **row}, shown)
+    if picture is not None:
+        title = f"QLoRA, {name}, one {report.common['gpu']}"
+        bench_ladder.draw(rows, picture, title=title)
+
+
 def _names(text: str, known: Iterable[str], option: str) -> list[str]:
     """Names with commas between them, each one known.
 
@@ -183,7 +252,7 @@ class _Report:
         self._bench = bench
         self._as_json = as_json
         self._output = output
-        self._common = environment()
+        self.common = environment()
         self.records: list[dict[str, Any]] = []
 
     def ceilings(self) -> dict[str, float]:
@@ -210,7 +279,7 @@ class _Report:
         conditions = {
             name: value for name, value in row.items() if name not in UNITS and name != "provider"
         }
-        new = records(self._bench, case, provider, row, self._common, **conditions)
+        new = records(self._bench, case, provider, row, self.common, **conditions)
         self.records += new
         if self._output is not None:
             append(self._output, new)
