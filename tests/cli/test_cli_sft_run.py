@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,7 +107,9 @@ def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in stops
     answers = json.loads((run / "generation_eval.json").read_text())
     assert answers["num_total"] == 4
-    assert "<img" in (run / "report.html").read_text()
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert "<svg" in report
+    assert not re.search(r'(src|href)="http', report)
     assert "1 rows dropped" in err
 
 

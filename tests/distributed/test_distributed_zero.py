@@ -42,6 +42,7 @@ def test_a_resumed_run_equals_an_unbroken_one(stage, tmp_path):
         "batch": 2,
         "dropout": 0.1,
         "dtype": "bfloat16",
+        "save_total_limit": 9,
     }
     unbroken = run_ranks(CASE, **options)
     verify_directory(Path(tmp_path, f"stage{stage}", "checkpoint-3"))

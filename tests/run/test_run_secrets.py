@@ -132,7 +132,9 @@ def test_no_file_of_a_run_holds_the_canary(run, monkeypatch, tmp_path):
     assert run.rank_log(0).stat().st_mode & 0o077 == 0
 
 
-def test_a_record_is_logged_once_and_the_console_stays_as_quiet_as_it_was(run):
+def test_a_record_is_logged_once_and_the_console_stays_as_quiet_as_it_was(run, monkeypatch):
+    # Another test of this process may have made transformers quieter.
+    monkeypatch.setattr(logging.getLogger("transformers"), "level", logging.WARNING)
     quiet = logging.StreamHandler()
     root, before = logging.getLogger(), logging.getLogger().level
     root.addHandler(quiet)

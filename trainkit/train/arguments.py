@@ -50,8 +50,8 @@ def training_arguments(
     values: dict[str, Any] = dict(training)
     values["output_dir"] = str(output_dir)
     values["gradient_accumulation_steps"] = gradient_accumulation_steps
-    values.setdefault("log_level", "error")
-    values.setdefault("log_level_replica", "error")
+    values.setdefault("log_level", "warning")
+    values.setdefault("log_level_replica", "warning")
     if on_cpu:
         values["use_cpu"] = True
         values["dataloader_pin_memory"] = False

@@ -17,7 +17,9 @@ NOTE_SECONDS = 10.0
 
 def quieten_libraries() -> None:
     """Keep progress bars and advice of libraries off the terminal; errors still come through."""
-    transformers_logging.set_verbosity_error()
+    # Its warnings go to the rank's log; only the handler that prints them is taken away.
+    transformers_logging.disable_default_handler()
+    transformers_logging.set_verbosity_warning()
     transformers_logging.disable_progress_bar()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     noisy = ("DeepSpeed", "accelerate", "peft", "datasets", "torch.distributed", "bitsandbytes")
