@@ -153,7 +153,7 @@ def data(
         file = path or Path(scratch) / "conversations.jsonl"
         if path is None:
             bench_data.write_conversations(file, rows)
-        case = f"{rows if path is None else file.name} conversations"
+        case = f"{rows} conversations" if path is None else file.name
         size = {"file_mib": round(file.stat().st_size / 2**20, 1), "num_workers": num_workers}
         jobs = [bench_data.Job(name, str(file), str(model), num_workers) for name in chosen]
         for row in bench_data.run(jobs):
