@@ -1,5 +1,10 @@
 """The adapters' functions: fp64 truth, gradcheck, and the habits every op must have."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from lora.lora_kernel_cases import PROBLEMS, Problem, compare, interpreted, results, too_far
@@ -135,6 +140,16 @@ def test_an_unknown_activation_is_refused():
     x, projections = problem.tensors(torch.float32, torch.float32)
     with pytest.raises(ValueError, match="activation"):
         problem.function(x, *projections, activation="relu")
+
+
+def test_the_kernels_compile_for_gpus_that_are_not_here():
+    script = Path(__file__).with_name("aot_lora_kernels.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, script, *KERNELS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 4 * len(KERNELS)
 
 
 def test_the_interpreter_case_can_fail():

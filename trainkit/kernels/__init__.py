@@ -9,12 +9,16 @@ from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
 )
+from trainkit.kernels.lora.function import lora_linear, lora_qkv
+from trainkit.kernels.lora.mlp import lora_mlp
+from trainkit.kernels.lora.projection import Projection
 from trainkit.kernels.rms_norm.function import add_rms_norm, rms_norm
 from trainkit.kernels.rope.function import apply_rope
 from trainkit.kernels.row_reduce.function import row_max, row_min
 from trainkit.kernels.swiglu.function import geglu_tanh, swiglu, swiglu_packed
 
 __all__ = [
+    "Projection",
     "add_rms_norm",
     "apply_rope",
     "cross_entropy",
@@ -22,6 +26,9 @@ __all__ = [
     "geglu_tanh",
     "linear_cross_entropy",
     "linear_cross_entropy_counted",
+    "lora_linear",
+    "lora_mlp",
+    "lora_qkv",
     "rms_norm",
     "row_max",
     "row_min",
