@@ -161,6 +161,11 @@ class RunDirectory:
         return self.root / "dropped.jsonl"
 
     @property
+    def changed(self) -> Path:
+        """One line for each row that was cut or mended."""
+        return self.root / "changed.jsonl"
+
+    @property
     def kernels(self) -> Path:
         """Which kernels are on, and their self-check."""
         return self.root / "kernels.json"

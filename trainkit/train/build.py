@@ -53,7 +53,7 @@ from trainkit.train.launch import (
     prepare_deepspeed,
     torchrun_command,
 )
-from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
+from trainkit.train.loading import ModelSource, check_exists, load_tokenizer, stop_token_ids
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
 from trainkit.train.session import Session
@@ -258,6 +258,7 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
         roles=tuple(data.roles),
         template_kwargs=data.template_kwargs,
         append_eos=data.append_eos,
+        stop_token_ids=stop_token_ids(model_source(recipe)),
         max_dropped=data.max_dropped,
         num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
         cache_dir=cache_dir or data.cache_dir,
@@ -359,8 +360,10 @@ def _write_record(run: RunDirectory, loaded: LoadedRecipe, data: RunData) -> Non
     run.write_text(run.command, command_script(), private=True)
     run.write_json(run.environment, capture_environment(), private=True)
     run.write_json(run.data, data.summary)
-    if data.ledger.exists():
-        run.write_text(run.dropped, data.ledger.read_text(encoding="utf-8"))
+    for target in (run.dropped, run.changed):
+        entries = data.ledger.with_name(target.name)
+        if entries.exists():
+            run.write_text(target, entries.read_text(encoding="utf-8"))
 
 
 def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -118,6 +119,19 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
             fix="copy tokenizer.json and tokenizer_config.json there",
         )
     return tokenizer
+
+
+def stop_token_ids(source: ModelSource) -> tuple[int, ...]:
+    """What the model's own generation settings stop at; empty where it has none."""
+    place, options = source.arguments()
+    if "gguf_file" in options:
+        return ()
+    try:
+        settings = GenerationConfig.from_pretrained(place, revision=options["revision"])
+    except OSError:
+        return ()
+    stops = settings.eos_token_id
+    return () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
 
 
 def load_config(source: ModelSource) -> PreTrainedConfig:
