@@ -140,12 +140,14 @@ class ResumePoint:
         run: the run directory that holds it.
         checkpoint: the checkpoint directory.
         step: its optimizer step.
+        fingerprint: what the run was started with, from the manifest.
         skipped: newer checkpoints that were damaged, with the reason.
     """
 
     run: Path
     checkpoint: Path
     step: int
+    fingerprint: Mapping[str, Any]
     skipped: tuple[tuple[Path, str], ...] = ()
 
 
@@ -177,7 +179,7 @@ def find_resume_point(
     path = Path(request)
     if (path / TRAINER_STATE).is_file():
         manifest = verify_directory(path)
-        return ResumePoint(path.parent, path, _manifest_step(manifest, path))
+        return _resume_point(path, manifest)
     point = _newest_in(path) if path.is_dir() else None
     if point is None:
         raise CheckpointError(
@@ -199,12 +201,14 @@ def _newest_in(run: Path) -> ResumePoint | None:
                 fix="start a new run, or put the damaged files back",
             )
         return None
-    step = _manifest_step(newest.manifest, newest.path)
-    return ResumePoint(run, newest.path, step, newest.skipped)
+    return _resume_point(newest.path, newest.manifest, newest.skipped)
 
 
-def _manifest_step(manifest: Manifest, path: Path) -> int:
-    return int(manifest.metadata.get("step", _step_of(path)))
+def _resume_point(
+    path: Path, manifest: Manifest, skipped: tuple[tuple[Path, str], ...] = ()
+) -> ResumePoint:
+    step = int(manifest.metadata.get("step", _step_of(path)))
+    return ResumePoint(path.parent, path, step, manifest.metadata.get("run", {}), skipped)
 
 
 def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> None:
@@ -213,7 +217,7 @@ def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> Non
     Raises:
         CheckpointError: naming each value that changed.
     """
-    saved = verify_directory(point.checkpoint).metadata.get("run", {})
+    saved = point.fingerprint
     changed = [
         f"{key} was {saved.get(key)!r} and is {value!r}"
         for key, value in fingerprint.items()
