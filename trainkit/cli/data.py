@@ -205,7 +205,7 @@ def _subject(
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:
             from trainkit.recipe import load_recipe, read_chat_template
-            from trainkit.train.build import data_options, data_sources, model_source
+            from trainkit.train.sections import data_options, data_sources, model_source
 
             recipe = load_recipe(config, overrides or ()).recipe
             place = model_source(recipe)

@@ -1,4 +1,4 @@
-"""The composition root: the only reader of recipe fields; everything is wired together here.
+"""The composition root: everything is wired together here.
 
 ``run_sft`` is the whole journey in order. What can fail cheaply comes first (recipe, tokenizer,
 data), then the model, its kernels and adapters, then training, then what is left behind.
@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,14 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from trainkit.data.options import DataOptions, Source
 from trainkit.errors import TrainkitError
-from trainkit.lora.adapter import LoraOptions
 from trainkit.models.self_check import SelfCheckError
 from trainkit.recipe import (
     LoadedRecipe,
     Recipe,
     SftOptions,
-    SourceSpec,
-    deepspeed_path,
     dump_resolved,
     read_chat_template,
-    resolve_accumulation,
 )
 from trainkit.run import (
     Console,
@@ -42,7 +37,6 @@ from trainkit.run import (
     start_rank_log,
     stop_rank_log,
 )
-from trainkit.train.arguments import deepspeed_config, training_arguments
 from trainkit.train.checkpoints import ResumePoint, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_longest_batch
@@ -50,16 +44,22 @@ from trainkit.train.finish import AfterTraining
 from trainkit.train.launch import (
     ProcessPlace,
     count_local_gpus,
-    prepare_deepspeed,
     torchrun_command,
 )
-from trainkit.train.loading import ModelSource, check_exists, load_tokenizer, stop_token_ids
+from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
+from trainkit.train.sections import (
+    RUNS,
+    data_options,
+    data_sources,
+    lora_options,
+    model_source,
+    trainer_arguments,
+)
 from trainkit.train.session import Session
 
 logger = logging.getLogger(__name__)
-RUNS = Path("train_model")
 
 
 def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
@@ -142,7 +142,7 @@ def _prepare(
     for warning in data.warnings:
         console.warn(warning)
     held_out = _held_out(recipe, ledger, console)
-    return _Prepared(source, tokenizer, data, held_out, _arguments(recipe, place))
+    return _Prepared(source, tokenizer, data, held_out, trainer_arguments(recipe, place))
 
 
 def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[list[dict[str, Any]]]:
@@ -206,99 +206,11 @@ def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
         prepared.source,
         attention=recipe.model.attn_implementation,
         packing=recipe.data.packing,
-        lora=_lora_options(recipe),
+        lora=lora_options(recipe),
         quantize=recipe.lora.quantize if recipe.lora else None,
         kernels=recipe.kernels,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
         device=None if is_deepspeed_zero3_enabled() else args.device,
-    )
-
-
-def model_source(recipe: Recipe) -> ModelSource:
-    """Where the recipe's model and tokenizer come from."""
-    model = recipe.model
-    return ModelSource(
-        name_or_path=model.name_or_path,
-        dtype=model.dtype,
-        revision=model.revision,
-        gguf_file=model.gguf_file,
-        trust_remote_code=model.trust_remote_code,
-        random_weights=model.init == "random",
-    )
-
-
-def data_sources(recipe: Recipe, specs: Sequence[SourceSpec]) -> tuple[Source, ...]:
-    """A list of the recipe's data section as the data package takes it."""
-    return tuple(
-        Source(
-            path=spec.path,
-            name=spec.name or "",
-            format=spec.format if spec.format != "auto" else recipe.data.format,
-            split=spec.split,
-            weight=spec.weight,
-            max_samples=spec.max_samples,
-            epochs=spec.epochs,
-            columns=spec.columns,
-            roles=tuple(spec.roles),
-        )
-        for spec in specs
-    )
-
-
-def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
-    """The recipe's data section as the data package takes it; ``cache_dir`` wins over its own."""
-    data, training = recipe.data, recipe.training
-    seed = training.get("data_seed")
-    return DataOptions(
-        max_length=data.max_length,
-        mask=data.mask,
-        truncation=data.truncation,
-        thinking=data.thinking,
-        system=data.system_policy,
-        roles=tuple(data.roles),
-        template_kwargs=data.template_kwargs,
-        append_eos=data.append_eos,
-        stop_token_ids=stop_token_ids(model_source(recipe)),
-        max_dropped=data.max_dropped,
-        num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
-        cache_dir=cache_dir or data.cache_dir,
-        seed=int(seed if seed is not None else training.get("seed", 42)),
-    )
-
-
-def _lora_options(recipe: Recipe) -> LoraOptions | None:
-    lora = recipe.lora
-    if lora is None:
-        return None
-    return LoraOptions(
-        r=lora.r,
-        alpha=lora.alpha,
-        dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        exclude_modules=lora.exclude_modules,
-        use_rslora=lora.use_rslora,
-        use_dora=lora.use_dora,
-        modules_to_save=tuple(lora.modules_to_save),
-        init_lora_weights=lora.init_lora_weights,
-        lora_bias=lora.lora_bias,
-        adapter_dtype=lora.adapter_dtype,
-    )
-
-
-def _arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:
-    """The Trainer's arguments; with several ranks the process group exists after this."""
-    deepspeed = None
-    if recipe.deepspeed is not None:
-        prepare_deepspeed(place, on_cpu=not torch.cuda.is_available())
-        deepspeed = deepspeed_config(deepspeed_path(recipe.deepspeed))
-    return training_arguments(
-        recipe.training,
-        output_dir=RUNS,  # replaced when the run directory is known to all ranks
-        model_dtype=recipe.model.dtype,
-        deepspeed=deepspeed,
-        has_adapters=recipe.lora is not None,
-        has_eval=bool(recipe.data.eval),
-        gradient_accumulation_steps=resolve_accumulation(recipe, place.world_size),
     )
 
 
