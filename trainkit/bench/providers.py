@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainkit.checkpoint.partial_rope import full_base, rope_scaling
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -25,6 +27,18 @@ class Shape:
     batch_size: int
     length: int
 
+
+_GLM4_9B = {
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "vocab_size": 151552,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-7,
+}
 
 MODELS: dict[str, Shape] = {
     "qwen2-0.5b": Shape(
@@ -69,6 +83,28 @@ MODELS: dict[str, Shape] = {
             "vocab_size": 152064,
             "tie_word_embeddings": False,
             "max_position_embeddings": 32768,
+        },
+        4,
+        2048,
+    ),
+    "glm4-9b": Shape(
+        "glm",
+        {
+            **_GLM4_9B,
+            "head_dim": 128,
+            "attention_bias": True,
+            "rope_theta": 5e6,
+            "partial_rotary_factor": 0.5,
+        },
+        4,
+        2048,
+    ),
+    "glm4-9b-as-qwen2": Shape(  # what `trainkit convert glm4-to-qwen2` makes of it
+        "qwen2",
+        {
+            **_GLM4_9B,
+            "rope_theta": full_base(5e6, 128, 64),
+            "rope_scaling": rope_scaling(5e6, 128, 64, 131072),
         },
         4,
         2048,
