@@ -31,7 +31,7 @@ def test_json_lines_have_key_value_origin(recipe, capsys):
     found = {row["key"]: (row["value"], row["origin"]) for row in rows}
     assert found["training.learning_rate"] == (1e-5, "r.yaml:4")
     assert found["training.seed"] == (7, "override")
-    assert found["training.hub_token"] == ("***", "r.yaml:5")
+    assert found["training.hub_token"] == ("<redacted>", "r.yaml:5")
     assert found["training.logging_steps"] == (1, "trainkit default")
     assert found["training.max_grad_norm"] == (1.0, "transformers default")
     assert found["data.train"] == (["a.jsonl", "b.jsonl"], "r.yaml:2")

@@ -62,6 +62,16 @@ def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
     assert options.command == tuple(argv.split()), "as it was typed, so that it can be typed again"
 
 
+def test_a_directory_in_use_is_refused_before_anything_is_loaded(recipe, trained, capsys):
+    Path("there").mkdir()
+    assert main(["sft", "--config", "r.yaml", "--output-dir", "there"]) == 0, "empty ones are free"
+    Path("there", "kept").write_text("mine")
+    assert main(["sft", "--config", "r.yaml", "--output-dir", "there"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert main(["sft", "--config", "r.yaml", "--output-dir", "there", "--dry-run"]) == 0
+    assert len(trained) == 2
+
+
 def test_the_output_directory_may_stand_in_the_recipe(recipe, trained):
     assert main(["sft", "--config", "r.yaml", "training.output_dir=there"]) == 0
     assert trained[0][1].output_dir == Path("there")

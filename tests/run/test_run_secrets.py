@@ -2,6 +2,7 @@ import logging
 import subprocess
 
 import pytest
+import yaml
 
 from trainkit.run import (
     capture_environment,
@@ -92,7 +93,7 @@ def test_innocent_text_is_left_alone(text):
 
 
 def test_values_of_secret_variables_go_wherever_they_turn_up():
-    assert redact_text(f"failed with {CANARY}!", {"HF_TOKEN": CANARY}) == "failed with ***!"
+    assert redact_text(f"failed with {CANARY}!", {"HF_TOKEN": CANARY}) == "failed with <redacted>!"
     # A short value would blank out innocent text.
     assert redact_text("step 1", {"SOME_TOKEN": "1"}) == "step 1"
 
@@ -100,11 +101,11 @@ def test_values_of_secret_variables_go_wherever_they_turn_up():
 def test_nested_values_and_command_lines():
     values = {"training": {"hub_token": CANARY, "eos_token": "</s>"}, "n": [1, None]}
     assert redact(values, {}) == {
-        "training": {"hub_token": "***", "eos_token": "</s>"},
+        "training": {"hub_token": "<redacted>", "eos_token": "</s>"},
         "n": [1, None],
     }
     argv = ["trainkit", "--hub-token", CANARY, f"training.hub_token={CANARY}", "a=b"]
-    hidden = ["trainkit", "--hub-token", "***", "training.hub_token=***", "a=b"]
+    hidden = ["trainkit", "--hub-token", "<redacted>", "training.hub_token=<redacted>", "a=b"]
     assert redact_argv(argv, {}) == hidden
 
 
@@ -153,3 +154,10 @@ def test_a_record_is_logged_once_and_the_console_stays_as_quiet_as_it_was(run, m
         "WARNING transformers.trainer: once",
         "INFO elsewhere: kept",
     ]
+
+
+def test_a_redacted_recipe_is_still_a_recipe():
+    text = "training:\n  hub_token: hf_abcdefghij  # mine\n  seed: 1\n"
+    read = yaml.safe_load(redact_text(text))
+    assert read["training"]["seed"] == 1
+    assert "abcdefghij" not in str(read)

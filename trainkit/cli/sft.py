@@ -1,5 +1,6 @@
 """``trainkit sft``: a recipe in, a run directory out."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -62,13 +63,15 @@ def sft(
     }
     loaded = load_recipe(config, overrides or (), options)
     check_files(loaded)
+    chosen_dir = loaded.recipe.training.get("output_dir")
+    if chosen_dir is not None and resume is None and not dry_run:
+        _check_free(chosen_dir)
 
     from trainkit.train.launch import quieten_imports
 
     quieten_imports()
     from trainkit.train.build import run_sft
 
-    chosen_dir = loaded.recipe.training.get("output_dir")
     directory = run_sft(
         loaded,
         SftOptions(
@@ -81,3 +84,11 @@ def sft(
     )
     if directory is not None:
         typer.echo(str(directory))
+
+
+def _check_free(output_dir: str) -> None:
+    """Refuse a directory in use before torch is loaded; only the rank that will make it can say."""
+    from trainkit.run import RunDirectory
+
+    if os.environ.get("RANK", "0") == "0":
+        RunDirectory.check_free(output_dir)

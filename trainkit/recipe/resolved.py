@@ -7,15 +7,15 @@ import yaml
 
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue
 
-REDACTED = "***"
-"""In place of a secret; the run directory's own mark, and always quoted in YAML."""
+REDACTED = "<redacted>"
+"""In place of a secret; the run directory's own mark, and a plain word to YAML."""
 
 # Fields like hub_token. Not `num_input_tokens_seen`: the word must end the name.
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_key|access_key|credentials)$")
 
 
 def shown_value(value: ResolvedValue) -> Any:
-    """The value, or ``***`` where its key says that it is a secret."""
+    """The value, or ``<redacted>`` where its key says that it is a secret."""
     return _redacted(value.key.rpartition(".")[2], value.value)
 
 

@@ -73,12 +73,12 @@ class RunDirectory:
                     return cls(root.resolve())._prepare()
         raise RunDirectoryError(f"a thousand runs named {base} exist", where=str(parent))
 
-    @classmethod
-    def create_at(cls, path: Path | str) -> RunDirectory:
-        """Make the directory the user asked for by name; an empty one may exist already.
+    @staticmethod
+    def check_free(path: Path | str) -> None:
+        """See that a run can be made here: nothing is there, or an empty directory.
 
         Raises:
-            RunDirectoryError: it exists and is not empty, or cannot be made.
+            RunDirectoryError: it exists and is not empty, or is a file.
         """
         root = Path(path).expanduser()
         with explain_os_errors(root):
@@ -95,6 +95,17 @@ class RunDirectory:
                     fix="give another --output-dir, leave it out for a new stamped directory, "
                     "or continue that run with --resume",
                 )
+
+    @classmethod
+    def create_at(cls, path: Path | str) -> RunDirectory:
+        """Make the directory the user asked for by name; an empty one may exist already.
+
+        Raises:
+            RunDirectoryError: it exists and is not empty, or cannot be made.
+        """
+        cls.check_free(path)
+        root = Path(path).expanduser()
+        with explain_os_errors(root):
             root.mkdir(mode=PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
         return cls(root.resolve())._prepare()
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-REDACTED = "***"
+REDACTED = "<redacted>"
 
 _SECRET_WORD = re.compile(r"secrets?|passw(?:or)?d|passphrase|credentials?|authorization")
 _KEY_OWNER = re.compile(r"api|access|private|secret|account|auth|encryption|signing|ssh")
@@ -65,7 +65,7 @@ def secret_values(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
-    """Return ``text`` with every secret replaced by ``***``."""
+    """Return ``text`` with every secret replaced by ``<redacted>``."""
     for value in secret_values(environ):
         text = text.replace(value, REDACTED)
     text = _SECRET_SHAPE.sub(REDACTED, text)
