@@ -255,6 +255,28 @@ def test_counts():
     assert counted.num_correct >= 14
 
 
+@pytest.mark.parametrize("rows", [40, 900], ids=["all-rows", "trained-rows-only"])
+@pytest.mark.parametrize("variant", ["plain", "all"])
+def test_each_row_has_its_loss(rows, variant):
+    """fp64: only the order of sums within a row differs. 900 rows are compacted to 256."""
+    states, weight, labels, options = make_case(rows=rows, trained=0.2, **VARIANTS[variant])
+    num_trained = int((labels != options.get("ignore_index", -100)).sum())
+    counted = linear_cross_entropy_counted(
+        states.view(2, -1, 12),
+        weight,
+        labels.view(2, -1),
+        num_trained=num_trained,
+        chunk_tokens=64,
+        **options,
+    )
+    assert counted.row_losses.shape == (2, rows // 2)
+    alone = {**options, "num_items": 1}
+    for row, loss in enumerate(counted.row_losses.flatten()):
+        part = slice(row, row + 1)
+        wanted = linear_cross_entropy_reference(states[part], weight, labels[part], **alone)
+        torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_batched_inputs_and_strides():
     states, weight, labels, _ = make_case()
     turned = states.view(4, 10, 12).transpose(0, 1)

@@ -11,7 +11,7 @@ The labels' shift by one happens here and nowhere else. B batch, S sequence, H h
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -84,6 +84,9 @@ class LossHead(KernelForward):
     bias: nn.Parameter | None
     loss_options: LossOptions = LossOptions()
     tallies: Mapping[bool, Tally] | None = None
+    keeps_row_losses: bool = False
+    row_losses: torch.Tensor | None = None
+    """(B, S) fp32, each row's own loss in the last batch, where ``keeps_row_losses`` is set."""
 
     def forward(
         self,
@@ -112,6 +115,8 @@ class LossHead(KernelForward):
         if self.tallies is None:
             self.tallies = {True: Tally(), False: Tally()}
         self.tallies[self.training].add(counted.num_correct, counted.num_trained)
+        if self.keeps_row_losses:
+            self.row_losses = counted.row_losses
         return counted.loss
 
 
@@ -216,6 +221,22 @@ class CausalLM(KernelForward):
 @functools.cache
 def _log_once(reason: str) -> None:
     logger.info("computing logits and the plain loss: %s", reason)
+
+
+def take_row_losses(heads: Iterable[LossHead]) -> torch.Tensor | None:
+    """(B, S) the row losses of the batch just computed, aligned with the hidden states.
+
+    Args:
+        heads: of one model (peft may keep a trained copy beside the original).
+
+    Returns:
+        None when no loss has come out of a head that ``keeps_row_losses`` since the last call.
+    """
+    for head in heads:
+        if head.row_losses is not None:
+            losses, head.row_losses = head.row_losses, None
+            return losses
+    return None
 
 
 def configure(model: nn.Module, options: LossOptions) -> int:

@@ -28,11 +28,16 @@ _FP16_GRAD_SCALE = 1024.0
 
 
 class CountedLoss(NamedTuple):
-    """A loss and what it counted on the way; the counts are 0-d int64 tensors without gradient."""
+    """A loss and what came up on the way; only ``loss`` has a gradient.
+
+    ``num_correct`` and ``num_trained`` are 0-d int64. ``row_losses`` has the shape of the labels:
+    each row's own loss in fp32 (fp64 for fp64), not divided by anything, 0 where not trained.
+    """
 
     loss: Tensor
     num_correct: Tensor
     num_trained: Tensor
+    row_losses: Tensor
 
 
 def linear_cross_entropy(
@@ -108,7 +113,7 @@ def linear_cross_entropy_counted(
     num_trained: int | None = None,
     chunk_tokens: int | None = None,
 ) -> CountedLoss:
-    """As `linear_cross_entropy`, with the counts that make token accuracy, which cost nothing."""
+    """As `linear_cross_entropy`, with token counts and row losses, which cost next to nothing."""
     _check(hidden, weight, labels, bias, chunk_tokens)
     compute_dtype = hidden.dtype
     if torch.is_autocast_enabled(hidden.device.type):
@@ -184,7 +189,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         num_items: Tensor | int | None,
         settings: _Settings,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wants = [settings.wants_gradients and wanted for wanted in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
             result = _compute(hidden, weight, bias, labels, settings, *wants)
@@ -193,8 +198,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             result.dhidden, result.dweight, result.dbias, result.slots, per_item / result.grad_scale
         )
         ctx.like = (hidden.shape, hidden.dtype, weight.dtype, bias is not None and bias.dtype)
-        ctx.mark_non_differentiable(result.num_correct, result.num_trained)
-        return result.total * per_item, result.num_correct, result.num_trained
+        row_losses = result.row_losses.view(hidden.shape[:-1])
+        ctx.mark_non_differentiable(result.num_correct, result.num_trained, row_losses)
+        return result.total * per_item, result.num_correct, result.num_trained, row_losses
 
     @staticmethod
     @once_differentiable
@@ -233,6 +239,7 @@ class _Result(NamedTuple):
     total: Tensor
     num_correct: Tensor
     num_trained: Tensor
+    row_losses: Tensor
     dhidden: Tensor | None
     dweight: Tensor | None
     dbias: Tensor | None
@@ -265,7 +272,8 @@ def _compute(
     dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=wide) if want_dhidden else None
     dweight = torch.empty_like(matrix, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
-    losses = rows.new_empty(num_rows, dtype=wide)
+    # One more than computed here too: untrained rows take their loss of 0 from it.
+    losses = rows.new_zeros(num_rows + 1, dtype=wide)
     correct = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
     if dhidden is not None:
         dhidden[num_rows].zero_()
@@ -306,9 +314,10 @@ def _compute(
     if dhidden is not None and slots is None:
         dhidden = dhidden[:num_rows]
     return _Result(
-        losses.sum(),
+        losses[:num_rows].sum(),
         torch.count_nonzero(correct),
         num_trained,
+        losses[:num_rows] if slots is None else losses.index_select(0, slots),
         dhidden,
         dweight,
         dbias,
