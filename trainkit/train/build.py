@@ -10,10 +10,10 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -61,6 +61,8 @@ from trainkit.train.session import Session
 
 logger = logging.getLogger(__name__)
 
+Decision = TypeVar("Decision")
+
 
 def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
     """Train as the recipe says.
@@ -88,7 +90,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         if options.dry_run:
             _dry_run(loaded.recipe, prepared, console)
             return None
-        point = _resume_point(loaded, options)
+        point = _resume_point(loaded, options, place)
         run = _run_directory(loaded, options, place, point)
         log = start_rank_log(run.rank_log(place.dist_rank), place.dist_rank)
         scratch.callback(stop_rank_log, log)
@@ -227,11 +229,18 @@ def _relaunch_on_all_gpus(options: SftOptions) -> None:
     os.execv(command[0], command)
 
 
-def _resume_point(loaded: LoadedRecipe, options: SftOptions) -> ResumePoint | None:
-    if options.resume is None:
+def _resume_point(
+    loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace
+) -> ResumePoint | None:
+    """Find and verify the checkpoint to continue from; hashing it is one rank's work."""
+    resume = options.resume
+    if resume is None:
         return None
-    return find_resume_point(
-        options.resume, output_dir=options.output_dir, runs=RUNS, name=loaded.name
+    return _decided_by_main(
+        place,
+        lambda: find_resume_point(
+            resume, output_dir=options.output_dir, runs=RUNS, name=loaded.name
+        ),
     )
 
 
@@ -241,21 +250,28 @@ def _run_directory(
     """Make the run directory on rank 0, or open the one to continue; all ranks learn of it."""
     if point is not None:
         return RunDirectory.open(point.run)
+    wanted = options.output_dir
+    return _decided_by_main(
+        place,
+        lambda: (
+            RunDirectory.create_at(wanted) if wanted else RunDirectory.create(RUNS, loaded.name)
+        ),
+    )
+
+
+def _decided_by_main(place: ProcessPlace, decide: Callable[[], Decision]) -> Decision:
+    """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang."""
     told: list[Any] = [None]
     if place.is_main:
         try:
-            wanted = options.output_dir
-            run = (
-                RunDirectory.create_at(wanted) if wanted else RunDirectory.create(RUNS, loaded.name)
-            )
-            told[0] = str(run.root)
+            told[0] = decide()
         except TrainkitError as error:
             told[0] = error
     if place.world_size > 1:
         broadcast_object_list(told)
     if isinstance(told[0], TrainkitError):
         raise told[0]
-    return RunDirectory(Path(told[0]))
+    return cast(Decision, told[0])
 
 
 @contextlib.contextmanager
