@@ -91,6 +91,11 @@ class Session:
         self.console.note(f"continuing from {point.checkpoint}")
 
     def _trainer(self, stop: StopRequest) -> SftTrainer:
+        config = self.built.model.config
+        if self.args.ddp_find_unused_parameters is None:
+            # Only a tower beside the text model has weights that no text reaches; looking for
+            # such weights costs a walk of the graph every step.
+            self.args.ddp_find_unused_parameters = config.get_text_config() is not config
         trainer = SftTrainer(
             model=self.built.model,
             args=self.args,
@@ -106,7 +111,7 @@ class Session:
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StopWhenAsked(stop))
         if self.is_packed:
-            vocab_size = self.built.model.config.get_text_config().vocab_size
+            vocab_size = config.get_text_config().vocab_size
             trainer.add_callback(LeakTest(self.built.attention.name, vocab_size))
         return trainer
 
