@@ -174,6 +174,9 @@ class DataSection(Section):
     num_workers: int | None = Field(
         None, ge=0, description="Processes that tokenise; null is one a core."
     )
+    per_source_loss: bool | None = Field(
+        None, description="Log the loss of each source; null does where there are several."
+    )
 
 
 class LoraSection(Section):

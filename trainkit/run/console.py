@@ -146,6 +146,7 @@ class _Progress:
         self.total_steps = total_steps
         self.step = step
         self._latest: dict[str, float | int | str | None] = {}
+        self._sources: dict[str, float | int | str | None] = {}
         self._losses: deque[float] = deque(maxlen=240)
         self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_WINDOW)
         self._pace.append((step, time.monotonic()))
@@ -160,6 +161,8 @@ class _Progress:
         if isinstance(step, int):
             self.advance(step)
         self._latest.update({key: value for key, value in metrics.items() if value is not None})
+        if "loss" in metrics:  # a source that is not in this row says nothing now
+            self._sources = {k: v for k, v in metrics.items() if k.startswith("loss/")}
         loss = metrics.get("loss")
         if isinstance(loss, int | float):
             self._losses.append(float(loss))
@@ -181,6 +184,8 @@ class _Progress:
             fields.append(("tok/s", format_count(latest["tokens_per_second"])))
         if "peak_memory_gib" in latest:
             fields.append(("mem", f"{format_number(latest['peak_memory_gib'])} GiB"))
+        for key, value in self._sources.items():
+            fields.append((key, format_loss(value)))
         return fields
 
     def plain_line(self) -> str:
@@ -237,7 +242,7 @@ def _evaluation_line(step: int, evaluation: Mapping[str, float | int | str | Non
     shown = {
         key.removeprefix("eval_"): value
         for key, value in evaluation.items()
-        if not key.endswith(("runtime", "per_second"))
+        if not key.endswith(("runtime", "per_second")) and "tokens/" not in key
     }
     values = "  ".join(f"{key} {format_loss(value)}" for key, value in shown.items())
     return f"evaluation at step {step}: {values}"

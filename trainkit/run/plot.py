@@ -73,6 +73,9 @@ CURVES = (
     Curve("token_accuracy", "token_accuracy", "Token accuracy", "share of trained tokens"),
     Curve("mfu", "mfu", "Model FLOPs utilisation", "share of the peak", from_zero=True),
 )
+BY_SOURCE = Curve("loss_by_source", "loss/", "Loss by source", "nats per trained token")
+"""Its key is the beginning of the keys of its lines."""
+
 _OVERVIEW = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 
@@ -91,6 +94,10 @@ def draw_plots(run: RunDirectory) -> list[Path]:
         figure, (axes,) = _figure(1)
         _draw(axes, curve, rows, resumed=resumed)
         written.append(_save(figure, run.plots / f"{curve.name}.png"))
+    if source_keys(rows):
+        figure, (axes,) = _figure(1)
+        _draw_sources(axes, rows)
+        written.append(_save(figure, run.plots / f"{BY_SOURCE.name}.png"))
     shown = [curve for curve in drawn if curve.name in _OVERVIEW]
     if shown:
         figure, panels = _figure(len(shown))
@@ -107,15 +114,20 @@ def svg_plots(run: RunDirectory) -> list[tuple[str, str]]:
     rows = read_metrics(run.metrics)
     resumed = run.status().resumed_at_steps
     pictures = []
-    for curve in CURVES:
-        if len(series(rows, curve.key)) > 1:
-            # Text stays text, in the reader's own font; names of clip paths differ by picture.
-            with rc_context({"svg.fonttype": "none", "svg.hashsalt": curve.name}):
-                figure, (axes,) = _figure(1)
+    drawn = [curve for curve in CURVES if len(series(rows, curve.key)) > 1]
+    if source_keys(rows):
+        drawn.insert(1, BY_SOURCE)
+    for curve in drawn:
+        # Text stays text, in the reader's own font; names of clip paths differ by picture.
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": curve.name}):
+            figure, (axes,) = _figure(1)
+            if curve is BY_SOURCE:
+                _draw_sources(axes, rows, most_points=500)
+            else:
                 _draw(axes, curve, rows, resumed=resumed, most_points=500)
-                buffer = io.StringIO()
-                figure.savefig(buffer, format="svg", metadata={"Date": None})
-            pictures.append((curve.title, "<svg" + buffer.getvalue().partition("<svg")[2]))
+            buffer = io.StringIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
+        pictures.append((curve.title, "<svg" + buffer.getvalue().partition("<svg")[2]))
     return pictures
 
 
@@ -238,6 +250,26 @@ def _draw(
     # One plain line needs no key.
     if has_legend and len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(fontsize=8.5, frameon=False, handlelength=1.6)
+
+
+def source_keys(rows: Sequence[Row]) -> list[str]:
+    """The metrics that are losses of one source and have a curve, in order of appearance."""
+    keys = dict.fromkeys(key for row in rows for key in row if key.startswith(BY_SOURCE.key))
+    return [key for key in keys if len(series(rows, key)) > 1]
+
+
+def _draw_sources(axes: Any, rows: Sequence[Row], *, most_points: int = _MOST_POINTS) -> None:
+    """One line a source; the points are evaluations, in the colour of their source."""
+    for index, key in enumerate(source_keys(rows)):
+        colour, line, _ = _look(index)
+        name = key.removeprefix(BY_SOURCE.key)
+        values = thinned(series(rows, key), most_points)
+        _draw_line(axes, BY_SOURCE, values, colour, line, 1.8, faint=0.12)
+        axes.plot([], [], line, color=colour, label=name)
+        evaluation = series(rows, f"eval_{key}")
+        axes.plot(evaluation.steps, evaluation.values, "o", color=colour, markersize=4)
+    _dress(axes, BY_SOURCE, "step")
+    axes.legend(fontsize=8.5, frameon=False, handlelength=2.2)
 
 
 def _draw_line(

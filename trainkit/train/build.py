@@ -53,6 +53,7 @@ from trainkit.train.sections import (
     RUNS,
     data_options,
     data_sources,
+    feeding,
     lora_options,
     model_source,
     trainer_arguments,
@@ -131,8 +132,7 @@ def _prepare(
             data_sources(recipe, recipe.data.eval),
             tokenizer,
             data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
-            packing=recipe.data.packing,
-            shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
+            feeding(recipe),
             ledger=ledger,
             progress=progress,
         )

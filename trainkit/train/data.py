@@ -20,6 +20,7 @@ from trainkit.data.prepared import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.reading import RawRow, decode, read_rows, resolve_files
 from trainkit.errors import DataError, ModelError
 from trainkit.train.sampling import CountingCollator, EpochDataset
+from trainkit.train.source_loss import distinct_labels
 from trainkit.train.trainer import TrainingData
 
 
@@ -46,14 +47,28 @@ class RunData:
     warnings: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Feeding:
+    """How samples become the rows of batches.
+
+    Attributes:
+        packing: several samples a row, or one.
+        shuffle: False keeps the order of the files.
+        per_source_loss: log the loss of each source too; None where there are several.
+    """
+
+    packing: bool
+    shuffle: bool = True
+    per_source_loss: bool | None = None
+
+
 def prepare_run_data(
     train: Sequence[Source],
     evaluation: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
+    feeding: Feeding,
     *,
-    packing: bool,
-    shuffle: bool,
     ledger: Path,
     progress: Callable[[Progress], None] | None,
 ) -> RunData:
@@ -64,8 +79,7 @@ def prepare_run_data(
         evaluation: sources of evaluation data, or none.
         tokenizer: renders and encodes.
         options: how rows become samples; ``seed`` decides the order of training samples too.
-        packing: several samples a row, or one.
-        shuffle: False keeps the order of the files.
+        feeding: how samples become batches.
         ledger: the file for dropped, cut and repaired rows.
         progress: called now and then.
 
@@ -90,16 +104,26 @@ def prepare_run_data(
     entries.close()
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
-        return _training_data(data, seed, options.max_length, pad_token_id, packing=packing)
+        names = data.source_names
+        wanted = feeding.per_source_loss
+        wanted = len(names) > 1 if wanted is None else wanted
+        return _training_data(
+            data,
+            seed,
+            options.max_length,
+            pad_token_id,
+            packing=feeding.packing,
+            sources=distinct_labels(names) if wanted else (),
+        )
 
     ends = {*prepared.eot_token_ids, *(held_out.eot_token_ids if held_out else ())}
     return RunData(
-        train=batches(prepared, options.seed if shuffle else None),
+        train=batches(prepared, options.seed if feeding.shuffle else None),
         eval=None if held_out is None else batches(held_out, None),
         summary={"train": prepared.summary, "eval": held_out.summary if held_out else None},
         ledger=ledger,
         stop_token_ids=tuple(sorted(ends)),
-        fingerprint=fingerprint_of(prepared, packing=packing, shuffle=shuffle),
+        fingerprint=fingerprint_of(prepared, packing=feeding.packing, shuffle=feeding.shuffle),
         warnings=tuple(prepared.summary["warnings"]),
     )
 
@@ -172,21 +196,31 @@ def fingerprint_of(data: PreparedData, *, packing: bool, shuffle: bool) -> str:
 
 
 def _training_data(
-    data: PreparedData, seed: int | None, max_length: int, pad_token_id: int, *, packing: bool
+    data: PreparedData,
+    seed: int | None,
+    max_length: int,
+    pad_token_id: int,
+    *,
+    packing: bool,
+    sources: tuple[str, ...],
 ) -> TrainingData:
     samples: EpochDataset
     if packing:
         samples = PackedDataset(data, max_length, seed=seed or 0, mixed=seed is not None)
+        pack = PackingCollator(max_length, pad_token_id, with_source=bool(sources))
         return TrainingData(
             samples=samples,
-            collator=CountingCollator(PackingCollator(max_length, pad_token_id), _count_packed),
+            collator=CountingCollator(pack, _count_packed),
             without_training=lambda row: [_untrained(sample) for sample in row],
+            sources=sources,
         )
     samples = SampleDataset(data, seed=seed)
+    pad = PaddingCollator(pad_token_id, with_source=bool(sources))
     return TrainingData(
         samples=samples,
-        collator=CountingCollator(PaddingCollator(pad_token_id), _count),
+        collator=CountingCollator(pad, _count),
         without_training=_untrained,
+        sources=sources,
     )
 
 

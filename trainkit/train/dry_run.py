@@ -65,6 +65,7 @@ def run_longest_batch(
         for _ in range(2):  # the first one compiles kernels
             batch = data.collator([data.samples[int(index)] for index in longest])
             counts = dict(take_counts(batch))
+            batch.pop("source_ids", None)  # for the log of a run, not for the model
             inputs = {
                 name: value.to(device) if isinstance(value, torch.Tensor) else value
                 for name, value in batch.items()

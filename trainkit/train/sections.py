@@ -14,6 +14,7 @@ from trainkit.data.options import DataOptions, Source
 from trainkit.lora.adapter import LoraOptions
 from trainkit.recipe import Recipe, SourceSpec, deepspeed_path, resolve_accumulation
 from trainkit.train.arguments import deepspeed_config, training_arguments
+from trainkit.train.data import Feeding
 from trainkit.train.launch import ProcessPlace, prepare_deepspeed
 from trainkit.train.loading import ModelSource, stop_token_ids
 
@@ -70,6 +71,15 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
         num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
         cache_dir=cache_dir or data.cache_dir,
         seed=int(seed if seed is not None else training.get("seed", 42)),
+    )
+
+
+def feeding(recipe: Recipe) -> Feeding:
+    """How the recipe's samples become batches."""
+    return Feeding(
+        packing=recipe.data.packing,
+        shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
+        per_source_loss=recipe.data.per_source_loss,
     )
 
 

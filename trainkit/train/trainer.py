@@ -1,7 +1,8 @@
 """The Trainer subclass: our data order, checkpoints, optimizer and accounting in documented seams.
 
 Overridden: the two dataloaders, ``get_batch_samples`` (token counts), ``_prepare_inputs``
-(asynchronous copies), ``create_optimizer``, ``evaluation_loop`` (loss per trained token),
+(asynchronous copies), ``compute_loss`` (losses per source), ``create_optimizer``,
+``evaluation_loop`` (loss per trained token),
 ``_save_checkpoint`` and ``_save`` (atomic, no pickled arguments), ``log``. Everything else, the
 loop itself included, is transformers' (Trainer, 5.17 to 5.23).
 """
@@ -31,6 +32,7 @@ from trainkit.train.sampling import (
     RankBatchSampler,
     take_counts,
 )
+from trainkit.train.source_loss import SourceLosses
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class TrainingData:
         samples: in the order of an epoch.
         collator: turns a list of samples into a batch, counts included.
         without_training: turns a sample into one of which nothing is trained.
+        sources: what to call each source in the log, where their losses are told apart; batches
+            then have ``source_ids``.
     """
 
     samples: EpochDataset
     collator: CountingCollator
     without_training: Callable[[Any], Any]
+    sources: tuple[str, ...] = ()
 
     def one_batch(self) -> dict[str, torch.Tensor]:
         """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
@@ -69,6 +74,10 @@ class StopRequest:
     """Set by a signal; the ranks agree on it at the next logged step."""
 
     reason: str | None = None
+
+
+def _source_losses(model: nn.Module, data: TrainingData | None) -> SourceLosses | None:
+    return SourceLosses(model, data.sources) if data is not None and data.sources else None
 
 
 class SftTrainer(Trainer):
@@ -113,6 +122,8 @@ class SftTrainer(Trainer):
         self._counts = StepCounts()
         self._staging: Path | None = None
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
+        self._source_losses = _source_losses(model, train_data)
+        self._eval_source_losses = _source_losses(model, eval_data)
         super().__init__(
             model=model,
             args=args,
@@ -200,6 +211,26 @@ class SftTrainer(Trainer):
             for name, value in inputs.items()
         }
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """Transformers' loss; what each source has of it is summed on the way."""
+        if self._source_losses is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        source_ids, labels = inputs.pop("source_ids"), inputs["labels"]
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        self._source_losses.add(
+            source_ids,
+            labels,
+            outputs.get("logits"),
+            label_smoothing=self.args.label_smoothing_factor,
+        )
+        return (loss, outputs) if return_outputs else loss
+
     # -- optimizer ------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -246,19 +277,29 @@ class SftTrainer(Trainer):
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         one = torch.ones((), device=self.args.device)
+        per_source = self._eval_source_losses
         for batch in dataloader:
             counts = self._take_counts(batch)
+            inputs = self._prepare_inputs(batch)
+            source_ids = inputs.pop("source_ids", None)
             with self.compute_loss_context_manager():
-                outputs = model(**self._prepare_inputs(batch), num_items_in_batch=one)
+                outputs = model(**inputs, num_items_in_batch=one)
             totals[0] += outputs["loss"].double()
             totals[1] += counts["num_trained_tokens"]
+            if per_source is not None and source_ids is not None:
+                logits = outputs.get("logits")
+                per_source.add(source_ids, inputs["labels"], logits)
         model.train(was_training)
+        if per_source is not None:
+            totals = torch.cat((totals, per_source.take(totals.device).flatten()))
         totals = self.accelerator.reduce(totals, reduction="sum")
-        loss_sum, num_trained = totals.tolist()
+        loss_sum, num_trained, *sums = totals.tolist()
         metrics = {
             f"{metric_key_prefix}_loss": loss_sum / max(num_trained, 1),
             f"{metric_key_prefix}_num_trained_tokens": int(num_trained),
         }
+        if per_source is not None:
+            metrics |= per_source.rows(sums, f"{metric_key_prefix}_")
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
 
     # -- checkpoints ----------------------------------------------------------------------------
@@ -316,25 +357,31 @@ class SftTrainer(Trainer):
             dtype=torch.float64,
             device=self.args.device,
         )
+        if self._source_losses is not None:
+            mine = torch.cat((mine, self._source_losses.take(mine.device).flatten()))
         correct = take_correct(self.model) if self._has_loss_head else None
         if correct is not None:
             mine = torch.cat((mine, correct.double()))
-        total = self.accelerator.reduce(mine, reduction="sum").tolist()
-        num_tokens, num_trained, stops = total[:3]
+        num_tokens, num_trained, stops, *total = self.accelerator.reduce(
+            mine, reduction="sum"
+        ).tolist()
         if stops:
             self._stop.reason = self._stop.reason or "another process was asked to stop"
             self.control.should_save = True
             self.control.should_training_stop = True
         num_steps = max(counts.num_steps, 1)
-        metrics = {
+        metrics: dict[str, float] = {
             "num_tokens": int(num_tokens),
             "num_trained_tokens": int(num_trained),
             "step_seconds": seconds / num_steps,
             "tokens_per_second": num_tokens / max(seconds, 1e-9),
             "data_seconds": counts.data_seconds / num_steps,
         }
+        if self._source_losses is not None:
+            num_sums = 2 * len(self._source_losses.labels)
+            metrics |= self._source_losses.rows(total[:num_sums])
         if correct is not None:
-            metrics["token_accuracy"] = total[3] / max(total[4], 1)
+            metrics["token_accuracy"] = total[-2] / max(total[-1], 1)
         if self._peak_flops and self._flops_per_token:
             per_device = num_tokens / max(seconds, 1e-9) / self.args.world_size
             metrics["mfu"] = per_device * self._flops_per_token / self._peak_flops

@@ -1,0 +1,45 @@
+"""The losses of several sources where a person looks: console, pictures, report."""
+
+import io
+
+from trainkit.run import Console
+from trainkit.run.plot import draw_plots, source_keys, svg_plots
+
+
+def rows_of_sources():
+    rows = []
+    for step in range(1, 31):
+        row = {"step": step, "loss": 2.0, "loss/chat": 1.0 + 1 / step, "num_trained_tokens/chat": 7}
+        if step % 5 == 0:
+            row["loss/rare"] = 3.0
+        rows.append(row)
+    rows.append({"step": 30, "eval_loss": 2.0, "eval_loss/chat": 1.5, "eval_loss/rare": 2.5})
+    return rows
+
+
+def test_the_console_names_the_sources_of_this_row():
+    stream = io.StringIO()
+    with Console(stream=stream) as console:
+        console.start(30)
+        for row in rows_of_sources()[3:5] + rows_of_sources()[5:6] + rows_of_sources()[-1:]:
+            console.log(row)
+    without, with_rare, again, evaluation = stream.getvalue().splitlines()
+    assert "loss/chat 1.2500" in without
+    assert "loss/rare 3.0000" in with_rare
+    assert "loss/rare" not in without + again
+    assert evaluation == "evaluation at step 30: loss 2.0000  loss/chat 1.5000  loss/rare 2.5000"
+
+
+def test_a_picture_and_the_report_tell_the_sources_apart(run):
+    with run.open_metrics() as metrics:
+        for row in rows_of_sources():
+            metrics.append(row)
+    assert source_keys(rows_of_sources()) == ["loss/chat", "loss/rare"]
+    assert "loss_by_source.png" in {path.name for path in draw_plots(run)}
+    pictures = dict(svg_plots(run))
+    assert ">chat<" in pictures["Loss by source"]
+    assert ">rare<" in pictures["Loss by source"]
+
+
+def test_one_source_has_no_picture_of_its_own(trained_run):
+    assert "loss_by_source.png" not in {path.name for path in draw_plots(trained_run)}

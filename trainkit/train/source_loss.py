@@ -1,0 +1,116 @@
+"""The loss of each source, told apart on the device while batches go by.
+
+The sums stay on the device until a row is logged, so no step waits for them. B batch, S sequence,
+V vocabulary, G sources.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from trainkit.models.loss_head import IGNORE_INDEX, LossHead, take_row_losses
+
+_CHUNK_ELEMENTS = 1 << 26
+"""Logits widened to fp32 at a time: 256 MiB."""
+
+
+def distinct_labels(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of sources, the second one of the same name with ``#2`` behind it, and so on."""
+    return tuple(
+        f"{name}#{names[:place].count(name) + 1}" if name in names[:place] else name
+        for place, name in enumerate(names)
+    )
+
+
+class SourceLosses:
+    """Sums of losses and of trained tokens per source since the last `take`.
+
+    A loss head hands over the losses of its rows; where a model computes logits instead, they are
+    read once more, in chunks.
+
+    Args:
+        model: what is trained, under any wrapper.
+        labels: what the sources are called in the log; their places are the ``source_ids``.
+    """
+
+    def __init__(self, model: nn.Module, labels: Sequence[str]) -> None:
+        self.labels = tuple(labels)
+        self._heads = [module for module in model.modules() if isinstance(module, LossHead)]
+        for head in self._heads:
+            head.keeps_row_losses = True
+        self._sums: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def add(
+        self,
+        source_ids: torch.Tensor,
+        labels: torch.Tensor,
+        logits: torch.Tensor | None,
+        *,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """Add the batch that just went through the model.
+
+        Args:
+            source_ids: (B, S), the source of each token; other numbers than 0..G-1 count nowhere.
+            labels: (B, S), unshifted.
+            logits: (B, S, V), or None where the loss came out of the head.
+            label_smoothing: the Trainer's, for losses from logits.
+        """
+        losses = take_row_losses(self._heads)
+        if logits is not None:
+            losses = _losses_of_logits(logits, labels, label_smoothing)
+        if losses is None:
+            raise RuntimeError("neither a loss head nor logits say what the rows' losses are")
+        labels, source_ids = labels[:, 1:, None], source_ids[:, 1:, None]
+        everyone = torch.arange(len(self.labels), device=labels.device)
+        belongs = (source_ids == everyone) & (labels != IGNORE_INDEX)
+        rows = losses[:, : labels.shape[1], None]
+        # where, not a product: a loss that is no number must not reach the other sources.
+        sums = torch.where(belongs, rows, 0).sum((0, 1), dtype=torch.float64)
+        batch = torch.stack((sums, belongs.sum((0, 1)).double()))
+        self._sums = batch if self._sums is None else self._sums + batch
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """(2, G) float64 on ``device``: losses and trained tokens; zeros if there was no batch."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return torch.zeros(2, len(self.labels), dtype=torch.float64, device=device)
+        return sums
+
+    def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """What the log says: ``loss/NAME`` and ``num_trained_tokens/NAME`` of sources that came up.
+
+        Args:
+            sums: what `take` gave, summed over the ranks and flattened.
+            prefix: of the keys.
+        """
+        count = len(self.labels)
+        found: dict[str, float] = {}
+        for label, loss, trained in zip(self.labels, sums[:count], sums[count:], strict=True):
+            if trained:
+                found[f"{prefix}loss/{label}"] = loss / trained
+                found[f"{prefix}num_trained_tokens/{label}"] = int(trained)
+        return found
+
+
+def _losses_of_logits(
+    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
+) -> torch.Tensor:
+    """(B, S - 1) fp32 losses of the shifted labels."""
+    rows = logits[:, :-1].flatten(0, 1)
+    wanted = labels[:, 1:].flatten().to(rows.device)
+    chunk = max(1, _CHUNK_ELEMENTS // rows.shape[1])
+    losses = [
+        cross_entropy(
+            part.float(),
+            targets,
+            reduction="none",
+            ignore_index=IGNORE_INDEX,
+            label_smoothing=label_smoothing,
+        )
+        for part, targets in zip(rows.split(chunk), wanted.split(chunk), strict=True)
+    ]
+    return torch.cat(losses).view(labels.shape[0], -1).to(labels.device)
