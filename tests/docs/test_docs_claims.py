@@ -24,7 +24,7 @@ def commands(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_pictures_exist(document):
-    text = document.read_text(encoding="utf-8")
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"

@@ -1,0 +1,69 @@
+"""What the pages share: where they run, how an answer is checked, how a kernel is timed."""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+INTERPRETING = bool(triton.knobs.runtime.interpret)
+ON_GPU = torch.cuda.is_available() and not INTERPRETING
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+if not (ON_GPU or INTERPRETING):
+    raise SystemExit("There is no GPU here: put TRITON_INTERPRET=1 before the command.")
+
+torch.manual_seed(0)
+
+
+def size(*, gpu: int, cpu: int) -> int:
+    """A size that keeps a GPU busy, or one the interpreter finishes soon."""
+    return gpu if ON_GPU else cpu
+
+
+def check(what: str, actual: Tensor, truth: Tensor, tolerance: float) -> None:
+    """Hold a result against fp64: the largest error, as a share of the largest true value."""
+    truth = truth.double()
+    error = (actual.double() - truth).abs().max() / truth.abs().max().clamp(min=1e-30)
+    print(f"{what}: error {error:.1e} (at most {tolerance:.1e})")
+    assert error <= tolerance, what  # a NaN fails, too
+
+
+def clock(case: str, num_bytes: int, ways: dict[str, Callable[[], object]]) -> None:
+    """On a GPU: the median time of each way, and the share of a copy's speed it reaches.
+
+    Args:
+        case: what is done.
+        num_bytes: what a perfect kernel reads and writes.
+        ways: named functions that do it.
+    """
+    if not ON_GPU:
+        return
+    from trainkit.bench import record
+
+    print("| case | provider | us | of copy |")
+    for name, work in ways.items():
+        microseconds = _microseconds(work)
+        share = num_bytes / microseconds / 1e3 / _copy_gb_per_second()
+        print(f"| {case} | {name} | {microseconds:.1f} | {share:.0%} |")
+        if rows := os.environ.get("TUTORIAL_ROWS"):
+            values = {"microseconds": microseconds, "share_of_copy": share}
+            common = record.environment(os.environ.get("TK_COMMIT"))
+            record.append(Path(rows), record.records("tutorial", case, name, values, common))
+
+
+def _microseconds(work: Callable[[], object]) -> float:
+    # The cache is flushed between repetitions; the median forgives a disturbed one.
+    return 1e3 * triton.testing.do_bench(work, warmup=10, rep=40, return_mode="median")
+
+
+@functools.cache
+def _copy_gb_per_second() -> float:
+    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    rate = 2 * 2**30 / _microseconds(lambda: target.copy_(source)) / 1e3
+    print(f"(a copy reaches {rate:.0f} GB/s)")
+    return rate

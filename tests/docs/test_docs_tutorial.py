@@ -1,0 +1,120 @@
+"""The tutorial runs, and its figures are those of the benchmarks and the log."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial"
+PAGES = sorted(TUTORIAL.glob("[0-9]-*.md"))
+METRICS = {
+    "us": "microseconds",
+    "of copy": "share_of_copy",
+    "ms": "ms",
+    "extra GiB": "extra_memory_gib",
+}
+
+
+def run_page(number, **variables):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    return subprocess.run(
+        [sys.executable, "docs/tutorial/run.py", str(number)],
+        cwd=ROOT,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_the_index_lists_the_pages_in_order():
+    index = (TUTORIAL / "README.md").read_text(encoding="utf-8")
+    assert [path.name for path in PAGES] == re.findall(r"^\| \[.*?\]\((.*?)\)", index, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_under_the_interpreter_with_the_command_it_states(page):
+    number = page.name[0]
+    command = f"`TRITON_INTERPRET=1 python docs/tutorial/run.py {number}`"
+    assert command in page.read_text(encoding="utf-8")
+    ran = run_page(number, TRITON_INTERPRET="1")
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert "error" in ran.stdout, "a page checks its results"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
+def test_without_a_gpu_a_page_asks_for_the_interpreter():
+    ran = run_page(2)
+    assert ran.returncode != 0
+    assert "TRITON_INTERPRET=1" in ran.stderr.splitlines()[-1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_on_a_gpu_and_prints_times(page):
+    ran = run_page(page.name[0])
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    assert "| provider |" in ran.stdout
+
+
+def measured():
+    values = {}
+    for path in (ROOT / "docs" / "benchmarks").glob("*.jsonl"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if "metric" in row:
+                key = (row["case"], row["provider"], row["metric"])
+                values.setdefault(key, []).append(row["value"])
+    return values
+
+
+def printed(value, like):
+    if like.endswith("%"):
+        return f"{value:.0%}"
+    return f"{value:.{len(like.partition('.')[2])}f}"
+
+
+def table_rows(text):
+    """Each row of the tables with a provider column, as {column: cell}."""
+    header = None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = None
+        elif "provider" in cells:
+            header = cells
+        elif header and not set(line) <= set("|-: "):
+            yield dict(zip(header, cells, strict=True))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_tables_hold_what_was_measured(page):
+    values, num_rows = measured(), 0
+    for row in table_rows(page.read_text(encoding="utf-8")):
+        num_rows += 1
+        for column, cell in row.items():
+            if column in METRICS:
+                found = values.get((row["case"], row["provider"], METRICS[column]), [])
+                assert cell in [printed(value, cell) for value in found], (row, column, found)
+    assert num_rows, "a page shows measurements"
+
+
+def figures(text):
+    """The numbers in a text, without those in its links."""
+    return set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\([^)]*\)", "]", text)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_cites_the_log_stands_in_the_log(page):
+    logged = figures((ROOT / "docs" / "LOG.md").read_text(encoding="utf-8"))
+    paragraphs = re.split(r"\n\n|\n(?=- )", page.read_text(encoding="utf-8"))
+    for paragraph in paragraphs:
+        if "(../LOG.md)" in paragraph:
+            assert figures(paragraph) <= logged, (paragraph, figures(paragraph) - logged)
