@@ -11,6 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trainkit.kernels.lora import gate, kernel, products
+from trainkit.kernels.lora.tma import kernel as tma_kernel
+from trainkit.kernels.lora.tma import launcher
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SUMS = {"xa_down_ptr", "parts_ptr"}
@@ -29,21 +31,30 @@ def constants_of(name, lora_rank):
     if name == "columns_kernel":
         stages = 4 if padded <= 64 else 2
         return shared | {"R": lora_rank, "BLOCK_N": 128, "BLOCK_M": 64, "STAGES": stages}, 4
-    forward = name == "gate_forward_kernel"
-    tile = (gate.FORWARD_TILES if forward else gate.BACKWARD_TILES)[2]
+    forward = name.startswith("gate_forward")
+    if is_for_hopper(name):
+        tile = launcher.FORWARD if forward else launcher.BACKWARD
+    else:
+        tile = (gate.FORWARD_TILES if forward else gate.BACKWARD_TILES)[2]
     values = {"BLOCK_F": tile.features, "BLOCK_M": tile.tokens, "STAGES": tile.stages}
     if not forward:
         values["R_MAX"] = lora_rank
     return shared | ranks | values, tile.warps
 
 
+def is_for_hopper(name):
+    return "tma" in name
+
+
 def compile_for(arch, name, lora_rank):
-    jitted = getattr(kernel, name)
+    jitted = getattr(tma_kernel if is_for_hopper(name) else kernel, name)
     constants, warps = constants_of(name, lora_rank)
     signature, attributes = {}, {}
     for index, argument in enumerate(jitted.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
+        elif argument.endswith("_tiles"):
+            signature[argument] = f"tensordesc<bf16[{constants['BLOCK_M']},{constants['BLOCK_F']}]>"
         elif argument.endswith("_ptr"):
             is_sum = argument in SUMS or (name == "columns_kernel" and argument == "out_ptr")
             signature[argument] = "*fp32" if is_sum else "*bf16"
@@ -64,6 +75,9 @@ def compile_for(arch, name, lora_rank):
 if __name__ == "__main__":
     for arch in SHARED_BYTES:
         for name in sys.argv[1:]:
-            widest = gate.MAX_GATE_RANK if name.startswith("gate") else products.MAX_RANK
-            for lora_rank in (16, widest):
+            if is_for_hopper(name):
+                ranks = (8, launcher.MAX_RANK) if arch == 90 else ()
+            else:
+                ranks = (16, gate.MAX_GATE_RANK if name.startswith("gate") else products.MAX_RANK)
+            for lora_rank in ranks:
                 compile_for(arch, name, lora_rank)

@@ -125,10 +125,12 @@ def too_far(name, dtype, device="cpu", tokens=(2, 37)):
 def interpreted(dtype):
     """What is wrong under the interpreter, by problem; every kernel must have run."""
     from trainkit.kernels.lora import kernel, products
+    from trainkit.kernels.lora.tma import kernel as tma_kernel
 
     ran = set()
-    for each in ("rows_kernel", "columns_kernel", "gate_forward_kernel", "gate_backward_kernel"):
-        setattr(kernel, each, _Noting(getattr(kernel, each), each, ran))
+    for module in (kernel, tma_kernel):
+        for each in [name for name in vars(module) if name.endswith("_kernel")]:
+            setattr(module, each, _Noting(getattr(module, each), each, ran))
     bad = {name: far for name in PROBLEMS if (far := too_far(name, dtype))}
     assert products.takes_kernel(4, getattr(torch, dtype), torch.zeros(1))
     return {"bad": bad, "ran": sorted(ran)}

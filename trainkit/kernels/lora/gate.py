@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainkit.kernels.launch import HAS_TRITON, INTERPRETING, device_of
 from trainkit.kernels.lora.products import pad_rank, precision, split_rows, takes_kernel, total
+from trainkit.kernels.lora.tma.launcher import gate_backward_tma, gate_forward_tma, takes_tiles
 
 if HAS_TRITON:
     from trainkit.kernels.lora import kernel
@@ -84,8 +85,10 @@ def folds(largest_rank: int, x: Tensor, dtype: torch.dtype) -> bool:
 
 def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
     """(h, h a_down^T): (M, F) contiguous and (M, R), or None without a down adapter."""
-    num_rows, num_cols = ops.gate.shape
     r_gate, r_up, r_down = ops.ranks()
+    if takes_tiles(max(r_gate, r_up, r_down), ops.gate, ops.up):
+        return gate_forward_tma(ops)
+    num_rows, num_cols = ops.gate.shape
     h = ops.gate.new_empty((num_rows, num_cols))
     tile = _tile(FORWARD_TILES, h)
     num_blocks = -(-num_rows // tile.tokens)
@@ -155,8 +158,10 @@ def gate_backward(
         dup: (M, F) of dgate's row stride, written; may be dh itself.
         scales: scalings of the gate's and up's adapters.
     """
-    num_rows, num_cols = ops.gate.shape
     r_gate, r_up, r_down = ops.ranks()
+    if takes_tiles(max(r_gate, r_up, r_down), ops.gate, ops.up, dh, dgate, dup):
+        return _gradients(gate_backward_tma(ops, dh, p_down, dgate, dup, scales), ops)
+    num_rows, num_cols = ops.gate.shape
     tile = _tile(BACKWARD_TILES, dh)
     num_blocks = -(-num_cols // tile.features)
     splits, per_split = split_rows(num_rows, num_blocks, tile.tokens, dh)
@@ -198,7 +203,13 @@ def gate_backward(
             STAGES=tile.stages,
             num_warps=tile.warps,
         )
-    db_gate, db_up, da_down = total(parts)
+    return _gradients(total(parts), ops)
+
+
+def _gradients(sums: Tensor, ops: GateOperands) -> GateGradients:
+    """Cut (3, F, R) sums to the ranks that there are."""
+    r_gate, r_up, r_down = ops.ranks()
+    db_gate, db_up, da_down = sums
     return GateGradients(
         db_gate[:, :r_gate].contiguous() if r_gate else None,
         db_up[:, :r_up].contiguous() if r_up else None,

@@ -1,0 +1,1 @@
+"""The gate with its adapters, for GPUs whose copy engine moves whole tiles (Hopper)."""
