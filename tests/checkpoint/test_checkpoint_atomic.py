@@ -79,6 +79,15 @@ def test_existing_target_is_refused_or_swapped(tmp_path):
     assert names(tmp_path) == {"a"}
 
 
+def test_place_where_nothing_can_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CheckpointError, match="cannot be made"),
+        atomic.staged_directory(tmp_path / "file" / "x"),
+    ):
+        pass
+
+
 def test_swap_without_the_exchange_call(tmp_path, monkeypatch):
     target = make(tmp_path / "a", seed=1)
     monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *_, **__: object())

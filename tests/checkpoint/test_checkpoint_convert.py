@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.atomic import verify_directory
 from trainkit.checkpoint.convert import ConvertOptions, convert_model
+from trainkit.checkpoint.glm_formats import FORMATS
+from trainkit.checkpoint.proof import prove_same_function
 from trainkit.errors import CheckpointError
 
 SMALL_SHARDS = ConvertOptions(max_shard_bytes=100_000)
@@ -238,6 +240,8 @@ def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
         ({"kv_channels": 16}, "do not make up the hidden size"),
         ({"num_layers": 4}, "missing"),
         ({"num_layers": 2}, "without a rule"),
+        ({"num_layers": 10**9}, "not possible"),
+        ({"hidden_size": 4 * 10**9, "kv_channels": 10**9}, "not possible"),
     ],
 )
 def test_refused_with_the_reason(glm, tmp_path, change, word):
@@ -247,6 +251,29 @@ def test_refused_with_the_reason(glm, tmp_path, change, word):
     with pytest.raises(CheckpointError, match=word):
         convert_model(tmp_path / "source", tmp_path / "target", "qwen2", ConvertOptions())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+HEAD = "transformer.output_layer.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "word"),
+    [
+        (lambda t: t.fill_(1e6), {"dtype": "float16", "verify": False}, "which float16 cannot"),
+        (lambda t: t.to(torch.int8), {"verify": False}, "int8: quantised"),
+        (lambda t: t.to(torch.float8_e4m3fn), {"verify": False}, "float8_e4m3fn: quantised"),
+        (lambda t: t.fill_(torch.nan), {}, "not finite"),
+    ],
+    ids=["too-large-for-the-dtype", "int8", "float8", "nan"],
+)
+def test_weights_that_would_be_lost_are_refused(glm, tmp_path, change, options, word):
+    tensors = chatglm_tensors(glm)
+    tensors[HEAD] = change(tensors[HEAD].clone())
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(chatglm_config(glm)))
+    with pytest.raises(CheckpointError, match=word):
+        convert_model(tmp_path, tmp_path / "target", "qwen2", ConvertOptions(**options))
+    assert not (tmp_path / "target").exists()
 
 
 def test_unknown_and_missing_keys_are_listed(glm, tmp_path):
@@ -264,6 +291,19 @@ def test_unknown_and_missing_keys_are_listed(glm, tmp_path):
 def test_plain_qwen2_has_no_way_back(tiny_qwen2, tmp_path):
     with pytest.raises(CheckpointError, match="not that of a converted GLM-4"):
         convert_model(tiny_qwen2, tmp_path / "t", "glm", ConvertOptions())
+
+
+@pytest.mark.parametrize("value", [torch.nan, 0.0])
+def test_proof_looks_at_the_last_logit(glm, glm_directory, tmp_path, value):
+    """NaN compares as neither larger nor smaller, so a careless maximum would pass over it."""
+    convert_model(glm_directory, tmp_path / "t", "qwen2", ConvertOptions(verify=False))
+    path = tmp_path / "t" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"][-1] = value
+    save_file(tensors, path)
+    geometry = FORMATS["glm"].geometry(glm.config.to_dict())
+    with pytest.raises(CheckpointError, match="logits of source and result differ"):
+        prove_same_function(glm_directory, tmp_path / "t", geometry)
 
 
 @pytest.mark.parametrize("kind", ["order", "bias", "rope"])

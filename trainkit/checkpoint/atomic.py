@@ -90,7 +90,8 @@ def stage(target: Path, *, replace: bool = False) -> Path:
         rename stays on one file system.
 
     Raises:
-        CheckpointError: the target exists and ``replace`` is off, or the disk is full.
+        CheckpointError: the target exists and ``replace`` is off, the disk is full, or nothing can
+            be made there.
     """
     target = Path(target)
     if not replace and os.path.lexists(target):
@@ -107,10 +108,12 @@ def stage(target: Path, *, replace: bool = False) -> Path:
         write_owner(staging)
         staging.mkdir()
     except OSError as error:
+        discard(staging)
         if _is_disk_full(error, target.parent):
-            discard(staging)
             raise _disk_full_error(target, error) from error
-        raise
+        raise CheckpointError(
+            f"it cannot be made: {error.strerror}", where=str(target), fix="choose another path"
+        ) from error
     return staging
 
 

@@ -17,7 +17,7 @@ import torch
 
 from trainkit.checkpoint.atomic import free_space_check, staged_directory
 from trainkit.checkpoint.companions import carry_companions
-from trainkit.checkpoint.export import DTYPES, dtype_named
+from trainkit.checkpoint.export import DTYPES, cast, dtype_named
 from trainkit.checkpoint.glm4_to_qwen2 import keymap_to_qwen2, qwen2_shape
 from trainkit.checkpoint.glm_formats import FORMATS, Geometry, detect_format
 from trainkit.checkpoint.keymap import Keymap, Step
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 RECORD_NAME = "conversion.json"
 _MAX_KEPT_BYTES = 1 << 16
+_PLAIN_DTYPES = (*DTYPES.values(), torch.float64)
 
 
 @dataclass(frozen=True)
@@ -165,12 +166,18 @@ def _plan(
 
 
 def _check_shapes(qwen2_side: Iterable[TensorInfo], geometry: Geometry) -> None:
-    """Every tensor on Qwen2's side has the shape that the config promises.
+    """Every tensor on Qwen2's side has the shape that the config promises, and plain numbers.
 
     Raises:
         CheckpointError: names the first that has not.
     """
     for info in qwen2_side:
+        if info.dtype not in _PLAIN_DTYPES:
+            raise CheckpointError(
+                f"{info.name} is stored as {str(info.dtype).removeprefix('torch.')}: quantised "
+                "weights mean nothing without their scales",
+                fix="convert the model before it was quantised",
+            )
         wanted = qwen2_shape(info.name, geometry)
         if info.shape != wanted:
             raise CheckpointError(
@@ -199,7 +206,7 @@ def _write(
             }
             results = step.transform.forward(sources)
             for name, result in zip(step.target, results, strict=True):
-                writer.write(name, result.to(dtypes[name]))
+                writer.write(name, cast(name, result, dtypes[name]))
             rows.append(
                 {
                     "from": digests,

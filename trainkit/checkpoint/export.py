@@ -60,6 +60,21 @@ def write_weights(source: TensorSource, directory: Path, *, max_shard_bytes: int
             writer.write(info.name, source.load(info.name))
 
 
+def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype.
+
+    Raises:
+        CheckpointError: a value is beyond that dtype, and would become infinite.
+    """
+    result = tensor.to(dtype)
+    if dtype is not tensor.dtype and (result.isinf() & tensor.isfinite()).any():
+        raise CheckpointError(
+            f"{name} holds {tensor.abs().max().item():.3g}, which {str(dtype)[6:]} cannot",
+            fix="choose bfloat16 or float32",
+        )
+    return result
+
+
 class CastWeights:
     """A source in another dtype; integers stay as they are."""
 
@@ -73,7 +88,7 @@ class CastWeights:
 
     def load(self, name: str) -> Tensor:
         """Read and cast one tensor."""
-        return self._source.load(name).to(self.tensors[name].dtype)
+        return cast(name, self._source.load(name), self.tensors[name].dtype)
 
     def _of(self, own: torch.dtype) -> torch.dtype:
         return self._dtype if self._dtype is not None and own.is_floating_point else own

@@ -13,6 +13,9 @@ from typing import Any
 from trainkit.checkpoint.partial_rope import full_base, read_back, rope_scaling
 from trainkit.errors import CheckpointError
 
+# Far above any model; a config that asks for more would only keep this machine busy.
+_LARGEST = {"num_layers": 10_000, "head_dim": 8192}
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -45,6 +48,9 @@ class Geometry:
         for field in fields(self):
             if field.type is int and getattr(self, field.name) <= 0:
                 raise CheckpointError(f"config.json: {field.name} must be positive")
+        for name, largest in _LARGEST.items():
+            if getattr(self, name) > largest:
+                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}, not possible")
         if self.num_heads * self.head_dim != self.hidden_size:
             raise CheckpointError(
                 f"{self.num_heads} heads of {self.head_dim} do not make up the hidden size "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.adapter import Adapter, ModuleAdapter
-from trainkit.checkpoint.export import TensorSource
+from trainkit.checkpoint.export import TensorSource, cast
 from trainkit.checkpoint.nf4 import through_nf4
 from trainkit.checkpoint.reader import TensorInfo
 from trainkit.errors import CheckpointError
@@ -104,7 +104,7 @@ class MergedWeights:
         if part is not None and kind == "bias" and part.bias is not None:
             total = original.float() + part.scaling * part.bias.float()
             return self._finish(name, original.float(), total, dtype)
-        return self._start(name, original).to(dtype)
+        return cast(name, self._start(name, original), dtype)
 
     def _with_update(
         self, name: str, original: Tensor, part: ModuleAdapter, dtype: torch.dtype
@@ -123,7 +123,7 @@ class MergedWeights:
     def _finish(
         self, name: str, before: Tensor, exact: Tensor, dtype: torch.dtype, *errors: float
     ) -> Tensor:
-        result = exact.to(dtype)
+        result = cast(name, exact, dtype)
         if not torch.isfinite(result).all():
             raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
         update = changed = 1.0

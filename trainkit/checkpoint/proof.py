@@ -7,6 +7,7 @@ One layer of each is in memory at a time, and last both output matrices: 4 GB fo
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -108,6 +109,7 @@ def prove_same_function(
         same, x, y = theirs.norm(x), ours.norm(x), theirs.norm(y)
         errors.append(_compare(geometry.num_layers, x, same, y))
         max_logit_error, max_logit = _compare_logits(x, y, ours.head(), theirs.head())
+    _check_finite(max_logit, "logits")
     proof = Proof(tuple(positions[0].tolist()), tuple(errors), max_logit_error, max_logit)
     if not max_logit_error <= DRIFT_TOLERANCE * max_logit:
         raise CheckpointError(f"logits of source and result differ by {max_logit_error:.2e}")
@@ -127,6 +129,7 @@ def _compare(layer: int, x: Tensor, fed_same: Tensor, fed_own: Tensor) -> LayerE
         (x - fed_own).abs().max().item(),
         x.abs().max().item(),
     )
+    _check_finite(error.max_value, f"hidden states after layer {layer}")
     if (
         not error.max_error <= LAYER_TOLERANCE * error.max_value
         or not error.max_drift <= DRIFT_TOLERANCE * error.max_value
@@ -138,15 +141,23 @@ def _compare(layer: int, x: Tensor, fed_same: Tensor, fed_own: Tensor) -> LayerE
     return error
 
 
+def _check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
+        raise CheckpointError(
+            f"the source's own {what} are not finite: its weights are damaged",
+            fix="fetch the source again",
+        )
+
+
 def _compare_logits(x: Tensor, y: Tensor, x_head: Tensor, y_head: Tensor) -> tuple[float, float]:
     """Over blocks of the vocabulary, so that no float32 copy of a whole head is made."""
-    max_error = max_value = 0.0
+    errors, values = [], []  # reduced by torch, where NaN wins; Python's max passes over it
     for start in range(0, x_head.shape[0], _VOCABULARY_ROWS):
         rows = slice(start, start + _VOCABULARY_ROWS)
         ours, theirs = x @ x_head[rows].float().T, y @ y_head[rows].float().T
-        max_error = max(max_error, (ours - theirs).abs().max().item())
-        max_value = max(max_value, ours.abs().max().item())
-    return max_error, max_value
+        errors.append((ours - theirs).abs().max())
+        values.append(ours.abs().max())
+    return torch.stack(errors).max().item(), torch.stack(values).max().item()
 
 
 _NAMES = {
