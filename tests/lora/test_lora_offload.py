@@ -3,9 +3,11 @@
 import pytest
 import torch
 from families.family_models import make, make_batch, run
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainkit.errors import PatchError
 from trainkit.lora import offload
+from trainkit.train.callbacks import OffloadActivations
 
 
 @pytest.fixture
@@ -73,3 +75,61 @@ def test_on_a_gpu_nothing_changes(reentrant):
     for _ in range(5):
         found = run(model, batch, want_logits=False)
         assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_a_cpu_run_keeps_everything_where_it_is():
+    model = make("qwen2", num_hidden_layers=3)
+    expected = run(model, make_batch("qwen2"), want_logits=False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for setting in ("auto", True, False):
+        assert offload.offload_where_it_pays(model, model.config, setting) is None
+    offload.offload_checkpoints(model)  # and where it is put in all the same, no tensor travels
+    found = run(model, make_batch("qwen2"), want_logits=False)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("setting", "width", "offloads"),
+    [("auto", 2048, True), ("auto", 64, False), (True, 64, True), (False, 2048, False)],
+)
+def test_what_a_recipe_asks_for(monkeypatch, setting, width, offloads):
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    model = make("qwen2")
+    model.config.hidden_size = width
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    undo = offload.offload_where_it_pays(model, model.config, setting)
+    assert (undo is not None) is offloads
+    changed = [
+        layer._gradient_checkpointing_func is not each
+        for layer, each in zip(model.model.layers, before, strict=True)
+    ]
+    assert changed == [offloads, False]
+    if undo is not None:
+        undo()
+        assert model.model.layers[0]._gradient_checkpointing_func is before[0]
+
+
+def test_auto_passes_over_layers_that_nobody_checkpoints(monkeypatch):
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    model = make("qwen2")
+    model.config.hidden_size = 2048
+    assert offload.offload_where_it_pays(model, model.config, "auto") is None
+    with pytest.raises(PatchError, match="no layer"):
+        offload.offload_where_it_pays(model, model.config, True)
+
+
+def test_the_trainers_callback_offloads_while_training_lasts(journeys, monkeypatch):
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
+    model = make("qwen2", num_hidden_layers=4)
+    expected = run(model, make_batch("qwen2"), want_logits=False)
+    callback = OffloadActivations(model, True)
+    args = TrainingArguments(output_dir="unused", gradient_checkpointing=True, report_to=[])
+    model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    callback.on_train_begin(args, TrainerState(), TrainerControl())
+    found = run(model, make_batch("qwen2"), want_logits=False)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert journeys == {"sent": 3, "fetched": 3}
+    callback.on_train_end(args, TrainerState(), TrainerControl())
+    run(model, make_batch("qwen2"), want_logits=False)
+    assert journeys["sent"] == 3

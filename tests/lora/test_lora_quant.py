@@ -11,6 +11,7 @@ import trainkit
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config
 from trainkit.lora.adapter import count_parameters
 from trainkit.lora.quant import unpacker
+from trainkit.train.flops import training_flops_per_token
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,11 @@ def test_nothing_of_the_base_is_upcast(folder):
     trainable, total = count_parameters(model)
     assert total == sum(p.numel() for p in adapt(make("qwen2")).parameters())
     assert trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_flops_count_a_packed_weight_as_what_it_stands_for(folder):
+    packed = training_flops_per_token(adapt(load_quantized(folder, torch.bfloat16)), 16)
+    assert packed == training_flops_per_token(adapt(make("qwen2", dtype=torch.bfloat16)), 16)
 
 
 def test_unpacking_to_another_dtype_makes_no_copy_in_between(folder):

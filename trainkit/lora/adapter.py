@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -45,6 +46,8 @@ class LoraOptions:
         lora_bias: give B a bias (peft's own path).
         adapter_dtype: "float32" keeps the adapters in fp32 over a 16-bit base (peft's default,
             stable with Adam); "model" stores them in the base's dtype.
+        offload_activations: keep checkpointed activations in host memory while training; see
+            `trainkit.lora.offload.offload_where_it_pays`.
     """
 
     r: int = 16
@@ -58,6 +61,7 @@ class LoraOptions:
     init_lora_weights: bool | str = True
     lora_bias: bool = False
     adapter_dtype: str = "float32"
+    offload_activations: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.r < 1:
@@ -161,14 +165,19 @@ def load_adapter(
     )
 
 
+def num_weights(parameter: nn.Parameter) -> int:
+    """How many weights a parameter stands for, packed in 4 bits or sharded by ZeRO-3 or not."""
+    state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two weights a byte
+    if state is not None:
+        return int(state.shape.numel())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 shards are empty here
+
+
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Count (trainable, all) parameters; a packed 4-bit weight counts as what it stands for."""
     trainable = total = 0
     for parameter in model.parameters():
-        number = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 shards are empty here
-        state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two weights a byte
-        if state is not None:
-            number = state.shape.numel()
+        number = num_weights(parameter)
         total += number
         trainable += number if parameter.requires_grad else 0
     return trainable, total

@@ -6,6 +6,7 @@ the backward pass. At 8192 tokens of width 3584 that is 59 MB a layer each way, 
 of a link that is otherwise idle, against several of computing.
 
 Works with reentrant and non-reentrant checkpointing: both keep a layer's inputs as saved tensors.
+On a CPU nothing travels.
 """
 
 from __future__ import annotations
@@ -13,17 +14,48 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainkit.errors import PatchError
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay: copying them frees nothing worth a copy."""
+
+MIN_WIDTH = 2048
+"""Narrower models compute too briefly for the copies to hide: a layer's time goes with the square
+of its width, the copies' with the width."""
+
+
+def offload_where_it_pays(
+    model: nn.Module, config: PretrainedConfig, setting: bool | Literal["auto"]
+) -> Callable[[], None] | None:
+    """Offload the checkpoints of a model that is trained on a GPU, as a recipe asks for it.
+
+    Args:
+        model: with gradient checkpointing enabled.
+        config: the model's.
+        setting: ``auto`` leaves models alone that are narrower than `MIN_WIDTH`, and those
+            without a layer that transformers checkpoints.
+
+    Returns:
+        A function that puts the layers back as they were; None where nothing is offloaded.
+
+    Raises:
+        PatchError: asked for, but no layer is checkpointed.
+    """
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    wide = config.get_text_config().hidden_size >= MIN_WIDTH
+    if setting == "auto":
+        setting = wide and bool(_checkpointed_layers(model))
+    if not on_gpu or not setting:
+        return None
+    return offload_checkpoints(model)
 
 
 def offload_checkpoints(model: nn.Module, *, min_bytes: int = MIN_BYTES) -> Callable[[], None]:
@@ -42,11 +74,7 @@ def offload_checkpoints(model: nn.Module, *, min_bytes: int = MIN_BYTES) -> Call
     Raises:
         PatchError: no layer is checkpointed.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
-    ]
+    layers = _checkpointed_layers(model)
     if not layers:
         raise PatchError(
             "no layer of the model is checkpointed, so there is nothing to offload",
@@ -62,6 +90,14 @@ def offload_checkpoints(model: nn.Module, *, min_bytes: int = MIN_BYTES) -> Call
             layer._gradient_checkpointing_func = original
 
     return undo
+
+
+def _checkpointed_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
 
 
 class _Away:

@@ -207,6 +207,11 @@ class LoraSection(Section):
     lora_plus_ratio: float | None = Field(
         None, gt=0, description="Learning rate of B over that of A (LoRA+, usually 16)."
     )
+    offload_activations: Literal["auto", True, False] = Field(
+        "auto",
+        description="Checkpointed activations wait in host memory; auto does on a GPU where the "
+        "model is wide enough to hide the copies.",
+    )
 
 
 class GenerationEvalSection(Section):

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from trainkit.errors import TrainkitError
+from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.self_check import SelfCheckError
 from trainkit.recipe import (
     LoadedRecipe,
@@ -51,6 +52,7 @@ from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
 from trainkit.train.sections import (
     RUNS,
+    adapter_fingerprint,
     data_options,
     data_sources,
     feeding,
@@ -301,7 +303,7 @@ def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> di
     return {
         "data": prepared.data.fingerprint,
         "model": recipe.model.name_or_path,
-        "lora": None if recipe.lora is None else recipe.lora.model_dump(mode="json"),
+        "lora": adapter_fingerprint(recipe),
         "rows_per_step": micro * place.world_size,
         "seed": args.seed,
         # ZeRO's shards fit the same number of ranks only.
@@ -315,6 +317,7 @@ def _dry_run(recipe: Recipe, prepared: _Prepared, console: Console) -> None:
     built = _build(recipe, prepared)
     if args.gradient_checkpointing:
         built.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        offload_where_it_pays(built.model, built.model.config, built.offload_activations)
     verdict = run_longest_batch(
         built.model,
         prepared.data.train,

@@ -1,13 +1,21 @@
 """What happens beside the loop: the record of the run, and a stop that loses nothing."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from peft import PeftModel
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
+from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.leak_test import leak_test
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
@@ -107,6 +115,32 @@ class LeakTest(TrainerCallback):
     ) -> None:
         """Run the test."""
         leak_test(kwargs["model"], attention=self._attention, vocab_size=self._vocab_size)
+
+
+class OffloadActivations(TrainerCallback):
+    """Keeps checkpointed activations in host memory for as long as the training lasts.
+
+    Not earlier: Trainer enables checkpointing itself, when it begins.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, setting: bool | Literal["auto"]) -> None:
+        self._model = model
+        self._setting = setting
+        self._undo: Callable[[], None] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Begin, where activations are checkpointed."""
+        if args.gradient_checkpointing:
+            self._undo = offload_where_it_pays(self._model, self._model.config, self._setting)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Put the layers back as they were."""
+        if self._undo is not None:
+            self._undo()
 
 
 @contextmanager

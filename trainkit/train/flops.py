@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from trainkit.lora.adapter import num_weights
+
 # Dense bf16 tensor-core peaks in FLOP/s by NVIDIA's datasheets (without sparsity). The first name
 # found in the device's own name counts.
 _PEAK_BF16_FLOPS = (
@@ -51,7 +53,7 @@ def training_flops_per_token(model: Any, max_length: int) -> float:
         if id(parameter) in counted or is_lookup:
             continue
         counted.add(id(parameter))
-        size = getattr(parameter, "ds_numel", parameter.numel())
+        size = num_weights(parameter)
         trained += size if parameter.requires_grad else 0
         frozen += 0 if parameter.requires_grad else size
     head_dim = getattr(config, "head_dim", None) or (

@@ -6,7 +6,7 @@ load (ZeRO-3 shards while loading), adapters before kernels (the report counts w
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -32,6 +32,7 @@ class BuiltModel:
         attention: what it attends with, and why.
         report: what the kernels replaced; None when none were asked for.
         fused: what the fused adapters replaced; None without adapters or kernels.
+        offload_activations: what the recipe says of checkpointed activations.
         num_trained: parameters that are trained.
         num_parameters: all of them.
     """
@@ -40,6 +41,7 @@ class BuiltModel:
     attention: Attention
     report: PatchReport | None
     fused: FuseReport | None
+    offload_activations: bool | Literal["auto"]
     num_trained: int
     num_parameters: int
 
@@ -114,7 +116,8 @@ def build_model(
     report = None if kernels is False else patch(model, kernels)
     fused = fuse(model) if report is not None and lora is not None else None
     num_trained, num_parameters = count_parameters(model)
-    return BuiltModel(model, chosen, report, fused, num_trained, num_parameters)
+    offload = lora is not None and lora.offload_activations
+    return BuiltModel(model, chosen, report, fused, offload, num_trained, num_parameters)
 
 
 def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:

@@ -6,6 +6,7 @@ With ``build.py`` the only reader of recipe fields; everything below takes plain
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -100,7 +101,15 @@ def lora_options(recipe: Recipe) -> LoraOptions | None:
         init_lora_weights=lora.init_lora_weights,
         lora_bias=lora.lora_bias,
         adapter_dtype=lora.adapter_dtype,
+        offload_activations=lora.offload_activations,
     )
+
+
+def adapter_fingerprint(recipe: Recipe) -> dict[str, Any] | None:
+    """What of the adapters a continued run must share with the one it continues."""
+    if recipe.lora is None:
+        return None
+    return recipe.lora.model_dump(mode="json", exclude={"offload_activations"})
 
 
 def trainer_arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:

@@ -12,7 +12,13 @@ from trainkit.run import Console, RunDirectory
 from trainkit.run.model_card import write_model_card
 from trainkit.run.plot import draw_plots
 from trainkit.run.report import write_report
-from trainkit.train.callbacks import LeakTest, RunRecorder, StopWhenAsked, stopping_on_signals
+from trainkit.train.callbacks import (
+    LeakTest,
+    OffloadActivations,
+    RunRecorder,
+    StopWhenAsked,
+    stopping_on_signals,
+)
 from trainkit.train.checkpoints import CheckpointWriter, ResumePoint, check_fingerprint
 from trainkit.train.data import RunData
 from trainkit.train.finish import AfterTraining, answer_held_out, save_final
@@ -110,6 +116,7 @@ class Session:
         )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StopWhenAsked(stop))
+        trainer.add_callback(OffloadActivations(self.built.model, self.built.offload_activations))
         if self.is_packed:
             vocab_size = config.get_text_config().vocab_size
             trainer.add_callback(LeakTest(self.built.attention.name, vocab_size))
