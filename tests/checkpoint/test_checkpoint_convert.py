@@ -241,6 +241,11 @@ def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
         ({"num_layers": 4}, "missing"),
         ({"num_layers": 2}, "without a rule"),
         ({"num_layers": 10**9}, "not possible"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"tie_word_embeddings": "no"}, "not a switch"),
+        ({"eos_token_id": "<|user|>"}, "not a token id"),
+        ({"eos_token_id": [1, -2]}, "not a token id"),
+        ({"attention_dropout": "none"}, "not a number"),
         ({"hidden_size": 4 * 10**9, "kv_channels": 10**9}, "not possible"),
     ],
 )

@@ -108,11 +108,13 @@ def stage(target: Path, *, replace: bool = False) -> Path:
         write_owner(staging)
         staging.mkdir()
     except OSError as error:
-        discard(staging)
         if _is_disk_full(error, target.parent):
+            discard(staging)
             raise _disk_full_error(target, error) from error
         raise CheckpointError(
-            f"it cannot be made: {error.strerror}", where=str(target), fix="choose another path"
+            f"it cannot be made: {error.strerror or error}",
+            where=str(target),
+            fix="choose another path",
         ) from error
     return staging
 

@@ -236,14 +236,26 @@ def _new_config(
     ):
         return original
     fresh = row.config(geometry)
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range"):
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if config.get(key) is not None:
-            fresh[key] = config[key]
-    fresh["attention_dropout"] = config.get("attention_dropout", 0.0)
+            fresh[key] = _token_ids(config, key)
+    for key, default in (("initializer_range", 0.02), ("attention_dropout", 0.0)):
+        value = config.get(key, default)
+        if not isinstance(value, int | float):
+            raise CheckpointError(f"config.json: {key} is {value!r}, not a number")
+        fresh[key] = float(value)
     dtypes = {info.dtype for info in plan}
     if len(dtypes) == 1:
         fresh["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
     return fresh
+
+
+def _token_ids(config: Mapping[str, Any], key: str) -> int | list[int]:
+    value = config[key]
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise CheckpointError(f"config.json: {key} is {value!r}, not a token id or a list of them")
+    return value if isinstance(value, int) else ids
 
 
 def _left_out(keymap: Keymap, reader: WeightsReader) -> list[dict[str, Any]]:

@@ -93,6 +93,14 @@ class Format:
             CheckpointError: a size is missing, or a switch stands where the conversion would not
                 be exact.
         """
+        if config.get("quantization_config"):
+            raise CheckpointError(
+                "config.json: the weights are stored quantised",
+                fix="convert the model before it was quantised",
+            )
+        is_tied = config.get("tie_word_embeddings", False)
+        if not isinstance(is_tied, bool):
+            raise CheckpointError(f"config.json: tie_word_embeddings is {is_tied!r}, not a switch")
         for key, (wanted, default, why) in self.required.items():
             value = config.get(key, default)
             if value != wanted:
@@ -100,18 +108,18 @@ class Format:
         found: dict[str, Any] = {}
         for field, key in self.keys.items():
             value = config.get(key)
-            if field == "head_dim" and value is None:
+            if field == "head_dim" and value is None and found["num_heads"] > 0:
                 value = found["hidden_size"] // found["num_heads"]
             kinds = (int, float) if field == "rms_norm_eps" else (int,)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise CheckpointError(f"config.json: {key} is {value!r}, not a number")
-            found[field] = value
+            found[field] = float(value) if field == "rms_norm_eps" else value
         theta, rotary_dim = self.read_rope(config, found["head_dim"])
         return Geometry(
             **found,
             rope_theta=theta,
             rotary_dim=rotary_dim,
-            is_tied=bool(config.get("tie_word_embeddings", False)),
+            is_tied=is_tied,
         )
 
     def config(self, geometry: Geometry) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +182,12 @@ def _count(value: object) -> int:
     return value
 
 
+def _wanted(error: Exception) -> str:
+    """What a pickle asked for; torch's own text goes on to say how to let it have it."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return f"; it asks for {found.group(1)}" if found else ""
+
+
 class PickledFile:
     """One legacy torch file of tensors, read without running code from it."""
 
@@ -198,8 +205,8 @@ class PickledFile:
                 content = torch.load(path, map_location="cpu", weights_only=True)
         except _UNPICKLING_FAILURES as error:
             raise CheckpointError(
-                "this pickle is refused: it is damaged or holds more than plain tensors "
-                f"({str(error).splitlines()[0] if str(error) else type(error).__name__})",
+                "this pickle is refused: it is damaged or holds more than plain tensors"
+                f"{_wanted(error)}",
                 where=str(path),
                 fix="ask for the weights as safetensors",
             ) from None
