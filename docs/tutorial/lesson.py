@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,17 +43,38 @@ def clock(case: str, num_bytes: int, ways: dict[str, Callable[[], object]]) -> N
     """
     if not ON_GPU:
         return
-    from trainkit.bench import record
-
     print("| case | provider | us | of copy |")
     for name, work in ways.items():
         microseconds = _microseconds(work)
         share = num_bytes / microseconds / 1e3 / _copy_gb_per_second()
         print(f"| {case} | {name} | {microseconds:.1f} | {share:.0%} |")
-        if rows := os.environ.get("TUTORIAL_ROWS"):
-            values = {"microseconds": microseconds, "share_of_copy": share}
-            common = record.environment(os.environ.get("TK_COMMIT"))
-            record.append(Path(rows), record.records("tutorial", case, name, values, common))
+        _keep(case, name, microseconds=microseconds, share_of_copy=share)
+
+
+def clock_host(case: str, ways: dict[str, Callable[[], object]], calls: int = 1000) -> None:
+    """On a GPU: what a call costs the host, which runs ahead of the device."""
+    if not ON_GPU:
+        return
+    print("| case | provider | us |")
+    for name, work in ways.items():
+        work()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        microseconds = 1e6 * (time.perf_counter() - started) / calls
+        torch.cuda.synchronize()
+        print(f"| {case} | {name} | {microseconds:.1f} |")
+        _keep(case, name, microseconds=microseconds)
+
+
+def _keep(case: str, name: str, **values: float) -> None:
+    """Append rows to the file that TUTORIAL_ROWS names."""
+    from trainkit.bench import record
+
+    if rows := os.environ.get("TUTORIAL_ROWS"):
+        common = record.environment(os.environ.get("TK_COMMIT"))
+        record.append(Path(rows), record.records("tutorial", case, name, values, common))
 
 
 def _microseconds(work: Callable[[], object]) -> float:
@@ -66,4 +88,5 @@ def _copy_gb_per_second() -> float:
     target = torch.empty_like(source)
     rate = 2 * 2**30 / _microseconds(lambda: target.copy_(source)) / 1e3
     print(f"(a copy reaches {rate:.0f} GB/s)")
+    _keep("ceiling", "torch", gb_per_second=rate)
     return rate
