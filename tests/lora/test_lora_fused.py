@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from families.family_models import exact, excess_errors, make, make_batch, run
+from families.family_models import (
+    DEVICE,
+    exact,
+    excess_errors,
+    like_model,
+    make,
+    make_batch,
+    run,
+)
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
@@ -94,11 +102,11 @@ def test_no_less_exact_than_peft_in_bf16(name):
 def test_fp32_adapters_under_autocast_compute_in_bf16():
     truth = run(exact(adapt(make("qwen2", dtype=torch.bfloat16))), make_batch("qwen2"))
     model = adapt(make("qwen2", dtype=torch.bfloat16))
-    batch = make_batch("qwen2")
+    batch = like_model(make_batch("qwen2"), model)
 
     def step():
         model.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -129,7 +137,7 @@ def test_fp32_adapters_never_upcast_an_activation_or_a_weight(monkeypatch):
             return out
 
     block = model.get_base_model().model.layers[0]
-    x = torch.randn(2, 7, 64, dtype=torch.bfloat16)
+    x = torch.randn(2, 7, 64, dtype=torch.bfloat16, device=DEVICE)
     with Watch():
         block.mlp(x)
         block.self_attn.read_qkv(x)
@@ -178,7 +186,7 @@ def test_checkpointing_computes_down_once(monkeypatch):
 @pytest.mark.parametrize("fused_first", [True, False])
 def test_states_that_take_pefts_path(change, reason, fused_first):
     model = adapt(make("qwen2")).eval()
-    ids = make_batch("qwen2")["input_ids"]
+    ids = make_batch("qwen2")["input_ids"].to(DEVICE)
     if fused_first:
         fuse(model)
         change(model)
@@ -262,7 +270,7 @@ def test_saves_and_reloads_bit_for_bit(tmp_path):
     assert saved["plain"].keys() == saved["fused"].keys()
     assert all(torch.equal(saved["plain"][key], saved["fused"][key]) for key in saved["plain"])
     again = PeftModel.from_pretrained(make("qwen2"), tmp_path / "fused")
-    ids = make_batch("qwen2")["input_ids"]
+    ids = make_batch("qwen2")["input_ids"].to(DEVICE)
     expected = plain.eval()(input_ids=ids).logits
     assert torch.equal(again.eval()(input_ids=ids).logits, expected)
     trained = load_adapter(make("qwen2"), tmp_path / "fused", trainable=True)
@@ -271,7 +279,7 @@ def test_saves_and_reloads_bit_for_bit(tmp_path):
 
 def test_generation_is_pefts_after_the_prompt():
     model = adapt(make("qwen2", use_cache=True)).eval()
-    ids = make_batch("qwen2")["input_ids"][:1]
+    ids = make_batch("qwen2")["input_ids"].to(DEVICE)[:1]
     expected = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
     trainkit.patch(model)
     fuse(model)
@@ -283,7 +291,7 @@ def test_the_loss_comes_out_of_the_head_under_peft():
     model = adapt(make("qwen2"))
     trainkit.patch(model)
     fuse(model)
-    assert model(**make_batch("qwen2")).logits is None
+    assert model(**like_model(make_batch("qwen2"), model)).logits is None
 
 
 def test_packed_rows_are_fused_too():

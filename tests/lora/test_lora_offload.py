@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families.family_models import make, make_batch, run
+from families.family_models import like_model, make, make_batch, run
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainkit.errors import PatchError
@@ -49,7 +49,7 @@ def test_a_second_backward_pass_fetches_again(journeys):
     model = make("qwen2", num_hidden_layers=3)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     offload.offload_checkpoints(model)
-    loss = model(**make_batch("qwen2")).loss
+    loss = model(**like_model(make_batch("qwen2"), model)).loss
     parameters = list(model.parameters())
     first = torch.autograd.grad(loss, parameters, retain_graph=True)
     second = torch.autograd.grad(loss, parameters)
@@ -78,7 +78,7 @@ def test_on_a_gpu_nothing_changes(reentrant):
 
 
 def test_a_cpu_run_keeps_everything_where_it_is():
-    model = make("qwen2", num_hidden_layers=3)
+    model = make("qwen2", num_hidden_layers=3, device="cpu")
     expected = run(model, make_batch("qwen2"), want_logits=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for setting in ("auto", True, False):

@@ -4,7 +4,15 @@ import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from families.family_models import exact, excess_errors, make, make_batch, run
+from families.family_models import (
+    DEVICE,
+    exact,
+    excess_errors,
+    like_model,
+    make,
+    make_batch,
+    run,
+)
 from transformers import AutoModelForCausalLM
 
 import trainkit
@@ -91,7 +99,7 @@ def test_a_weight_is_unpacked_straight_into_the_dtype_and_once_a_use(folder, mon
 
     monkeypatch.setattr(quant, "unpacker", counting)
     monkeypatch.setattr("trainkit.lora.fused.unpacker", counting)
-    model(**make_batch("qwen2")).loss.backward()
+    model(**like_model(make_batch("qwen2"), model)).loss.backward()
     # 14 layers, forward and backward; the first layer's q, k, v see an input without gradient.
     assert len(unpacked) == 2 * 14 - 3
     assert set(unpacked) == {torch.bfloat16}
@@ -123,7 +131,7 @@ def test_unpacking_to_another_dtype_makes_no_copy_in_between(folder):
 def test_the_adapter_reloads_on_a_four_bit_base(folder, tmp_path):
     model = adapt(load_quantized(folder, torch.float32)).eval()
     fuse(model)
-    ids = make_batch("qwen2")["input_ids"]
+    ids = make_batch("qwen2")["input_ids"].to(DEVICE)
     expected = model(input_ids=ids).logits
     model.save_pretrained(tmp_path)
     from trainkit.lora import load_adapter
