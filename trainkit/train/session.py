@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from trainkit.checkpoint.ownership import refuse_foreign
@@ -73,6 +74,8 @@ class Session:
         recorder = self._recorder(point)
         if recorder is not None:
             trainer.add_callback(recorder)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # loading and checking the model is another matter
         started = time.perf_counter()
         with stopping_on_signals(stop, self.console):
             trainer.train(resume_from_checkpoint=None if point is None else str(point.checkpoint))
