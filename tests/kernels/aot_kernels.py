@@ -51,14 +51,15 @@ def compile_for(arch, kernel, pointers, strides, free, constants, num_warps, num
 
 
 def calls(spec: OpSpec) -> list[OpCase]:
-    """The first case, and one that a real model would bring."""
-    return list(spec.cases[:2])
+    """A case for each set of options and gradients, and one that a real model would bring."""
+    kinds = {(tuple(case.options.items()), case.grads): case for case in reversed(spec.cases)}
+    return [*kinds.values(), spec.cases[1]]
 
 
 def main(archs: list[int]) -> None:
     seen = set()
 
-    def record(self, grid, pointers, strides, free, constants, *, num_warps, num_stages=1):
+    def record(self, programs, pointers, strides, free, constants, *, num_warps, num_stages=1):
         for arch in archs:
             kinds = tuple(pointer.dtype for pointer in pointers)
             key = (arch, self.jitted.__name__, kinds, constants, num_warps, num_stages)

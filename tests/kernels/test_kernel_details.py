@@ -185,13 +185,15 @@ class _Jitted:
 def test_the_short_launch_needs_what_was_compiled_for(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETING", False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    current = -1
     jitted = _Jitted()
     kernel = launch.Kernel(jitted)
     storage = torch.empty(256, dtype=BF16)
 
     def go(pointer=storage, stride=64, free=3, constants=(1,)):
         before = jitted.slow, jitted.fast
-        kernel.launch((1,), (pointer,), (stride,), (free,), constants, num_warps=4)
+        kernel.launch(1, (pointer,), (stride,), (free,), constants, num_warps=4)
         return (jitted.slow - before[0], jitted.fast - before[1])
 
     assert go() == (1, 0)
@@ -203,3 +205,5 @@ def test_the_short_launch_needs_what_was_compiled_for(monkeypatch):
     assert go(constants=(2,)) == (1, 0)
     assert go(pointer=storage.float()) == (1, 0)
     assert go() == (0, 1)
+    current = 0
+    assert go() == (1, 0)  # the tensor's device is not the current one

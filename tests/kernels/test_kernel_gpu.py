@@ -39,6 +39,12 @@ def test_norm_past_int32():
     last(lambda x: kernels.rms_norm(x, weight), big(2**19 + 100, 4096))
 
 
+def test_add_norm_past_int32():
+    weight = big(4096)
+    x, residual = (big(2**19 + 100, 4096) for _ in range(2))
+    last(lambda x, residual: kernels.add_rms_norm(x, residual, weight)[0], x, residual)
+
+
 def test_gates_past_int32():
     last(kernels.swiglu, *(big(2**18 + 100, 8192) for _ in range(2)))
 
@@ -57,9 +63,15 @@ def test_rope_past_int32():
     k = big(1, tokens, 1, 128).transpose(1, 2)
     angles = torch.rand(1, tokens, 128, device="cuda")
     cos, sin = angles.cos().to(BF16), angles.sin().to(BF16)
-    whole, _ = kernels.apply_rope(q, k, cos, sin)
-    part, _ = kernels.apply_rope(q[:, :, -64:], k[:, :, -64:], cos[:, -64:], sin[:, -64:])
-    assert torch.equal(whole[:, :, -64:], part)
+    end = slice(-64, None)
+    whole = q.detach().requires_grad_()
+    part = q[:, :, end].detach().requires_grad_()
+    turned, _ = kernels.apply_rope(whole, k, cos, sin)
+    last_turned, _ = kernels.apply_rope(part, k[:, :, end], cos[:, end], sin[:, end])
+    assert torch.equal(turned[:, :, end], last_turned)
+    turned.backward(turned.detach())
+    last_turned.backward(last_turned.detach())
+    assert torch.equal(whole.grad[:, :, end], part.grad)
 
 
 def test_cross_entropy_past_int32():

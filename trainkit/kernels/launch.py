@@ -8,8 +8,9 @@ compiled for; otherwise it takes Triton's own road.
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ if INTERPRETING:
     interpreter.install()
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INT32_END = 1 << 31
 _NO_GUARD = contextlib.nullcontext()
 
 
@@ -98,9 +100,22 @@ def as_rows(tensor: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def row_layout(tensor: Tensor) -> tuple[Tensor, int]:
+    """(tensor, S): rows of the last axis that lie S elements apart, their columns dense.
+
+    The tensor itself, without a view of it, where it is contiguous; else as `as_rows`.
+    """
+    if tensor.is_contiguous():
+        return tensor, tensor.shape[-1]
+    rows = as_rows(tensor)
+    return rows, rows.stride(0)
+
+
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised contiguous memory of the tensor's shape and device."""
     if tensor.is_contiguous():
+        if dtype is None or dtype is tensor.dtype:
+            return torch.empty_like(tensor)
         return torch.empty_like(tensor, dtype=dtype)
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
@@ -112,17 +127,13 @@ class Kernel:
     free numbers that it must not (named in ``do_not_specialize``), constexprs.
     """
 
-    # Triton specialises pointers and integers on divisibility by 16, integers on their width too.
-    _ALIGNMENT: ClassVar[int] = 15
-    _INT32_END: ClassVar[int] = 1 << 31
-
     def __init__(self, jitted: Any) -> None:
         self.jitted = jitted
-        self._compiled: dict[tuple, Any] = {}
+        self._ready: dict[tuple, tuple[Any, Any, Any]] = {}
 
     def launch(
         self,
-        grid: tuple[int],
+        programs: int,
         pointers: Sequence[Tensor],
         strides: Sequence[int],
         free: Sequence[float],
@@ -131,11 +142,11 @@ class Kernel:
         num_warps: int,
         num_stages: int = 1,
     ) -> None:
-        """Launch on the current device and stream.
+        """Launch on the tensors' device, on its current stream.
 
         Args:
-            grid: number of programs on the only axis.
-            pointers: tensors on the current device.
+            programs: size of the grid's only axis.
+            pointers: tensors of one device.
             strides: integers Triton may specialise; the short way needs them divisible by 16.
             free: numbers whose value does not change the code.
             constants: constexpr values; part of the signature.
@@ -143,42 +154,38 @@ class Kernel:
             num_stages: depth of software pipelining.
         """
         if torch.compiler.is_compiling() or INTERPRETING:
-            self.jitted[grid](
+            self.jitted[programs,](
                 *pointers, *strides, *free, *constants, num_warps=num_warps, num_stages=num_stages
             )
             return
-        mixed = 0
-        for pointer in pointers:
-            mixed |= pointer.data_ptr()
-        for stride in strides:
-            mixed |= stride
-            if stride >= self._INT32_END:
-                mixed |= 1
-        for number in free:
-            if number >= self._INT32_END:
-                mixed |= 1
         device = pointers[0].get_device()
-        key = (device, constants, num_warps, num_stages, *[p.dtype for p in pointers])
-        compiled = None if mixed & self._ALIGNMENT else self._compiled.get(key)
-        if compiled is None:
-            compiled = self.jitted[grid](
-                *pointers, *strides, *free, *constants, num_warps=num_warps, num_stages=num_stages
-            )
-            if not mixed & self._ALIGNMENT:
-                self._compiled[key] = compiled
-            return
-        compiled.run(
-            grid[0],
-            1,
-            1,
-            torch._C._cuda_getCurrentRawStream(device),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *pointers,
-            *strides,
-            *free,
-            *constants,
+        addresses = [pointer.data_ptr() for pointer in pointers]
+        key = (constants, device, num_warps, num_stages, *[pointer.dtype for pointer in pointers])
+        ready = self._ready.get(key)
+        # Triton specialises pointers and strides on divisibility by 16, integers on their width.
+        widest = functools.reduce(operator.or_, strides, 0)
+        as_compiled = (
+            not functools.reduce(operator.or_, addresses, widest) & 15
+            and widest < _INT32_END
+            and max(free) < _INT32_END
         )
+        if ready is None or not as_compiled or device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                compiled = self.jitted[programs,](
+                    *pointers,
+                    *strides,
+                    *free,
+                    *constants,
+                    num_warps=num_warps,
+                    num_stages=num_stages,
+                )
+            if as_compiled:
+                self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata
+            return
+        run, function, metadata = ready
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        # Addresses, because Triton would look every tensor's address up in the driver.
+        run(
+            programs, 1, 1, stream, function, metadata, None, None, None,
+            *addresses, *strides, *free, *constants,
+        )  # fmt: skip

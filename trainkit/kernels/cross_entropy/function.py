@@ -10,7 +10,7 @@ from trainkit.kernels.cross_entropy.reference import (
     cross_entropy_reference,
     token_losses_reference,
 )
-from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, as_rows, runs_kernel
 
 if HAS_TRITON:
     from trainkit.kernels.cross_entropy import launcher
@@ -113,16 +113,15 @@ def cross_entropy_chunk(
             z_loss=z_loss,
         )
         return
-    with device_of(logits):
-        launcher.launch(
-            logits,
-            labels.contiguous(),
-            launcher.LossOptions(ignore_index, label_smoothing, softcap, z_loss),
-            scale=scale,
-            losses=losses_out,
-            dlogits=logits if want_grad else None,
-            correct=correct_out,
-        )
+    launcher.launch(
+        logits,
+        labels.contiguous(),
+        launcher.LossOptions(ignore_index, label_smoothing, softcap, z_loss),
+        scale=scale,
+        losses=losses_out,
+        dlogits=logits if want_grad else None,
+        correct=correct_out,
+    )
 
 
 def _chunk_reference(
@@ -167,23 +166,41 @@ def _chunk_reference(
     logits.copy_((gradient * scale).where(trained.unsqueeze(-1), 0))
 
 
-def _prepare(
-    logits: Tensor, labels: Tensor, num_items: Tensor | int | None, options: "launcher.LossOptions"
-) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
-    """Rows, labels (N,), the gradients' scale, and room for the losses (N,)."""
+def _launch_forward(
+    logits: Tensor,
+    labels: Tensor,
+    num_items: Tensor | int | None,
+    options: "launcher.LossOptions",
+    *,
+    want_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None]:
+    """(loss, labels (N,), the gradients' scale, the gradients (N, V) if wanted)."""
     rows = as_rows(logits)
     flat = labels.reshape(-1).contiguous()
+    dtype = launcher.loss_dtype(logits)
+    losses = rows.new_empty(rows.shape[0], dtype=dtype)
+    count = num_items if isinstance(num_items, Tensor) else None
+    make_scale = num_items is None or (count is not None and count.device == logits.device)
     scale: Tensor | float
-    if isinstance(num_items, Tensor) and num_items.device == logits.device:
-        scale = launcher.launch_scale(flat, num_items, options.ignore_index, logits)
-    elif num_items is not None:
-        scale = 1.0 / float(num_items) if float(num_items) > 0 else 0.0
-        if logits.dtype == torch.float64:  # a number reaches a kernel as fp32
-            scale = logits.new_tensor(scale)
+    if make_scale:
+        scale = losses.new_empty(())
     else:
-        scale = launcher.launch_scale(flat, None, options.ignore_index, logits)
-    losses = logits.new_empty((rows.shape[0],), dtype=launcher.loss_dtype(logits))
-    return rows, flat, scale, losses
+        number = float(num_items)  # type: ignore[arg-type]
+        scale = 1.0 / number if number > 0 else 0.0
+        if dtype == torch.float64:  # a number reaches a kernel as fp32
+            scale = losses.new_tensor(scale)
+    dlogits = rows.new_empty(rows.shape) if want_grad else None
+    launcher.launch(
+        rows,
+        flat,
+        options,
+        scale=scale,
+        make_scale=make_scale,
+        num_items=count if make_scale else None,
+        losses=losses,
+        dlogits=dlogits,
+    )
+    return launcher.launch_sum(losses, scale), flat, scale, dlogits
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -197,14 +214,12 @@ class _CrossEntropy(torch.autograd.Function):
         num_items: Tensor | int | None,
         options: "launcher.LossOptions",
     ) -> Tensor:
-        with device_of(logits):
-            rows, flat, scale, losses = _prepare(logits, labels, num_items, options)
-            dlogits = rows.new_empty(rows.shape) if ctx.needs_input_grad[0] else None
-            launcher.launch(rows, flat, options, scale=scale, losses=losses, dlogits=dlogits)
-            loss = launcher.launch_sum(losses, scale)
-        ctx.scale, ctx.options = scale, options
-        # An attribute, not a saved tensor: it is given away, and a saved one would outlive that.
-        ctx.dlogits = dlogits
+        # The gradient is an attribute, not a saved tensor: it is given away, and a saved one would
+        # outlive that.
+        loss, flat, ctx.scale, ctx.dlogits = _launch_forward(
+            logits, labels, num_items, options, want_grad=ctx.needs_input_grad[0]
+        )
+        ctx.options = options
         ctx.save_for_backward(logits, flat)
         return loss
 
@@ -221,16 +236,15 @@ class _CrossEntropy(torch.autograd.Function):
         rows = as_rows(logits)
         if fresh:
             dlogits = rows.new_empty(rows.shape)
-        with device_of(logits):
-            launcher.launch(
-                rows,
-                flat,
-                ctx.options,
-                scale=ctx.scale,
-                dlogits=dlogits,
-                grad_output=grad_output,
-                skip_unit_grad_output=not fresh,
-            )
+        launcher.launch(
+            rows,
+            flat,
+            ctx.options,
+            scale=ctx.scale,
+            dlogits=dlogits,
+            grad_output=grad_output,
+            skip_unit_grad_output=not fresh,
+        )
         return dlogits.view(logits.shape), None, None, None
 
 
@@ -245,10 +259,7 @@ class _DeferredCrossEntropy(torch.autograd.Function):
         num_items: Tensor | int | None,
         options: "launcher.LossOptions",
     ) -> Tensor:
-        with device_of(logits):
-            rows, flat, scale, losses = _prepare(logits, labels, num_items, options)
-            launcher.launch(rows, flat, options, scale=scale, losses=losses)
-            loss = launcher.launch_sum(losses, scale)
+        loss, flat, scale, _ = _launch_forward(logits, labels, num_items, options, want_grad=False)
         on_device = isinstance(scale, Tensor)
         ctx.scale, ctx.options = None if on_device else scale, options
         ctx.save_for_backward(logits, flat, scale if on_device else None)
@@ -260,13 +271,12 @@ class _DeferredCrossEntropy(torch.autograd.Function):
         logits, flat, scale = ctx.saved_tensors
         rows = as_rows(logits)
         dlogits = rows.new_empty(rows.shape)
-        with device_of(logits):
-            launcher.launch(
-                rows,
-                flat,
-                ctx.options,
-                scale=ctx.scale if scale is None else scale,
-                dlogits=dlogits,
-                grad_output=grad_output,
-            )
+        launcher.launch(
+            rows,
+            flat,
+            ctx.options,
+            scale=ctx.scale if scale is None else scale,
+            dlogits=dlogits,
+            grad_output=grad_output,
+        )
         return dlogits.view(logits.shape), None, None, None

@@ -19,6 +19,13 @@ from trainkit.kernels.launch import INTERPRETING
 ON_GPU = tl.constexpr(not INTERPRETING)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+COUNT_BLOCK = tl.constexpr(2048)
+
+# Where the factor of the gradients comes from.
+SCALE_IS_A_NUMBER = tl.constexpr(0)
+SCALE_IS_A_TENSOR = tl.constexpr(1)
+ONE_OVER_NUM_ITEMS = tl.constexpr(2)
+ONE_OVER_TRAINED = tl.constexpr(3)
 
 
 @triton.jit
@@ -124,6 +131,38 @@ def _fetch(
 
 
 @triton.jit
+def _scan(
+    row_ptr,
+    lanes,
+    label,
+    first_tile,
+    end_tile,
+    EVICTION: tl.constexpr,
+    WIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Takes tiles into each lane's running maximum and sum of powers, and sum of values."""
+    cols = _columns(BLOCK, GROUP)
+    lane_top, lane_sum, lane_total = lanes
+    for index in tl.range(first_tile, end_tile, num_stages=STAGES):
+        start = index * BLOCK
+        x = tl.load(row_ptr + start + cols, eviction_policy=EVICTION).to(WIDE)
+        x = _cap(x, SOFTCAP)
+        if SMOOTHING > 0.0:
+            lane_total += tl.sum(x, axis=1)
+        x = _others(x, cols, label - start, BLOCK)
+        higher = tl.maximum(lane_top, tl.max(x, axis=1) * LOG2E)
+        powers = tl.exp2(x * LOG2E - higher[:, None])
+        lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
+        lane_top = higher
+    return lane_top, lane_sum, lane_total
+
+
+@triton.jit
 def _statistics(
     row_ptr,
     kept,
@@ -137,6 +176,7 @@ def _statistics(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     KEPT_START: tl.constexpr,
+    HEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Pass 1: the largest other logit, the largest, the sum of the others' powers, the mean.
@@ -148,17 +188,16 @@ def _statistics(
     lane_top = tl.full([BLOCK // GROUP], -3.0e38, dtype=WIDE)
     lane_sum = tl.zeros([BLOCK // GROUP], dtype=WIDE)
     lane_total = tl.zeros([BLOCK // GROUP], dtype=WIDE)
-    for index in tl.range(0, num_streamed, num_stages=STAGES):
-        start = index * BLOCK
-        x = tl.load(row_ptr + start + cols, eviction_policy="evict_last").to(WIDE)
-        x = _cap(x, SOFTCAP)
-        if SMOOTHING > 0.0:
-            lane_total += tl.sum(x, axis=1)
-        x = _others(x, cols, label - start, BLOCK)
-        higher = tl.maximum(lane_top, tl.max(x, axis=1) * LOG2E)
-        powers = tl.exp2(x * LOG2E - higher[:, None])
-        lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
-        lane_top = higher
+    lanes = lane_top, lane_sum, lane_total
+    # The cache has room for the end of every row in flight. It must not lose that to the start.
+    lanes = _scan(
+        row_ptr, lanes, label, 0, tl.minimum(num_streamed, HEAD), "evict_first",
+        WIDE, GROUP, SMOOTHING, SOFTCAP, BLOCK, STAGES,
+    )  # fmt: skip
+    lane_top, lane_sum, lane_total = _scan(
+        row_ptr, lanes, label, HEAD, num_streamed, "evict_last",
+        WIDE, GROUP, SMOOTHING, SOFTCAP, BLOCK, STAGES,
+    )  # fmt: skip
     others = _kept_others(kept, cols, label, KEPT_START, WIDE, SOFTCAP, V, BLOCK)
     higher = tl.maximum(lane_top, tl.max(others, axis=1) * LOG2E)
     others_top = tl.max(higher, axis=0)
@@ -245,6 +284,44 @@ def _write_gradient(
         tl.store(drow_ptr + start + cols, streamed.to(dtype), eviction_policy="evict_first")
 
 
+@triton.jit
+def _scale(
+    scale_ptr,
+    num_items_ptr,
+    labels_ptr,
+    scale_value,
+    num_rows,
+    ignore_index,
+    WIDE: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """The factor of the gradients; one that is made here is left in scale_ptr for what follows."""
+    if SCALE == SCALE_IS_A_NUMBER:
+        scale = scale_value
+    elif SCALE == SCALE_IS_A_TENSOR:
+        scale = tl.load(scale_ptr).to(WIDE)
+    else:
+        if SCALE == ONE_OVER_NUM_ITEMS:
+            count = tl.load(num_items_ptr).to(WIDE)
+        else:
+            count = _num_trained(labels_ptr, num_rows, ignore_index).to(WIDE)
+        scale = tl.where(count > 0, 1.0 / tl.where(count > 0, count, 1.0), 0.0)
+        if tl.program_id(0) == 0:
+            tl.store(scale_ptr, scale)
+    return scale
+
+
+@triton.jit
+def _num_trained(labels_ptr, num_rows, ignore_index):
+    # Every program counts: the labels lie in the cache, and a launch of its own would take longer.
+    lanes = tl.zeros([COUNT_BLOCK], dtype=tl.int32)
+    for start in range(0, num_rows, COUNT_BLOCK):
+        at = start + tl.arange(0, COUNT_BLOCK)
+        label = tl.load(labels_ptr + at, mask=at < num_rows, other=0)
+        lanes += ((label != ignore_index) & (at < num_rows)).to(tl.int32)
+    return tl.sum(lanes, axis=0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_programs", "ignore_index", "scale_value"])
 def cross_entropy_rows(
     logits_ptr,
@@ -253,6 +330,7 @@ def cross_entropy_rows(
     losses_ptr,
     correct_ptr,
     scale_ptr,
+    num_items_ptr,
     grad_output_ptr,
     logits_stride,
     dlogits_stride,
@@ -260,7 +338,7 @@ def cross_entropy_rows(
     num_programs,
     ignore_index,
     scale_value,
-    SCALE_IS_TENSOR: tl.constexpr,
+    SCALE: tl.constexpr,
     HAS_GRAD_OUTPUT: tl.constexpr,
     SKIP_UNIT_GRAD_OUTPUT: tl.constexpr,
     WANT_LOSS: tl.constexpr,
@@ -272,12 +350,16 @@ def cross_entropy_rows(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STREAMED: tl.constexpr,
+    NUM_CACHED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     WIDE: tl.constexpr = tl.float64 if logits_ptr.dtype.element_ty == tl.float64 else tl.float32
     GROUP: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     KEPT_START: tl.constexpr = NUM_STREAMED * BLOCK
-    scale = tl.load(scale_ptr).to(WIDE) if SCALE_IS_TENSOR else scale_value
+    HEAD: tl.constexpr = NUM_STREAMED - NUM_CACHED
+    scale = _scale(
+        scale_ptr, num_items_ptr, labels_ptr, scale_value, num_rows, ignore_index, WIDE, SCALE
+    )
     if HAS_GRAD_OUTPUT:
         grad_output = tl.load(grad_output_ptr).to(WIDE)
         if SKIP_UNIT_GRAD_OUTPUT:  # noqa: SIM102 (a constexpr and a tensor)
@@ -299,7 +381,7 @@ def cross_entropy_rows(
         num_streamed = tl.where(trained, NUM_STREAMED, 0)  # else there is nothing to read
         others_top, top, sum_others, mean = _statistics(
             row_ptr, kept, label, label_logit * LOG2E, num_streamed,
-            WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, KEPT_START, STAGES,
+            WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, KEPT_START, HEAD, STAGES,
         )  # fmt: skip
         above = label_logit * LOG2E - top
         # The next row's first reads travel while this row's gradient is made.
@@ -323,24 +405,6 @@ def cross_entropy_rows(
                 STAGES,
             )  # fmt: skip
         row, label, kept = next_row, next_label, next_kept
-
-
-@triton.jit(do_not_specialize=["num_rows", "ignore_index"])
-def count_scale(
-    labels_ptr, scale_ptr, num_rows, ignore_index, GIVEN: tl.constexpr, BLOCK: tl.constexpr
-):
-    """scale = 1 / number of trained labels (or 1 / the given number), 0 when there is none."""
-    dtype: tl.constexpr = scale_ptr.dtype.element_ty
-    if GIVEN:
-        count = tl.load(labels_ptr).to(dtype)
-    else:
-        lanes = tl.zeros([BLOCK], dtype=tl.int32)
-        for start in range(0, num_rows, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            label = tl.load(labels_ptr + at, mask=at < num_rows, other=0)
-            lanes += ((label != ignore_index) & (at < num_rows)).to(tl.int32)
-        count = tl.sum(lanes, axis=0).to(dtype)
-    tl.store(scale_ptr, tl.where(count > 0, 1.0 / tl.where(count > 0, count, 1.0), 0.0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_value"])

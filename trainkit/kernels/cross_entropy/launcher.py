@@ -1,11 +1,11 @@
 """Launching the cross-entropy kernels: settings by shape, and the arguments' order."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainkit.kernels.cross_entropy.kernel import count_scale, cross_entropy_rows, sum_losses
+from trainkit.kernels.cross_entropy import kernel
 from trainkit.kernels.launch import (
     INTERPRETING,
     Kernel,
@@ -14,14 +14,12 @@ from trainkit.kernels.launch import (
     remembered,
 )
 
-CROSS_ENTROPY = Kernel(cross_entropy_rows)
-COUNT_SCALE = Kernel(count_scale)
-SUM_LOSSES = Kernel(sum_losses)
+CROSS_ENTROPY = Kernel(kernel.cross_entropy_rows)
+SUM_LOSSES = Kernel(kernel.sum_losses)
 
 
-@dataclass(frozen=True)
-class LossOptions:
-    """What the loss is, apart from its inputs; hashable, part of the kernel's signature."""
+class LossOptions(NamedTuple):
+    """What the loss is, apart from its inputs; part of the kernel's signature."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -30,18 +28,20 @@ class LossOptions:
 
 
 @remembered
-def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
-    """(BLOCK, NUM_STREAMED, num_warps, STAGES, programs per multiprocessor) by row length."""
+def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int, int]:
+    """(BLOCK, NUM_STREAMED, NUM_CACHED, num_warps, STAGES, programs per multiprocessor)."""
     block = next_power_of_2(max(16, vocab))
     if INTERPRETING:
         block = min(block, 4096)
-        return block, -(-vocab // block) - 1, 4, 1, 2
+        streamed = -(-vocab // block) - 1
+        return block, streamed, streamed // 2, 4, 1, 2
     if block * element_size <= 16384:
-        return block, 0, 4, 1, 2
+        return block, 0, 0, 4, 1, 2
     # A longer row wants larger tiles. Both settings fill the shared memory with reads in flight.
     block, stages = (16384, 7) if vocab > 65536 else (8192, 8)
     block //= element_size
-    return block, -(-vocab // block) - 1, 8, stages, 2
+    streamed = -(-vocab // block) - 1
+    return block, streamed, streamed, 8, stages, 2
 
 
 def launch(
@@ -50,6 +50,8 @@ def launch(
     options: LossOptions,
     *,
     scale: Tensor | float,
+    make_scale: bool = False,
+    num_items: Tensor | None = None,
     losses: Tensor | None = None,
     dlogits: Tensor | None = None,
     correct: Tensor | None = None,
@@ -63,6 +65,9 @@ def launch(
         labels: (N,), contiguous.
         options: the loss.
         scale: factor of the gradients (not of the losses), a number or a 0-d tensor.
+        make_scale: the scale is a tensor that receives one over num_items, or over the number of
+            labels that are not ignored; 0 instead of infinity.
+        num_items: of one element.
         losses: (N,) receives the losses.
         dlogits: (N, V), unit column stride, receives the gradients; may be logits itself.
         correct: (N,) receives 1 where no other column exceeds the label's.
@@ -70,15 +75,23 @@ def launch(
         skip_unit_grad_output: do nothing at all when grad_output is 1, decided on the device.
     """
     num_rows, vocab = logits.shape
-    if not num_rows:
-        return
-    block, streamed, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
-    programs = min(num_rows, num_multiprocessors(logits) * per_multiprocessor)
-    on_device = isinstance(scale, Tensor)
+    block, streamed, cached, warps, stages, per_multiprocessor = config(
+        vocab, logits.element_size()
+    )
+    # Without rows there is still a scale to make.
+    programs = max(1, min(num_rows, num_multiprocessors(logits) * per_multiprocessor))
+    if not isinstance(scale, Tensor):
+        kind, value = kernel.SCALE_IS_A_NUMBER, float(scale)
+    elif not make_scale:
+        kind, value = kernel.SCALE_IS_A_TENSOR, 0.0
+    else:
+        kind, value = kernel.ONE_OVER_TRAINED, 0.0
+        if num_items is not None:
+            kind = kernel.ONE_OVER_NUM_ITEMS
     out = logits if dlogits is None else dlogits
     filler = labels
     CROSS_ENTROPY.launch(
-        (programs,),
+        programs,
         (
             logits,
             out,
@@ -86,12 +99,13 @@ def launch(
             filler if losses is None else losses,
             filler if correct is None else correct,
             scale if isinstance(scale, Tensor) else filler,
+            filler if num_items is None else num_items,
             filler if grad_output is None else grad_output,
         ),
         (logits.stride(0), out.stride(0)),
-        (num_rows, programs, options.ignore_index, 0.0 if on_device else float(scale)),
+        (num_rows, programs, options.ignore_index, value),
         (
-            on_device,
+            kind.value,
             grad_output is not None,
             skip_unit_grad_output,
             losses is not None,
@@ -103,6 +117,7 @@ def launch(
             vocab,
             block,
             streamed,
+            cached,
             stages,
         ),
         num_warps=warps,
@@ -110,29 +125,12 @@ def launch(
     )
 
 
-def launch_scale(
-    labels: Tensor, num_items: Tensor | None, ignore_index: int, like: Tensor
-) -> Tensor:
-    """1 / num_items, or 1 / the number of labels that are not ignored; 0 instead of infinity."""
-    scale = like.new_empty((), dtype=_wide(like.dtype))
-    source = labels if num_items is None else num_items
-    COUNT_SCALE.launch(
-        (1,),
-        (source, scale),
-        (),
-        (labels.shape[0], ignore_index),
-        (num_items is not None, 2048),
-        num_warps=8,
-    )
-    return scale
-
-
 def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
     """The sum of the losses (N,) times the scale, in a fixed order."""
     loss = losses.new_empty(())
     on_device = isinstance(scale, Tensor)
     SUM_LOSSES.launch(
-        (1,),
+        1,
         (losses, scale if isinstance(scale, Tensor) else losses, loss),
         (),
         (losses.shape[0], 0.0 if on_device else float(scale)),
@@ -144,8 +142,4 @@ def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
 
 def loss_dtype(logits: Tensor) -> torch.dtype:
     """The dtype losses are kept in: fp64 for fp64 logits, else fp32."""
-    return _wide(logits.dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32

@@ -17,7 +17,7 @@ def cross_entropy_case(
     scale: float = 3.0,
     sure: float = 0.0,
     ignored: float = 0.3,
-    sliced: bool = False,
+    layout: str = "dense",
     num_items: str | int | None = None,
     large: bool = False,
     **options: Any,
@@ -30,7 +30,8 @@ def cross_entropy_case(
         scale: size of the logits.
         sure: added to the label's own logit.
         ignored: share of the rows that are not trained.
-        sliced: columns cut from wider rows, as from a padded buffer.
+        layout: "dense", "sliced" (columns cut from wider rows, as from a padded buffer),
+            "columns first" or "expanded" (one row for all).
         num_items: a number, "tensor" (0-d), or None for the mean.
         large: GPU only.
         options: further keyword arguments of cross_entropy.
@@ -39,7 +40,11 @@ def cross_entropy_case(
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         labels = draw.integers(vocab, *rows)
-        if sliced:
+        if layout == "expanded":
+            logits = draw.normal(*[1] * len(rows), vocab, scale=scale).expand(shape)
+        elif layout == "columns first":
+            logits = draw.normal(vocab, *rows, scale=scale).movedim(0, -1)
+        elif layout == "sliced":
             logits = draw.normal(*rows, vocab + 24, scale=scale)[..., :vocab]
         else:
             logits = draw.normal(*shape, scale=scale)
@@ -72,7 +77,9 @@ CROSS_ENTROPY = OpSpec(
         cross_entropy_case("no rows", (0, 123)),
         cross_entropy_case("nothing trained", (5, 123), ignored=1.0),
         cross_entropy_case("nothing trained, given", (5, 123), ignored=1.0, num_items="tensor"),
-        cross_entropy_case("sliced", (6, 200), sliced=True),
+        cross_entropy_case("sliced", (6, 200), layout="sliced"),
+        cross_entropy_case("columns first", (6, 200), layout="columns first"),
+        cross_entropy_case("expanded", (6, 200), layout="expanded"),
         cross_entropy_case("num_items", (6, 123), num_items=17),
         cross_entropy_case("num_items on the device", (6, 123), num_items="tensor"),
         cross_entropy_case("zero items", (6, 123), num_items=0),

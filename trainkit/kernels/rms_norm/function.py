@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, runs_kernel
 from trainkit.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 
 if HAS_TRITON:
@@ -34,9 +34,9 @@ def rms_norm(
         ValueError: the weight does not fit x, or the cast is unknown.
     """
     _check(x, weight, cast)
-    if not runs_kernel(x, weight) or x.shape[-1] > kernel.MAX_HIDDEN:
+    if not runs_kernel(x, weight) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
-    return _RMSNorm.apply(x, weight, eps, offset, cast == "gemma")
+    return _RMSNorm.apply(x, weight, (eps, offset, cast == "gemma"))
 
 
 def add_rms_norm(
@@ -69,9 +69,9 @@ def add_rms_norm(
     _check(x, weight, cast)
     if x.shape != residual.shape:
         raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape")
-    if not runs_kernel(x, residual, weight) or x.shape[-1] > kernel.MAX_HIDDEN:
+    if not runs_kernel(x, residual, weight) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
-    return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast == "gemma")
+    return _AddRMSNorm.apply(x, residual, weight, (eps, offset, cast == "gemma"))
 
 
 def _check(x: Tensor, weight: Tensor, cast: str) -> None:
@@ -83,13 +83,10 @@ def _check(x: Tensor, weight: Tensor, cast: str) -> None:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float, gemma: bool
-    ) -> Tensor:
-        with device_of(x):
-            y, _, rstd = kernel.launch_forward(x, None, weight.contiguous(), eps, offset, gemma)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, settings: tuple[float, float, bool]) -> Tensor:
+        y, _, rstd = kernel.launch_forward(x, None, weight.contiguous(), *settings)
         ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = offset
+        ctx.offset = settings[1]
         return y
 
     @staticmethod
@@ -97,11 +94,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
         want_dx, want_dw = ctx.needs_input_grad[:2]
-        with device_of(x):
-            dx, dw = kernel.launch_backward(
-                x, weight.contiguous(), rstd, dy, None, ctx.offset, want_dx, want_dw
-            )
-        return dx, dw, None, None, None
+        dx, dw = kernel.launch_backward(
+            x, weight.contiguous(), rstd, dy, None, ctx.offset, want_dx, want_dw
+        )
+        return dx, dw, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -111,17 +107,12 @@ class _AddRMSNorm(torch.autograd.Function):
         x: Tensor,
         residual: Tensor,
         weight: Tensor,
-        eps: float,
-        offset: float,
-        gemma: bool,
+        settings: tuple[float, float, bool],
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        with device_of(x):
-            y, total, rstd = kernel.launch_forward(
-                x, residual, weight.contiguous(), eps, offset, gemma
-            )
+        y, total, rstd = kernel.launch_forward(x, residual, weight.contiguous(), *settings)
         ctx.save_for_backward(total, weight, rstd)
-        ctx.offset = offset
+        ctx.offset = settings[1]
         ctx.dtypes = (x.dtype, residual.dtype)
         return y, total
 
@@ -133,21 +124,20 @@ class _AddRMSNorm(torch.autograd.Function):
         if dy is None:  # only the sum was used
             dsum, dw = dtotal, None
         else:
-            with device_of(total):
-                dsum, dw = kernel.launch_backward(
-                    total,
-                    weight.contiguous(),
-                    rstd,
-                    dy,
-                    dtotal,
-                    ctx.offset,
-                    want_x or want_residual,
-                    want_dw,
-                )
+            dsum, dw = kernel.launch_backward(
+                total,
+                weight.contiguous(),
+                rstd,
+                dy,
+                dtotal,
+                ctx.offset,
+                want_x or want_residual,
+                want_dw,
+            )
         if dsum is None:
-            return None, None, dw, None, None, None
+            return None, None, dw, None
         # Both branches get the same tensor: none of our ops writes into a gradient it was given.
         x_dtype, residual_dtype = ctx.dtypes
         dx = dsum.to(x_dtype) if want_x else None
         dresidual = dsum.to(residual_dtype) if want_residual else None
-        return dx, dresidual, dw, None, None, None
+        return dx, dresidual, dw, None

@@ -15,11 +15,11 @@ from torch import Tensor
 from trainkit.kernels.launch import (
     INTERPRETING,
     Kernel,
-    as_rows,
     empty_like,
     next_power_of_2,
     num_multiprocessors,
     remembered,
+    row_layout,
 )
 
 MAX_HIDDEN = 65536  # one row must fit the registers of a program
@@ -197,22 +197,21 @@ def launch_forward(
     Returns:
         y, contiguous; what was normalised (x itself, or the sum); rstd, one a row.
     """
-    rows = as_rows(x)
-    others = rows if residual is None else as_rows(residual)
-    num_rows, hidden = rows.shape
+    rows, stride = row_layout(x)
+    others, other_stride = (rows, stride) if residual is None else row_layout(residual)
+    hidden = x.shape[-1]
+    num_rows = x.numel() // hidden
     total = x
     if residual is not None:
         total = empty_like(x, _promote(x.dtype, residual.dtype))
     y = empty_like(x, total.dtype if gemma else _promote(total.dtype, weight.dtype))
-    rstd = torch.empty(
-        num_rows, dtype=_WIDE if x.dtype is not torch.float64 else x.dtype, device=x.device
-    )
+    rstd = x.new_empty(num_rows, dtype=_WIDE if x.dtype is not torch.float64 else x.dtype)
     if num_rows:
         block, block_rows, warps = forward_config(hidden)
         FORWARD.launch(
-            (-(-num_rows // block_rows),),
+            -(-num_rows // block_rows),
             (rows, others, weight, y, total, rstd),
-            (rows.stride(0), others.stride(0)),
+            (stride, other_stride),
             (num_rows,),
             (eps, offset, gemma, residual is not None, hidden, block, block_rows),
             num_warps=warps,
@@ -231,9 +230,11 @@ def launch_backward(
     want_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of what was normalised, x (..., H), and of the weight; None where not wanted."""
-    rows, dy = as_rows(x), as_rows(dy)
-    others = rows if dtotal is None else as_rows(dtotal)
-    num_rows, hidden = rows.shape
+    rows, stride = row_layout(x)
+    dy, dy_stride = row_layout(dy)
+    others, other_stride = (rows, stride) if dtotal is None else row_layout(dtotal)
+    hidden = x.shape[-1]
+    num_rows = x.numel() // hidden
     dx = empty_like(x) if want_dx else None
     if not num_rows:
         return dx, torch.zeros_like(weight) if want_dw else None
@@ -241,11 +242,11 @@ def launch_backward(
     programs = min(num_multiprocessors(x) * per_multiprocessor, -(-num_rows // block_rows))
     partial = rstd
     if want_dw:
-        partial = torch.empty((programs, hidden), dtype=rstd.dtype, device=x.device)
+        partial = rstd.new_empty((programs, hidden))
     BACKWARD.launch(
-        (programs,),
+        programs,
         (rows, weight, rstd, dy, others, x if dx is None else dx, partial),
-        (rows.stride(0), dy.stride(0), others.stride(0)),
+        (stride, dy_stride, other_stride),
         (num_rows, programs),
         (offset, dtotal is not None, want_dx, want_dw, hidden, block, block_rows, stages),
         num_warps=warps,
@@ -256,7 +257,7 @@ def launch_backward(
     dw = torch.empty_like(weight)
     block_p, block_h, warps = SUM_CONFIG
     SUM_PARTIALS.launch(
-        (-(-hidden // block_h),),
+        -(-hidden // block_h),
         (partial, dw),
         (),
         (programs,),

@@ -34,6 +34,11 @@ def columns_first(draw: Draw, shape: tuple[int, ...]) -> Tensor:
     return draw.normal(last, *rest).movedim(0, -1)
 
 
+def expanded(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """One row for all, its stride 0."""
+    return draw.normal(*[1] * (len(shape) - 1), shape[-1]).expand(shape)
+
+
 def rms_norm_case(
     label: str,
     shape: tuple[int, ...],
@@ -79,6 +84,7 @@ def _cases(residual: bool) -> tuple[OpCase, ...]:
         case("sliced", (3, 5, 192), layout=sliced),
         case("swapped", (3, 5, 2, 64), layout=swapped),
         case("columns first", (6, 4, 48), layout=columns_first),
+        case("expanded", (6, 4, 48), layout=expanded),
         case("wide weight", (9, 256), wide_weight=True),
         case("frozen weight", (9, 256), grads=("x",)),
         case("frozen input", (9, 256), grads=("weight",)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, runs_kernel
 from trainkit.kernels.rope.reference import apply_rope_reference
 
 if HAS_TRITON:
@@ -41,14 +41,16 @@ def apply_rope(
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     batch, _, seq_len, head_dim = q.shape
+    k_batch, _, k_len, k_dim = k.shape
+    angles = cos.shape
     fits = (
-        (k.shape[0], k.shape[2], k.shape[3]) == (batch, seq_len, head_dim)
-        and cos.shape == sin.shape
-        and cos.dim() == 3
-        and cos.shape[0] in (1, batch)
-        and cos.shape[1] == seq_len
-        and cos.shape[2] <= head_dim
-        and cos.shape[2] % 2 == 0
+        (k_batch, k_len, k_dim) == (batch, seq_len, head_dim)
+        and angles == sin.shape
+        and len(angles) == 3
+        and angles[0] in (1, batch)
+        and angles[1] == seq_len
+        and angles[2] <= head_dim
+        and angles[2] % 2 == 0
     )
     if not fits:
         raise ValueError(
@@ -64,14 +66,12 @@ class _Rope(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        with device_of(q):
-            return kernel.launch(q, k, cos, sin, backward=False, interleaved=interleaved)
+        return kernel.launch(q, k, cos, sin, backward=False, interleaved=interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        with device_of(dq):
-            dq, dk = kernel.launch(dq, dk, cos, sin, backward=True, interleaved=ctx.interleaved)
+        dq, dk = kernel.launch(dq, dk, cos, sin, backward=True, interleaved=ctx.interleaved)
         want_q, want_k = ctx.needs_input_grad[:2]
         return dq if want_q else None, dk if want_k else None, None, None, None

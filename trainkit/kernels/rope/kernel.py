@@ -203,22 +203,25 @@ def launch(
     """
     batch, q_heads, seq_len, head_dim = q.shape
     k_heads = k.shape[1]
-    q_out, k_out = _position_major(q), _position_major(k)
+    q, q_strides = _dense(q)
+    k, k_strides = _dense(k)
+    cos, (angle_stride, angle_step, _) = _dense(cos)
+    sin, sin_strides = _dense(sin)
+    q_out, k_out = _position_major(q, q_strides), _position_major(k, k_strides)
+    angle_rows, _, rotary_dim = cos.shape
+    if (angle_stride, angle_step, 1) != sin_strides:
+        cos, sin = cos.contiguous(), sin.contiguous()
+        angle_stride, angle_step, _ = cos.stride()
+    if angle_rows == 1:
+        angle_stride = 0
     tokens = batch * seq_len
     if tokens:
-        q, k, cos, sin = _dense(q), _dense(k), _dense(cos), _dense(sin)
-        if cos.stride() != sin.stride():
-            cos, sin = cos.contiguous(), sin.contiguous()
-        angle_stride, angle_step, _ = cos.stride()
-        if cos.shape[0] == 1:
-            angle_stride = 0
-        rotary_dim = cos.shape[-1]
         heads, half, rest, block_t, warps = config(q_heads, k_heads, head_dim, rotary_dim)
         groups = (q_heads + k_heads) // heads
         ROPE.launch(
-            (-(-tokens // block_t) * groups,),
+            -(-tokens // block_t) * groups,
             (q, k, cos, sin, q_out, k_out),
-            (*q.stride()[:3], *k.stride()[:3], angle_stride, angle_step),
+            (*q_strides[:3], *k_strides[:3], angle_stride, angle_step),
             (tokens, seq_len),
             (
                 backward,
@@ -237,14 +240,20 @@ def launch(
     return q_out, k_out
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _dense(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The tensor with unit column stride, and its strides."""
+    strides = tensor.stride()
+    if strides[-1] == 1:
+        return tensor, strides
+    tensor = tensor.contiguous()
+    return tensor, tensor.stride()
 
 
-def _position_major(like: Tensor) -> Tensor:
+def _position_major(like: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Uninitialised memory of shape (B, heads, S, D) that lies as (B, S, heads, D)."""
     _, heads, seq_len, head_dim = like.shape
-    strides = (seq_len * heads * head_dim, head_dim, heads * head_dim, 1)
-    if like.stride() == strides:
+    width = heads * head_dim
+    wanted = (seq_len * width, head_dim, width, 1)
+    if strides == wanted:
         return torch.empty_like(like)
-    return torch.empty_strided(like.shape, strides, dtype=like.dtype, device=like.device)
+    return torch.empty_strided(like.shape, wanted, dtype=like.dtype, device=like.device)

@@ -33,7 +33,7 @@ def rope_case(
         batch: sequences.
         seq_len: positions.
         layout: memory order: "positions first" (from a projection), "heads first", "packed" (slices
-            of one projection) or "columns first".
+            of one projection), "columns first" or "expanded" (one head's memory for all heads).
         shared_angles: one row of angles for all sequences, or each its own positions.
         wide_angles: cos and sin in fp32, as in the vision tower of qwen2_vl.
         scaling: factor inside cos and sin, as yarn has.
@@ -47,6 +47,12 @@ def rope_case(
             whole = draw.normal(batch, seq_len, sum(heads) + heads[1], head_dim)
             q, k, _ = whole.split([heads[0], heads[1], heads[1]], dim=2)
             return q.transpose(1, 2), k.transpose(1, 2)
+        if layout == "expanded":
+            q, k = (
+                draw.normal(batch, 1, seq_len, head_dim).expand(-1, number, -1, -1)
+                for number in heads
+            )
+            return q, k
         orders = {
             "positions first": ((batch, seq_len, -1, head_dim), (0, 2, 1, 3)),
             "heads first": ((batch, -1, seq_len, head_dim), (0, 1, 2, 3)),
@@ -101,6 +107,7 @@ APPLY_ROPE = OpSpec(
         rope_case("no tokens", seq_len=0),
         rope_case("no sequences", batch=0),
         rope_case("columns first", layout="columns first"),
+        rope_case("expanded", layout="expanded"),
         rope_case("scaled", scaling=1.3),
         rope_case("long", heads=(14, 2), seq_len=2048, large=True),
         rope_case("long, 7b", heads=(28, 4), head_dim=128, seq_len=1025, large=True),

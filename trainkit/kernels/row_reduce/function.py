@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, runs_kernel
 from trainkit.kernels.row_reduce.reference import row_max_reference, row_min_reference
 
 if HAS_TRITON:
@@ -56,8 +56,7 @@ def _check(x: Tensor) -> None:
 class _RowExtreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, minimum: bool) -> tuple[Tensor, Tensor]:
-        with device_of(x):
-            values, indices = kernel.launch_forward(x, minimum)
+        values, indices = kernel.launch_forward(x, minimum)
         ctx.mark_non_differentiable(indices)
         ctx.save_for_backward(indices)
         ctx.width = x.shape[-1]
@@ -67,5 +66,4 @@ class _RowExtreme(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, None]:
         (indices,) = ctx.saved_tensors
-        with device_of(dy):
-            return kernel.launch_backward(indices, dy, ctx.width), None
+        return kernel.launch_backward(indices, dy, ctx.width), None

@@ -5,12 +5,14 @@ the lanes: a NaN before any number, the lowest column among equals. The minimum 
 the negated row. The gradient writes each row once, zeros and the one value together.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import INTERPRETING, Kernel, as_rows, next_power_of_2, remembered
+from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2, remembered, row_layout
 
 NO_COLUMN = tl.constexpr(2**31 - 1)
 
@@ -97,16 +99,17 @@ def config(width: int) -> tuple[int, int, int]:
 
 def launch_forward(x: Tensor, minimum: bool) -> tuple[Tensor, Tensor]:
     """(values, indices) of the rows of x (..., D), D >= 1."""
-    rows = as_rows(x)
-    num_rows, width = rows.shape
-    values = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
-    indices = torch.empty(x.shape[:-1], dtype=torch.int64, device=x.device)
+    rows, stride = row_layout(x)
+    *shape, width = x.shape
+    num_rows = math.prod(shape)
+    values = x.new_empty(shape)
+    indices = x.new_empty(shape, dtype=torch.int64)
     if num_rows:
         block, block_rows, warps = config(width)
         FORWARD.launch(
-            (-(-num_rows // block_rows),),
+            -(-num_rows // block_rows),
             (rows, values, indices),
-            (rows.stride(0),),
+            (stride,),
             (num_rows,),
             (minimum, width, block, block_rows),
             num_warps=warps,
@@ -118,11 +121,11 @@ def launch_backward(indices: Tensor, dy: Tensor, width: int) -> Tensor:
     """The gradient of x (..., D) from indices (...) and dy (...)."""
     dy = dy.contiguous()
     num_rows = dy.numel()
-    dx = torch.empty((*dy.shape, width), dtype=dy.dtype, device=dy.device)
+    dx = dy.new_empty((*dy.shape, width))
     if num_rows:
         block, block_rows, warps = config(width)
         BACKWARD.launch(
-            (-(-num_rows // block_rows),),
+            -(-num_rows // block_rows),
             (indices, dy, dx),
             (),
             (num_rows,),

@@ -17,6 +17,8 @@ def row_case(
             x = draw.normal(*reversed(shape)).permute(*reversed(range(len(shape))))
         elif layout == "ties":
             x = draw.normal(*shape).round()
+        elif layout == "expanded":
+            x = draw.normal(1, *shape[1:]).expand(shape)
         elif layout == "negative":
             x = -draw.normal(*shape).abs() - 1.0
         else:
@@ -36,6 +38,8 @@ _CASES = (
     row_case("one row", (896,)),
     row_case("no rows", (0, 5)),
     row_case("columns first", (6, 4, 48), layout="columns first"),
+    row_case("expanded", (6, 4, 48), layout="expanded"),
+    row_case("resized vocabulary", (2, 151655)),
     row_case("vocabulary", (129, 151655), large=True),
     row_case("many rows", (100000, 64), large=True),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, as_rows, runs_kernel
 from trainkit.kernels.swiglu.reference import (
     geglu_tanh_reference,
     swiglu_packed_reference,
@@ -89,15 +89,13 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.tanh_gelu = tanh_gelu
-        with device_of(gate):
-            return kernel.launch_forward(gate, up, tanh_gelu)
+        return kernel.launch_forward(gate, up, tanh_gelu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        with device_of(gate):
-            dgate, dup = kernel.launch_backward(gate, up, dy, ctx.tanh_gelu)
+        dgate, dup = kernel.launch_backward(gate, up, dy, ctx.tanh_gelu)
         want_gate, want_up = ctx.needs_input_grad[:2]
         return dgate if want_gate else None, dup if want_up else None, None
 
@@ -107,14 +105,12 @@ class _PackedSwiglu(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, up_first: bool) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.up_first = up_first
-        with device_of(gate_up):
-            h = kernel.launch_packed_forward(as_rows(gate_up), up_first)
+        h = kernel.launch_packed_forward(as_rows(gate_up), up_first)
         return h.view(*gate_up.shape[:-1], h.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
-        with device_of(gate_up):
-            dpacked = kernel.launch_packed_backward(as_rows(gate_up), as_rows(dy), ctx.up_first)
+        dpacked = kernel.launch_packed_backward(as_rows(gate_up), as_rows(dy), ctx.up_first)
         return dpacked.view(gate_up.shape), None

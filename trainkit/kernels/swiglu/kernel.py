@@ -168,7 +168,7 @@ def launch_forward(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
         rows, cols, (gate, up) = _line_up(gate, up)
         blocks = -(-cols // BLOCK)
         FORWARD.launch(
-            (rows * blocks,),
+            rows * blocks,
             (gate, up, out),
             (gate.stride(0), up.stride(0), cols),
             (blocks,),
@@ -185,7 +185,7 @@ def launch_backward(gate: Tensor, up: Tensor, dy: Tensor, tanh_gelu: bool) -> tu
         rows, cols, (gate, up, dy) = _line_up(gate, up, dy)
         blocks = -(-cols // BLOCK)
         BACKWARD.launch(
-            (rows * blocks,),
+            rows * blocks,
             (gate, up, dy, dgate, dup),
             (gate.stride(0), up.stride(0), dy.stride(0), cols),
             (blocks,),
@@ -203,7 +203,7 @@ def launch_packed_forward(packed: Tensor, up_first: bool) -> Tensor:
     if out.numel():
         blocks = -(-cols // BLOCK)
         PACKED_FORWARD.launch(
-            (rows * blocks,),
+            rows * blocks,
             (packed, out),
             (packed.stride(0),),
             (blocks,),
@@ -220,7 +220,7 @@ def launch_packed_backward(packed: Tensor, dy: Tensor, up_first: bool) -> Tensor
     if dpacked.numel():
         blocks = -(-cols // BLOCK)
         PACKED_BACKWARD.launch(
-            (rows * blocks,),
+            rows * blocks,
             (packed, dy, dpacked),
             (packed.stride(0), dy.stride(0)),
             (blocks,),

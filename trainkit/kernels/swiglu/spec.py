@@ -32,6 +32,8 @@ def gated_case(
                 draw.normal(*reversed(shape), scale=scale).permute(*reversed(range(len(shape))))
                 for _ in range(2)
             )
+        elif layout == "expanded":
+            gate, up = (draw.normal(1, *shape[1:], scale=scale).expand(shape) for _ in range(2))
         else:
             gate, up = draw.normal(*shape, scale=scale), draw.normal(*shape)
         return {"gate": gate, "up": up}
@@ -60,6 +62,7 @@ _GATED = (
     gated_case("no rows", (0, 896)),
     gated_case("halves", (5, 3, 896), layout="halves"),
     gated_case("columns first", (7, 64), layout="columns first"),
+    gated_case("expanded", (5, 3, 64), layout="expanded"),
     gated_case("frozen up", (5, 64), grads=("gate",)),
     gated_case("frozen gate", (5, 64), grads=("up",)),
     gated_case("extreme", (5, 64), scale=60.0),
