@@ -186,8 +186,13 @@ def adapter_from_tensors(
             parts.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
         elif "lora_" in name:
             raise CheckpointError(f"{key!r} is not known here", where=str(directory))
-        else:
-            replaced[name.replace(".base_layer.", ".")] = tensor
+        elif ".original_module." not in name:  # peft's copy from before training
+            name = name.replace(".base_layer.", ".")
+            if name in replaced and not torch.equal(replaced[name], tensor):
+                raise CheckpointError(
+                    f"{name} is there twice, with other values", where=str(directory)
+                )
+            replaced[name] = tensor
     modules = {
         module: _module_adapter(module, found, config, directory) for module, found in parts.items()
     }
@@ -247,8 +252,15 @@ def scaling_of(module: str, lora_rank: int, config: Mapping[str, Any], directory
 
 
 def _by_pattern(module: str, patterns: Mapping[str, Any], default: Any) -> Any:
-    """Peft matches a pattern as a regular expression on the end of the module's name."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
+    """Peft matches a pattern as a regular expression on the end of the module's name.
+
+    Raises:
+        CheckpointError: the patterns are none.
+    """
+    try:
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+    except (AttributeError, re.error) as error:
+        raise CheckpointError(f"{CONFIG_NAME}: the patterns are damaged: {error}") from None
     return default

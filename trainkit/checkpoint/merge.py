@@ -11,6 +11,7 @@ import torch
 
 from trainkit.checkpoint.adapter import Adapter
 from trainkit.checkpoint.atomic import free_space_check, staged_directory
+from trainkit.checkpoint.base_fingerprint import check_fingerprint
 from trainkit.checkpoint.companions import copy_companions
 from trainkit.checkpoint.export import DTYPES, dtype_named, write_config, write_weights
 from trainkit.checkpoint.merged_weights import Base, MergedWeights, ModuleChange, Packing
@@ -39,6 +40,7 @@ class MergeOptions:
         dtype: of the result; None keeps each tensor's own.
         max_shard_bytes: size of a weights file.
         verify: compare the result with base and adapter on a few prompts; loads both models.
+        any_base: merge into a base of the same shapes even if the adapter was trained over others.
     """
 
     quantize: str | None = None
@@ -47,6 +49,7 @@ class MergeOptions:
     dtype: str | None = None
     max_shard_bytes: int = 5 * 10**9
     verify: bool = True
+    any_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,9 @@ def merge_adapter(
             where=str(base),
             fix="give the base model before it was quantised",
         )
+    is_same_base = not options.any_base and check_fingerprint(adapter.directory, base)
+    if not is_same_base:
+        progress("the base was compared by its shapes only")
     metadata = {"kind": "merge", "base": str(base), "adapter": str(adapter.directory)}
     with WeightsReader(base) as reader:
         packing = _packing(base, config, options)
@@ -103,7 +109,11 @@ def merge_adapter(
             write_weights(merged, staging, max_shard_bytes=options.max_shard_bytes)
             changes = tuple(merged.changes)
             _refuse_no_op(changes, adapter)
-            new_config = {**config, "tie_word_embeddings": False} if merged.is_untied else config
+            new_config = dict(config)
+            if merged.is_untied:
+                new_config["tie_word_embeddings"] = False
+            if merged.vocab_size is not None and "vocab_size" in config:
+                new_config["vocab_size"] = merged.vocab_size  # resized before training, perhaps
             write_config(staging, new_config, options.dtype)
             copy_companions((adapter.directory, base), staging)
             parity = None
@@ -120,6 +130,7 @@ def merge_adapter(
                 if packing is None or packing.base == "dequantized":
                     parity.check()  # merged into the original, it is off by the packing itself
             record = _record(base, adapter, options, changes, parity)
+            record["is_base_of_training"] = is_same_base or None  # None: not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     return Merge(target, changes, parity)
 

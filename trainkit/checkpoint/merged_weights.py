@@ -89,6 +89,14 @@ class MergedWeights:
         names = [*base.tensors, *([_HEAD] if self.is_untied else [])]
         self.tensors: Mapping[str, TensorInfo] = {name: self._result(name, dtype) for name in names}
 
+        self._check_vocabulary()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; None where the model names it otherwise."""
+        info = self.tensors.get(_EMBEDDING)
+        return None if info is None else info.shape[0]
+
     def load(self, name: str) -> Tensor:
         """Compute one tensor."""
         dtype = self.tensors[name].dtype
@@ -162,6 +170,15 @@ class MergedWeights:
         if head is not None and embedding is not None:
             return not torch.equal(head, embedding)
         return head is not None or embedding is not None
+
+    def _check_vocabulary(self) -> None:
+        head = self.tensors.get(_HEAD)
+        if head is not None and self.vocab_size not in (None, head.shape[0]):
+            raise CheckpointError(
+                f"the embedding would have {self.vocab_size} rows and the output matrix "
+                f"{head.shape[0]}: only one of them was resized",
+                where=str(self._adapter.directory),
+            )
 
     def _check_fit(self, *, is_tied: bool) -> None:
         known = {*self._base.tensors, *([_HEAD] if is_tied else [])}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.export import TensorSource
+from trainkit.checkpoint.plain_files import read_config
 from trainkit.errors import CheckpointError
 
 PROMPTS = (
@@ -121,6 +122,7 @@ def compare_with_adapter(
     encoded = _encode(merged, prompts)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with _loaded(base, device, packed_from) as plain:
+        _match_vocabulary(plain, merged)
         model = PeftModel.from_pretrained(plain, str(adapter)).eval()
         sequences = [_continue(model, ids.to(device)) for ids in encoded.ids]
         theirs = [_logits(model, sequence) for sequence in sequences]
@@ -145,6 +147,13 @@ def compare_with_adapter(
             for i, text in enumerate(prompts)
         )
     )
+
+
+def _match_vocabulary(model: Any, merged: Path) -> None:
+    """Resize the base as it was before training; the adapter brings the values."""
+    vocab_size = read_config(merged).get("vocab_size")
+    if vocab_size != model.config.get_text_config().vocab_size and vocab_size is not None:
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
 
 
 @dataclass(frozen=True)

@@ -102,18 +102,22 @@ class SafetensorsFile:
 
     def load(self, name: str) -> torch.Tensor:
         """Read one tensor into fresh memory."""
+        info, _ = self._places[name]
+        return self.load_start(name, math.prod(info.shape)).reshape(info.shape)
+
+    def load_start(self, name: str, num_values: int) -> torch.Tensor:
+        """Read at most so many values of a tensor, in row-major order, flat."""
         info, offset = self._places[name]
-        if info.num_bytes == 0:
-            return torch.empty(info.shape, dtype=info.dtype)
-        data = torch.empty(info.num_bytes, dtype=torch.uint8)
+        num_bytes = min(num_values * info.dtype.itemsize, info.num_bytes)
+        data = torch.empty(num_bytes, dtype=torch.uint8)
         view = data.numpy().data
         done = 0
-        while done < info.num_bytes:
+        while done < num_bytes:
             count = os.preadv(self._descriptor, [view[done:]], offset + done)
             if count == 0:
                 raise self._refuse(f"it ended inside {name}")
             done += count
-        return data.view(info.dtype).reshape(info.shape)
+        return data.view(info.dtype)
 
     def close(self) -> None:
         """Close the file."""
@@ -229,6 +233,10 @@ class PickledFile:
         """A copy of one tensor, contiguous."""
         return self._content[name].detach().clone(memory_format=torch.contiguous_format)
 
+    def load_start(self, name: str, num_values: int) -> torch.Tensor:
+        """A copy of at most so many values of a tensor, in row-major order, flat."""
+        return self._content[name].detach().reshape(-1)[:num_values].clone()
+
     def close(self) -> None:
         """Let go of the file."""
         self._content = {}
@@ -282,6 +290,10 @@ class WeightsReader:
     def load(self, name: str) -> torch.Tensor:
         """Read one tensor into fresh memory."""
         return self._file(self._home[name]).load(name)
+
+    def load_start(self, name: str, num_values: int) -> torch.Tensor:
+        """Read at most so many values of a tensor, in row-major order, flat."""
+        return self._file(self._home[name]).load_start(name, num_values)
 
     def close(self) -> None:
         """Close all files."""

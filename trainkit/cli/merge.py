@@ -51,6 +51,10 @@ def merge(
             help="Compare the result with base and adapter on a few prompts; loads both.",
         ),
     ] = True,
+    any_base: Annotated[
+        bool,
+        typer.Option("--any-base", help="Merge into other weights than the adapter's own base."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write one plain model: base and adapter merged, or ZeRO shards put together."""
@@ -81,6 +85,7 @@ def merge(
         dtype=None if dtype is None else dtype.value,
         max_shard_bytes=size,
         verify=verify,
+        any_base=any_base,
     )
     folder = find_zero_folder(directory)
     if folder is not None and needs_adapter_from_shards(directory):
