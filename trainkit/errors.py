@@ -4,6 +4,8 @@ The command line prints them without a traceback and exits with their code. Anyt
 escapes is a bug.
 """
 
+from typing import Any
+
 
 class TrainkitError(Exception):
     """A failure a user can act on.
@@ -23,6 +25,16 @@ class TrainkitError(Exception):
         place = f"{where}: " if where else ""
         advice = f"\n  fix: {fix}" if fix else ""
         super().__init__(f"{place}{what}{advice}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes with its parts."""
+        return _rebuilt, (type(self), self.what, self.where, self.fix)
+
+
+def _rebuilt(
+    kind: type[TrainkitError], what: str, where: str | None, fix: str | None
+) -> TrainkitError:
+    return kind(what, where=where, fix=fix)
 
 
 class RecipeError(TrainkitError):

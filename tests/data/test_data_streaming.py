@@ -1,66 +1,202 @@
-"""Streaming gives the same samples as preparing, one after another."""
+"""Streaming gives the same samples as preparing, from any position on, in bounded memory."""
+
+import gzip
+import itertools
+import json
 
 import pytest
 from conftest import chat
 
-from trainkit.data import DataOptions, Ledger, Source
+from trainkit.data import DataOptions, Source
+from trainkit.data.stream_reader import Position
 from trainkit.data.streaming import SampleStream
 from trainkit.errors import DataError
 
-ROWS = [chat(f"q{n}", f"a{n}" * (n % 7 + 1)) for n in range(300)]
+ROWS = [chat(f"q{n}", f"a{n}" * (n % 7 + 1)) for n in range(700)]
 
 
-def stream(tokenizer, path, **settings):
-    options = DataOptions(max_length=settings.pop("max_length", 128))
-    ledger = settings.pop("ledger", Ledger())
-    return SampleStream([Source(str(path))], tokenizer, options, ledger=ledger, **settings)
+def stream(tokenizer, *paths, packing=False, buffer=100, shuffle=True, **options):
+    options = DataOptions(**{"max_length": 128, **options})
+    sources = [Source(str(path)) for path in paths]
+    return SampleStream(
+        sources, tokenizer, options, packing=packing, buffer=buffer, shuffle=shuffle
+    )
 
 
-def ids(samples):
-    return [tuple(sample["input_ids"].tolist()) for sample in samples]
+def epoch(streamed, number=0, **share):
+    """The rows of one epoch."""
+    rows = itertools.dropwhile(lambda row: row.position.epoch < number, streamed.rows(**share))
+    return list(itertools.takewhile(lambda row: row.position.epoch == number, rows))
 
 
-def test_the_same_samples_as_prepared(write, ready, tiny_tokenizer):
-    path = write([*ROWS, {"x": 1}])
-    ledger = Ledger()
-    streamed = stream(tiny_tokenizer, path, ledger=ledger)
+def ids(rows):
+    return [tuple(sample["input_ids"].tolist()) for row in rows for sample in row.samples]
+
+
+def test_the_same_samples_as_prepared_and_the_ledger_once(write, ready, tiny_tokenizer):
+    path = write([{"x": 1}, *ROWS, {"x": 2}])
+    streamed = stream(tiny_tokenizer, path, shuffle=False)
     data = ready(path, max_length=128)
-    assert ids(streamed) == ids(data[i] for i in range(len(data)))
-    assert ids(streamed) == ids(streamed)
-    assert ledger.num("dropped") == 1
+    first = epoch(streamed)
+    assert ids(first) == [tuple(data[i]["input_ids"].tolist()) for i in range(len(data))]
+    entries = [entry for row in first for entry in row.entries]
+    assert [(entry.line, entry.action) for entry in entries] == [(1, "dropped"), (702, "dropped")]
+    assert sum(row.num_rows for row in first) == 702
+    assert sum(row.num_dropped for row in first) == 2
+    again = epoch(streamed, 1)
+    assert ids(again) == ids(first)
+    assert not any(row.entries or row.num_rows for row in again)
 
 
-def test_shuffled_in_a_buffer(write, tiny_tokenizer):
+def test_blocks_are_shuffled_by_seed_and_epoch(write, tiny_tokenizer):
     path = write(ROWS)
-    plain = ids(stream(tiny_tokenizer, path))
-    shuffled = stream(tiny_tokenizer, path, shuffle_buffer=50)
-    first = ids(shuffled)
+    plain = ids(epoch(stream(tiny_tokenizer, path, shuffle=False)))
+    shuffled = stream(tiny_tokenizer, path)
+    first = ids(epoch(shuffled))
     assert first != plain
     assert sorted(first) == sorted(plain)
-    assert ids(shuffled) == first
-    shuffled.set_epoch(1)
-    assert ids(shuffled) != first
+    assert ids(epoch(shuffled)) == first
+    assert sorted(ids(epoch(shuffled, 1))) == sorted(first)
+    assert ids(epoch(shuffled, 1)) != first
+    assert ids(epoch(stream(tiny_tokenizer, path, seed=1))) != first
 
 
-def test_ranks_share_the_rows(write, tiny_tokenizer):
-    path = write(ROWS)
-    whole = ids(stream(tiny_tokenizer, path))
-    shares = [ids(stream(tiny_tokenizer, path, dist_rank=r, world_size=2)) for r in range(2)]
-    assert sorted(shares[0] + shares[1]) == sorted(whole)
-    assert shares[0]
-    assert shares[1]
+@pytest.mark.parametrize("num_shares", [2, 3])
+def test_shares_are_disjoint_and_whole(write, tiny_tokenizer, num_shares):
+    streamed = stream(tiny_tokenizer, write(ROWS))
+    shares = [ids(epoch(streamed, share=n, num_shares=num_shares)) for n in range(num_shares)]
+    assert all(shares)
+    assert sorted(itertools.chain(*shares)) == sorted(ids(epoch(streamed)))
 
 
 def test_packed_rows(write, tiny_tokenizer):
-    streamed = stream(tiny_tokenizer, write(ROWS), max_length=256)
-    rows = list(streamed.packed(window=100))
-    assert all(sum(len(s["input_ids"]) for s in row) <= 256 for row in rows)
-    assert sorted(ids(s for row in rows for s in row)) == sorted(ids(streamed))
+    path = write(ROWS)
+    rows = epoch(stream(tiny_tokenizer, path, packing=True, max_length=256))
+    sizes = [sum(len(sample["input_ids"]) for sample in row.samples) for row in rows]
+    assert max(sizes) <= 256
+    assert sum(sizes) / (256 * len(sizes)) > 0.9  # blocks of 100 samples only
+    assert sorted(ids(rows)) == sorted(ids(epoch(stream(tiny_tokenizer, path))))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "two files"])
+def test_a_stream_goes_on_from_any_position(write, tmp_path, tiny_tokenizer, kind):
+    """Across blocks, files and epochs; a position survives JSON."""
+    rows = [{"bad": 1}, *ROWS[:150], {"bad": 2}, {"bad": 3}, *ROWS[150:260], {"bad": 4}]
+    paths = [write(rows)]
+    if kind == "jsonl.gz":
+        paths = [tmp_path / "packed.jsonl.gz"]
+        paths[0].write_bytes(gzip.compress("".join(json.dumps(r) + "\n" for r in rows).encode()))
+    elif kind == "json":
+        paths = [tmp_path / "array.json"]
+        paths[0].write_text(json.dumps(rows, indent=1))
+    elif kind == "two files":
+        paths = [write(rows[:90], "a.jsonl"), write(rows[90:], "b.jsonl")]
+
+    def taken(start=None, count=None):
+        streamed = stream(tiny_tokenizer, *paths, packing=True, buffer=40)
+        return list(itertools.islice(streamed.rows(start, share=1, num_shares=2), count))
+
+    whole = taken(count=130)
+    assert whole[-1].position.epoch >= 2
+    for place in (0, 1, 5, 11, 23, 24, 25, 41, 60, 90):
+        start = Position.from_dict(json.loads(json.dumps(whole[place].position.to_dict())))
+        rest = taken(start, 130 - place - 1)
+        assert [ids([row]) for row in rest] == [ids([row]) for row in whole[place + 1 :]]
+        assert [row.position for row in rest] == [row.position for row in whole[place + 1 :]]
+        assert [row.entries for row in rest] == [row.entries for row in whole[place + 1 :]]
+
+
+def test_a_plain_file_is_read_on_from_the_byte(write, tiny_tokenizer, monkeypatch):
+    """What lies before the position is not even looked at."""
+    path = write(ROWS)
+    rows = epoch(stream(tiny_tokenizer, path, buffer=50))
+    number, place = next((n, r.position) for n, r in enumerate(rows) if r.position.block == 8)
+    damaged = bytearray(path.read_bytes())
+    start = place.places[0].next.offset
+    assert start > len(damaged) / 3
+    damaged[:start] = b"\0" * start
+    path.write_bytes(bytes(damaged))
+    rest = list(itertools.islice(stream(tiny_tokenizer, path, buffer=50).rows(place), 20))
+    assert ids(rest) == ids(rows[number + 1 : number + 21])
+
+
+def test_sources_are_read_side_by_side(write, tiny_tokenizer):
+    """Each at about the same share of its bytes, so that both end together."""
+    small = write(ROWS[:300], "small.jsonl")
+    large = write(ROWS * 3, "large.jsonl")
+    rows = epoch(stream(tiny_tokenizer, small, large, shuffle=False))
+    sources = [sample["source"] for row in rows for sample in row.samples]
+    assert sources.count(0) == 300
+    half = sources[: len(sources) // 2]
+    assert 0.3 < half.count(0) / 300 < 0.7
+
+
+def test_memory_is_two_blocks(write, tiny_tokenizer, monkeypatch):
+    from trainkit.data import streaming
+
+    alive = []
+    make = streaming.Block.__init__
+
+    def counting(self, *args, **options):
+        make(self, *args, **options)
+        alive.append(self)
+
+    monkeypatch.setattr(streaming.Block, "__init__", counting)
+    rows = stream(tiny_tokenizer, write(ROWS), buffer=50).rows()
+    for number, row in enumerate(itertools.islice(rows, 500)):
+        read = sum(len(block._samples) for block in alive[-2:])
+        # A block ends with the run that fills it: 64 rows more at most.
+        assert read <= 2 * (50 + 64), number
+        assert row.position.epoch == 0
+
+
+def test_dropped_rows_are_held_against_the_limit_while_reading(write, tiny_tokenizer):
+    rows = [row if n % 10 else {"bad": n} for n, row in enumerate(ROWS * 3)]
+    path = write(rows)
+    limited = stream(tiny_tokenizer, path, max_dropped=0.05).rows()
+    with pytest.raises(DataError, match=r"max_dropped 0\.05"):
+        list(itertools.islice(limited, 1300))
+    counted = stream(tiny_tokenizer, path, max_dropped=20).rows()
+    with pytest.raises(DataError, match="26 of the 256 rows"):
+        list(itertools.islice(counted, 2000))
+    # Two passes over the same file do not count twice.
+    fine = stream(tiny_tokenizer, path, max_dropped=0.11).rows()
+    assert len(list(itertools.islice(fine, 5000))) == 5000
+    # A file too short to judge on the way is judged at its end.
+    short = stream(tiny_tokenizer, write(rows[:200], "short.jsonl"), max_dropped=0.05).rows()
+    with pytest.raises(DataError, match="20 of the 200 rows"):
+        list(itertools.islice(short, 500))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"x": 1}] * 5, "no token of this file"),
+        ([], "holds no rows"),
+        ([{"x": n} for n in range(3000)], "none of 1024 rows"),
+    ],
+    ids=["nothing trained", "empty", "endless dirt"],
+)
+def test_files_that_train_nothing(write, tiny_tokenizer, rows, message):
+    with pytest.raises(DataError, match=message):
+        next(stream(tiny_tokenizer, write(rows)).rows())
 
 
 def test_what_streaming_cannot_do_is_refused(write, tiny_tokenizer):
-    source = Source(str(write(ROWS)), max_samples=3)
-    with pytest.raises(DataError, match="streaming"):
-        SampleStream([source], tiny_tokenizer, DataOptions(), ledger=Ledger())
-    with pytest.raises(DataError, match="no token"):
-        list(stream(tiny_tokenizer, write([{"x": 1}])))
+    path = str(write(ROWS[:64]))
+    options = DataOptions(max_length=128)
+
+    def refused(source, message):
+        with pytest.raises(DataError, match=message):
+            SampleStream([source], tiny_tokenizer, options, packing=False)
+
+    refused(Source(path, max_samples=3), "streaming does not")
+    refused(Source(path + "#3"), "streaming does not")
+    refused(Source(path, weight=1.0), "streaming does not")
+    refused(Source(path, epochs=2), "streaming does not")
+    refused(Source("org/name"), "hub")
+    with pytest.raises(DataError, match="share 1 of 2 got no sample"):
+        next(stream(tiny_tokenizer, path).rows(share=1, num_shares=2))
+    long = write([chat("q", "a " * 500)], "long.jsonl")
+    with pytest.raises(DataError, match=r"long\.jsonl:1: the row has"):
+        next(stream(tiny_tokenizer, long, truncation="error").rows())

@@ -208,6 +208,12 @@ def _subject(
             from trainkit.train.sections import data_options, data_sources, model_source
 
             recipe = load_recipe(config, overrides or ()).recipe
+            if recipe.data.streaming and not data:
+                raise RecipeError(
+                    "this recipe streams its data, and a look at all of it would prepare it whole",
+                    where="data.streaming",
+                    fix="look at a part of it: add --data FILE#1000",
+                )
             place = model_source(recipe)
             sources = data_sources(recipe, recipe.data.train)
             options = data_options(recipe, cache_dir=None)

@@ -45,10 +45,12 @@ class Ledger:
 
     Args:
         path: the file to append to, made with the first entry; None keeps only the counts.
+        changed: the file for cut and repaired rows, if not ``changed.jsonl`` beside it.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, changed: Path | None = None) -> None:
         self.path = path
+        self._changed = changed
         self.counts: Counter[tuple[Action, str]] = Counter()
         self.tokens: Counter[Action] = Counter()
         self.trained_tokens: Counter[Action] = Counter()
@@ -61,7 +63,8 @@ class Ledger:
         self.trained_tokens[entry.action] += entry.trained_tokens
         if self.path is None:
             return
-        path = self.path if entry.action == "dropped" else self.path.with_name(CHANGED)
+        path = self._changed or self.path.with_name(CHANGED)
+        path = self.path if entry.action == "dropped" else path
         if path not in self._streams:
             self._streams[path] = path.open("a", encoding="utf-8")
         self._streams[path].write(json.dumps(asdict(entry), ensure_ascii=False) + "\n")

@@ -61,7 +61,7 @@ def prepare(
         raise DataError("no data is given", where="data.train", fix="name at least one file there")
     directory = Path(options.cache_dir) if options.cache_dir else cache.default_directory()
     preparation = _Preparation(tokenizer, options, directory, ledger, progress)
-    for source in map(_named, sources):
+    for source in map(named, sources):
         preparation.add(source)
     check_dropped(preparation.file_rows, options)
     return preparation.result()
@@ -152,7 +152,7 @@ class _Preparation:
         return PreparedData(self.parts, summary, eot_ids)
 
 
-def _named(source: Source) -> Source:
+def named(source: Source) -> Source:
     """The source with its ``#count`` taken off its path, and a name."""
     match = re.fullmatch(r"(.+)#(\d+)", source.path)
     if match and not Path(source.path).expanduser().exists():

@@ -7,7 +7,6 @@ parquet rows are numbered from 1. Memory stays flat: nothing is read whole but a
 
 import csv
 import glob
-import gzip
 import io
 import json
 import re
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from trainkit.data.opening import CHUNK_BYTES, COMPRESSIONS, open_bytes
 from trainkit.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet")
-COMPRESSIONS = (".gz", ".zst")
-CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -32,12 +30,26 @@ class RawRow:
         payload: the bytes of a JSON value, a decoded object, or None where ``problem`` says why.
         problem: a reason code and a sentence, when the row cannot even be cut out of its file.
         number: its place in the file, from 0.
+        end: where the next row begins, in bytes; 0 unless the file is one of lines.
     """
 
     line: int
     payload: bytes | dict[str, Any] | None
     problem: tuple[str, str] | None = None
     number: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """Where to go on reading a file: its rows so far, and the line and byte behind them."""
+
+    rows: int = 0
+    line: int = 1
+    offset: int = 0
+
+
+BEGINNING = FilePlace()
 
 
 def resolve_files(path: str) -> list[Path]:
@@ -79,27 +91,42 @@ def is_data(file: Path) -> bool:
     return name.endswith(SUFFIXES) and not name.startswith(".")
 
 
-def read_rows(file: Path, *, max_row_bytes: int) -> Iterator[RawRow]:
+def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -> Iterator[RawRow]:
     """Iterate over the rows of one file.
+
+    Args:
+        file: to be read.
+        max_row_bytes: longer rows are named, not held.
+        start: go on behind these rows: with a seek in a plain file of lines, else by reading them.
 
     Raises:
         DataError: the container itself is damaged (a cut .gz, a wrong parquet file).
     """
-    for number, row in enumerate(_rows(file, max_row_bytes)):
+    seeks = start.offset > 0 and file.suffix not in COMPRESSIONS
+    number = start.rows if seeks else 0
+    for row in _rows(file, max_row_bytes, start if seeks else BEGINNING):
         row.number = number
-        yield row
+        number += 1
+        if number > start.rows:
+            yield row
 
 
-def _rows(file: Path, max_row_bytes: int) -> Iterator[RawRow]:
+def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRow]:
     name = file.name.removesuffix(".gz").removesuffix(".zst")
     try:
+        if start_at.offset:
+            with open_bytes(file) as stream:
+                stream.seek(start_at.offset)
+                start = _Start(b"", start_at.line, b"", start_at.offset)
+                yield from _line_rows(start, stream, max_row_bytes)
+            return
         if name.endswith(".parquet"):
             yield from _parquet_rows(file)
         elif name.endswith(".csv"):
-            with _open(file) as stream:
+            with open_bytes(file) as stream:
                 yield from _csv_rows(stream, file)
         else:
-            with _open(file) as stream:
+            with open_bytes(file) as stream:
                 start = _skip_blank(stream)
                 # In a file of lines a list may be a row; only a bracket alone opens an array there.
                 lines = name.endswith((".jsonl", ".ndjson"))
@@ -116,64 +143,22 @@ def _rows(file: Path, max_row_bytes: int) -> Iterator[RawRow]:
         ) from error
 
 
-def _open(file: Path) -> IO[bytes]:
-    if file.name.endswith(".gz"):
-        return io.BufferedReader(gzip.open(file, "rb"), CHUNK_BYTES)
-    if file.name.endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError(
-                "reading .zst needs the package zstandard",
-                where=str(file),
-                fix="pip install 'trainkit[zstd]'",
-            ) from error
-        try:
-            stream = zstandard.open(file, "rb")
-        except zstandard.ZstdError as error:
-            raise DataError(f"the file is no zstd stream: {error}", where=str(file)) from error
-        return io.BufferedReader(_ZstdErrors(stream, file), CHUNK_BYTES)
-    return file.open("rb", buffering=CHUNK_BYTES)
-
-
-class _ZstdErrors(io.RawIOBase):
-    """Turns zstandard's own exception into an OSError, as every other stream raises."""
-
-    def __init__(self, stream: Any, file: Path) -> None:
-        import zstandard
-
-        self._stream = stream
-        self._error = zstandard.ZstdError
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            data = self._stream.read(len(buffer))
-        except self._error as error:
-            raise OSError(f"damaged zstd stream: {error}") from error
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
-
-
 @dataclass(frozen=True)
 class _Start:
-    """The first byte that is not blank, and the line it is on."""
+    """The first byte that is not blank, the line it is on, and how far into the file it is."""
 
     first: bytes
     line: int
     prefix: bytes
+    offset: int
 
 
 def _skip_blank(stream: IO[bytes]) -> _Start:
-    line, prefix = 1, b""
+    line, offset, prefix = 1, 0, b""
     mark = stream.read(3)
-    if mark != b"\xef\xbb\xbf":
+    if mark == b"\xef\xbb\xbf":
+        offset = len(mark)
+    else:
         prefix = mark
     while True:
         for place in range(len(prefix)):
@@ -181,15 +166,16 @@ def _skip_blank(stream: IO[bytes]) -> _Start:
             if byte == b"\n":
                 line += 1
             elif byte not in b" \t\r":
-                return _Start(byte, line, prefix[place:])
+                return _Start(byte, line, prefix[place:], offset + place)
+        offset += len(prefix)
         prefix = stream.read(4096)
         if not prefix:
-            return _Start(b"", line, b"")
+            return _Start(b"", line, b"", offset)
 
 
 def _line_rows(start: _Start, stream: IO[bytes], limit: int) -> Iterator[RawRow]:
     """JSON lines. A line over ``limit`` bytes is skipped without ever being held whole."""
-    line = start.line
+    line, offset = start.line, start.offset
     held = start.prefix  # a few kilobytes at most: what the search for the first byte has read
     while True:
         newline = held.find(b"\n") + 1
@@ -200,12 +186,15 @@ def _line_rows(start: _Start, stream: IO[bytes], limit: int) -> Iterator[RawRow]
             if not text:
                 return
         size = len(text.rstrip(b"\r\n"))
+        offset += len(text)
         if size > limit:
             if not text.endswith(b"\n"):
-                size += _skip_line(stream)
-            yield RawRow(line, None, ("row_too_large", f"{size} bytes, at most {limit}"))
+                skipped = _skip_line(stream)
+                size, offset = size + skipped, offset + skipped
+            problem = ("row_too_large", f"{size} bytes, at most {limit}")
+            yield RawRow(line, None, problem, end=offset)
         elif not text.isspace():
-            yield RawRow(line, text)
+            yield RawRow(line, text, end=offset)
         line += 1
 
 

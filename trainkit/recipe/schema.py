@@ -174,6 +174,11 @@ class DataSection(Section):
     num_workers: int | None = Field(
         None, ge=0, description="Processes that tokenise; null is one a core."
     )
+    streaming: bool | Annotated[int, Field(ge=1)] = Field(
+        False,
+        description="Read the training rows as they are needed and keep nothing on disk; a number "
+        "is the samples shuffled together, true is 4096. Needs training.max_steps.",
+    )
     per_source_loss: bool | None = Field(
         None, description="Log the loss of each source; null does where there are several."
     )
@@ -287,10 +292,26 @@ class Recipe(Section):
                 "trainkit's kernels and Liger's replace the same modules",
                 "remove use_liger_kernel, or write kernels: false",
             )
+        if self.data.streaming:
+            self._can_stream()
         if not self.data.eval:
             self._needs_no_eval_data()
         self._batch_sizes_agree()
         return self
+
+    def _can_stream(self) -> None:
+        if int(self.training.get("max_steps", -1)) <= 0:
+            raise broken_rule(
+                "data.streaming",
+                "streamed data has no length, so training.max_steps must say where to stop",
+                "set training.max_steps, or data.streaming: false",
+            )
+        if self.training.get("train_sampling_strategy") == "group_by_length":
+            raise broken_rule(
+                "training.train_sampling_strategy",
+                "group_by_length needs the lengths of all samples, which streaming does not know",
+                "remove one of the two",
+            )
 
     def _needs_no_eval_data(self) -> None:
         for key in ("eval_strategy", "load_best_model_at_end"):

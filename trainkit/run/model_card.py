@@ -60,7 +60,10 @@ def _data_lines(data: dict[str, Any] | None) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in data["train"]["files"]:
-        figures = [row[k] for k in ("rows", "kept", "dropped", "cut", "tokens", "trained_tokens")]
+        figures = [
+            row.get(k, "streamed")
+            for k in ("rows", "kept", "dropped", "cut", "tokens", "trained_tokens")
+        ]
         cells = " | ".join(str(figure) for figure in figures)
-        lines.append(f"| {row['path']} | {cells} | {row['sha256'][:12]} |")
+        lines.append(f"| {row['path']} | {cells} | {row.get('sha256', '')[:12]} |")
     return lines

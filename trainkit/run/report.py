@@ -142,7 +142,7 @@ def _data(data: Mapping[str, Any] | None) -> str:
         if not summary:
             continue
         body = [
-            [_file_cell(key, row[key]) for key in _FILE_COLUMNS if key in row]
+            [_file_cell(key, row.get(key, "streamed")) for key in _FILE_COLUMNS]
             for row in summary["files"]
         ]
         parts.append(f"<h3>{split}</h3>" + table(list(_FILE_COLUMNS.values()), body))

@@ -134,15 +134,11 @@ def _prepare(
             data_sources(recipe, recipe.data.eval),
             tokenizer,
             data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
-            feeding(recipe),
+            feeding(recipe, place.world_size),
             ledger=ledger,
             progress=progress,
         )
-    totals = data.summary["train"]["totals"]
-    console.note(
-        f"data: {totals['samples']} samples, {totals['tokens']} tokens, {totals['trained_tokens']} "
-        f"of them trained; {totals['dropped']} rows dropped, {totals['cut']} cut"
-    )
+    console.note(data.headline)
     for warning in data.warnings:
         console.warn(warning)
     held_out = _held_out(recipe, ledger, console)

@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.collator import PackingCollator, PaddingCollator
+from trainkit.data.first_look import first_look
 from trainkit.data.formats import parse_row
 from trainkit.data.ledger import Entry, Ledger
 from trainkit.data.messages import Conversation, RowError, validate
@@ -18,6 +19,7 @@ from trainkit.data.options import DataOptions, Source
 from trainkit.data.prepare import Progress, prepare
 from trainkit.data.prepared import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.reading import RawRow, decode, read_rows, resolve_files
+from trainkit.data.streaming import SampleStream
 from trainkit.errors import DataError, ModelError
 from trainkit.train.sampling import CountingCollator, EpochDataset
 from trainkit.train.source_loss import distinct_labels
@@ -46,6 +48,19 @@ class RunData:
     fingerprint: str
     warnings: tuple[str, ...]
 
+    @property
+    def headline(self) -> str:
+        """What there is to train on, in a line."""
+        totals = self.summary["train"].get("totals")
+        if totals is None:
+            sizes = [row["bytes"] for row in self.summary["train"]["files"]]
+            return f"data: {len(sizes)} files of {sum(sizes) / 2**30:.2f} GiB, streamed"
+        return (
+            f"data: {totals['samples']} samples, {totals['tokens']} tokens, "
+            f"{totals['trained_tokens']} of them trained; {totals['dropped']} rows dropped, "
+            f"{totals['cut']} cut"
+        )
+
 
 @dataclass(frozen=True)
 class Feeding:
@@ -55,11 +70,15 @@ class Feeding:
         packing: several samples a row, or one.
         shuffle: False keeps the order of the files.
         per_source_loss: log the loss of each source too; None where there are several.
+        stream_buffer: stream the training rows, with so many samples in a block; 0 prepares them.
+        num_shares: of a stream, over all ranks and loading processes.
     """
 
     packing: bool
     shuffle: bool = True
     per_source_loss: bool | None = None
+    stream_buffer: int = 0
+    num_shares: int = 1
 
 
 def prepare_run_data(
@@ -97,34 +116,48 @@ def prepare_run_data(
             fix="set pad_token in its tokenizer_config.json",
         )
     entries = Ledger(ledger)
-    prepared = prepare(train, tokenizer, options, ledger=entries, progress=progress)
-    held_out = None
-    if evaluation:
-        held_out = prepare(evaluation, tokenizer, options, ledger=entries, progress=progress)
-    entries.close()
 
-    def batches(data: PreparedData, seed: int | None) -> TrainingData:
-        names = data.source_names
+    def prepared(sources: Sequence[Source]) -> PreparedData:
+        return prepare(sources, tokenizer, options, ledger=entries, progress=progress)
+
+    def labels(names: Sequence[str]) -> tuple[str, ...]:
         wanted = feeding.per_source_loss
         wanted = len(names) > 1 if wanted is None else wanted
-        return _training_data(
-            data,
-            seed,
-            options.max_length,
-            pad_token_id,
-            packing=feeding.packing,
-            sources=distinct_labels(names) if wanted else (),
-        )
+        return distinct_labels(names) if wanted else ()
 
-    ends = {*prepared.eot_token_ids, *(held_out.eot_token_ids if held_out else ())}
+    def batches(data: PreparedData, seed: int | None) -> TrainingData:
+        row = _Row(options.max_length, pad_token_id, feeding.packing, labels(data.source_names))
+        return row.training_data(row.dataset(data, seed))
+
+    if feeding.stream_buffer:
+        stream = SampleStream(
+            train,
+            tokenizer,
+            options,
+            packing=feeding.packing,
+            shuffle=feeding.shuffle,
+            buffer=feeding.stream_buffer,
+        )
+        look = first_look(stream, tokenizer, num_shares=feeding.num_shares)
+        names = [source.name for source in stream.sources]
+        row = _Row(options.max_length, pad_token_id, feeding.packing, labels(names))
+        training = row.training_data(look.rows, stream)
+        summary, ends, fingerprint = look.summary, look.eot_token_ids, look.fingerprint
+    else:
+        data = prepared(train)
+        training = batches(data, options.seed if feeding.shuffle else None)
+        summary, ends = data.summary, data.eot_token_ids
+        fingerprint = fingerprint_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
+    held_out = prepared(evaluation) if evaluation else None
+    entries.close()
     return RunData(
-        train=batches(prepared, options.seed if feeding.shuffle else None),
+        train=training,
         eval=None if held_out is None else batches(held_out, None),
-        summary={"train": prepared.summary, "eval": held_out.summary if held_out else None},
+        summary={"train": summary, "eval": held_out.summary if held_out else None},
         ledger=ledger,
-        stop_token_ids=tuple(sorted(ends)),
-        fingerprint=fingerprint_of(prepared, packing=feeding.packing, shuffle=feeding.shuffle),
-        warnings=tuple(prepared.summary["warnings"]),
+        stop_token_ids=tuple(sorted({*ends, *(held_out.eot_token_ids if held_out else ())})),
+        fingerprint=fingerprint,
+        warnings=tuple(summary["warnings"]),
     )
 
 
@@ -195,33 +228,43 @@ def fingerprint_of(data: PreparedData, *, packing: bool, shuffle: bool) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _training_data(
-    data: PreparedData,
-    seed: int | None,
-    max_length: int,
-    pad_token_id: int,
-    *,
-    packing: bool,
-    sources: tuple[str, ...],
-) -> TrainingData:
-    samples: EpochDataset
-    if packing:
-        samples = PackedDataset(data, max_length, seed=seed or 0, mixed=seed is not None)
-        pack = PackingCollator(max_length, pad_token_id, with_source=bool(sources))
+@dataclass(frozen=True)
+class _Row:
+    """The row of a batch: its length, its padding, and what is in it."""
+
+    max_length: int
+    pad_token_id: int
+    packing: bool
+    sources: tuple[str, ...]
+
+    def dataset(self, data: PreparedData, seed: int | None) -> EpochDataset:
+        """Prepared samples in the order of epochs; None for the order of the files."""
+        if self.packing:
+            return PackedDataset(data, self.max_length, seed=seed or 0, mixed=seed is not None)
+        return SampleDataset(data, seed=seed)
+
+    def training_data(
+        self, samples: EpochDataset, stream: SampleStream | None = None
+    ) -> TrainingData:
+        """With the collator that fits."""
+        with_source = bool(self.sources)
+        if self.packing:
+            pack = PackingCollator(self.max_length, self.pad_token_id, with_source=with_source)
+            return TrainingData(
+                samples=samples,
+                collator=CountingCollator(pack, _count_packed),
+                without_training=lambda row: [_untrained(sample) for sample in row],
+                sources=self.sources,
+                stream=stream,
+            )
+        pad = PaddingCollator(self.pad_token_id, with_source=with_source)
         return TrainingData(
             samples=samples,
-            collator=CountingCollator(pack, _count_packed),
-            without_training=lambda row: [_untrained(sample) for sample in row],
-            sources=sources,
+            collator=CountingCollator(pad, _count),
+            without_training=_untrained,
+            sources=self.sources,
+            stream=stream,
         )
-    samples = SampleDataset(data, seed=seed)
-    pad = PaddingCollator(pad_token_id, with_source=bool(sources))
-    return TrainingData(
-        samples=samples,
-        collator=CountingCollator(pad, _count),
-        without_training=_untrained,
-        sources=sources,
-    )
 
 
 def _untrained(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,6 @@ def describe_dry_run(
         "loss": f"{verdict.loss:.4f}",
         "forward+backward": f"{verdict.seconds:.2f} s",
         **memory,
-        "rows": f"{rows}, {per_step} a step",
-        "steps": f"{total} ({steps} an epoch)",
+        "rows": f"{rows}, {per_step} a step" if data.train.stream is None else "streamed",
+        "steps": f"{total} ({steps} an epoch)" if data.train.stream is None else f"{total}",
     }

@@ -12,6 +12,7 @@ import torch
 from transformers import TrainingArguments
 
 from trainkit.data.options import DataOptions, Source
+from trainkit.data.streaming import BUFFER
 from trainkit.lora.adapter import LoraOptions
 from trainkit.recipe import Recipe, SourceSpec, deepspeed_path, resolve_accumulation
 from trainkit.train.arguments import deepspeed_config, training_arguments
@@ -75,12 +76,15 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     )
 
 
-def feeding(recipe: Recipe) -> Feeding:
+def feeding(recipe: Recipe, world_size: int) -> Feeding:
     """How the recipe's samples become batches."""
+    streaming = recipe.data.streaming
     return Feeding(
         packing=recipe.data.packing,
         shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
         per_source_loss=recipe.data.per_source_loss,
+        stream_buffer=BUFFER if streaming is True else int(streaming),
+        num_shares=world_size * max(int(recipe.training.get("dataloader_num_workers", 0)), 1),
     )
 
 

@@ -9,7 +9,7 @@ loop itself included, is transformers' (Trainer, 5.17 to 5.23).
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from trainkit.data.streaming import SampleStream
 from trainkit.errors import TrainkitError
 from trainkit.models.loss_head import LossHead
-from trainkit.models.loss_head import take_counts as take_correct
-from trainkit.train.checkpoints import CheckpointWriter
+from trainkit.train.checkpoints import CheckpointWriter, folder_name
+from trainkit.train.meter import Meter
 from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
 from trainkit.train.sampling import (
     CountingCollator,
@@ -33,6 +34,7 @@ from trainkit.train.sampling import (
     take_counts,
 )
 from trainkit.train.source_loss import SourceLosses
+from trainkit.train.streaming import StreamLoader, StreamState
 
 
 @dataclass(frozen=True)
@@ -45,28 +47,19 @@ class TrainingData:
         without_training: turns a sample into one of which nothing is trained.
         sources: what to call each source in the log, where their losses are told apart; batches
             then have ``source_ids``.
+        stream: where the training rows come from instead; ``samples`` are its first ones then.
     """
 
     samples: EpochDataset
     collator: CountingCollator
     without_training: Callable[[Any], Any]
     sources: tuple[str, ...] = ()
+    stream: SampleStream | None = None
 
     def one_batch(self) -> dict[str, torch.Tensor]:
         """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
         batch = self.collator([self.samples[0]])
         return {name: batch[name] for name in ("input_ids", "labels")}
-
-
-@dataclass
-class StepCounts:
-    """What happened since the last logged step, on this rank."""
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    num_trained_tokens: int = 0
-    data_seconds: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
 
 
 @dataclass
@@ -117,12 +110,8 @@ class SftTrainer(Trainer):
         self._checkpoints = checkpoints
         self._stop = stop
         self._lora_plus_ratio = lora_plus_ratio
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
-        self._counts = StepCounts()
         self._staging: Path | None = None
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
-        self._source_losses = _source_losses(model, train_data)
         self._eval_source_losses = _source_losses(model, eval_data)
         super().__init__(
             model=model,
@@ -131,11 +120,30 @@ class SftTrainer(Trainer):
             eval_dataset=None if eval_data is None else eval_data.samples,
             processing_class=tokenizer,
         )
+        self._stream = self._stream_state()
+        self._meter = Meter(
+            self.accelerator,
+            sources=_source_losses(model, train_data),
+            stream=self._stream,
+            flops_per_token=flops_per_token,
+            peak_flops=peak_flops,
+        )
 
     # -- data -----------------------------------------------------------------------------------
 
-    def get_train_dataloader(self) -> EpochDataLoader:
+    def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
         """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
+        if self._stream is not None:
+            args = self.args
+            return StreamLoader(
+                self._stream,
+                self._train_data.collator,
+                batch_size=self._train_batch_size,
+                seed=args.seed,
+                num_workers=args.dataloader_num_workers,
+                prefetch_factor=args.dataloader_prefetch_factor,
+                pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            )
         strategy = self.args.train_sampling_strategy
         return self._loader(
             self._train_data,
@@ -143,6 +151,31 @@ class SftTrainer(Trainer):
             drop_last=self.args.dataloader_drop_last,
             group_by_length=strategy == "group_by_length",
         )
+
+    def _stream_state(self) -> StreamState | None:
+        stream, args = self._train_data.stream, self.args
+        if stream is None:
+            return None
+        # The stream goes on from its own position; there is nothing to pass over.
+        args.ignore_data_skip = True
+        return StreamState(
+            stream,
+            Path(str(args.output_dir), "dropped.jsonl"),
+            num_slots=max(args.dataloader_num_workers, 1),
+            dist_rank=args.process_index,
+            world_size=args.world_size,
+        )
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Transformers' loop; a stream goes on from where the checkpoint left it."""
+        if self._stream is not None and isinstance(resume_from_checkpoint, str):
+            self._stream.load(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
         """Every evaluation sample once, dealt out over the ranks."""
@@ -188,12 +221,9 @@ class SftTrainer(Trainer):
         """The micro-batches of one optimizer step; their tokens are counted on the way."""
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._counts.num_steps += 1
-        self._counts.data_seconds += time.perf_counter() - started
+        self._meter.count_step(time.perf_counter() - started)
         for batch in batches:
-            counts = self._take_counts(batch)
-            self._counts.num_tokens += counts["num_tokens"]
-            self._counts.num_trained_tokens += counts["num_trained_tokens"]
+            self._meter.count_batch(self._take_counts(batch))
         return batches, num_items
 
     def _take_counts(self, batch: dict[str, Any]) -> Mapping[str, int]:
@@ -219,11 +249,12 @@ class SftTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Transformers' loss; what each source has of it is summed on the way."""
-        if self._source_losses is None:
+        sources = self._meter.sources
+        if sources is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         source_ids, labels = inputs.pop("source_ids"), inputs["labels"]
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        self._source_losses.add(
+        sources.add(
             source_ids,
             labels,
             outputs.get("logits"),
@@ -315,6 +346,8 @@ class SftTrainer(Trainer):
             self._staging = staging
             try:
                 super()._save_checkpoint(model, trial)
+                if self._stream is not None:
+                    self._stream.save(staging / folder_name(step))
             finally:
                 self._staging = None
         self._checkpoints.rotate(self.args.save_total_limit, self.state, self.accelerator)
@@ -336,7 +369,14 @@ class SftTrainer(Trainer):
             TrainkitError: the loss or the gradient norm is NaN or infinite. Nothing is saved of it.
         """
         if "loss" in logs:
-            logs.update(self._step_metrics())
+            figures, is_stopping = self._meter.read(
+                self.model, is_stopping=self._stop.reason is not None
+            )
+            logs.update(figures)
+            if is_stopping:
+                self._stop.reason = self._stop.reason or "another process was asked to stop"
+                self.control.should_save = True
+                self.control.should_training_stop = True
             for name in ("loss", "grad_norm"):
                 if not np.isfinite(logs.get(name, 0.0)):
                     raise TrainkitError(
@@ -345,46 +385,6 @@ class SftTrainer(Trainer):
                         fix="continue from the last checkpoint with a lower learning rate, or find "
                         "the operation with kernels: false or model.dtype: float32",
                     )
+        if self._stream is not None:  # transformers counts from the start of this process
+            self.state.epoch = self.state.global_step / self.state.max_steps
         super().log(logs, start_time)
-
-    def _step_metrics(self) -> Mapping[str, float]:
-        """Figures of the steps since the last row, over all ranks; agrees on a stop request."""
-        counts, self._counts = self._counts, StepCounts()
-        seconds = self._counts.started - counts.started
-        stopping = 0.0 if self._stop.reason is None else 1.0
-        mine = torch.tensor(
-            [counts.num_tokens, counts.num_trained_tokens, stopping],
-            dtype=torch.float64,
-            device=self.args.device,
-        )
-        if self._source_losses is not None:
-            mine = torch.cat((mine, self._source_losses.take(mine.device).flatten()))
-        correct = take_correct(self.model) if self._has_loss_head else None
-        if correct is not None:
-            mine = torch.cat((mine, correct.double()))
-        num_tokens, num_trained, stops, *total = self.accelerator.reduce(
-            mine, reduction="sum"
-        ).tolist()
-        if stops:
-            self._stop.reason = self._stop.reason or "another process was asked to stop"
-            self.control.should_save = True
-            self.control.should_training_stop = True
-        num_steps = max(counts.num_steps, 1)
-        metrics: dict[str, float] = {
-            "num_tokens": int(num_tokens),
-            "num_trained_tokens": int(num_trained),
-            "step_seconds": seconds / num_steps,
-            "tokens_per_second": num_tokens / max(seconds, 1e-9),
-            "data_seconds": counts.data_seconds / num_steps,
-        }
-        if self._source_losses is not None:
-            num_sums = 2 * len(self._source_losses.labels)
-            metrics |= self._source_losses.rows(total[:num_sums])
-        if correct is not None:
-            metrics["token_accuracy"] = total[-2] / max(total[-1], 1)
-        if self._peak_flops and self._flops_per_token:
-            per_device = num_tokens / max(seconds, 1e-9) / self.args.world_size
-            metrics["mfu"] = per_device * self._flops_per_token / self._peak_flops
-        if torch.cuda.is_available():
-            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        return metrics

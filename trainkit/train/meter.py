@@ -1,0 +1,119 @@
+"""What the log says of the steps since the last row: tokens, speed, sources, dropped rows."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainkit.models.loss_head import take_counts as take_correct
+from trainkit.train.source_loss import SourceLosses
+from trainkit.train.streaming import StreamState
+
+
+@dataclass
+class StepCounts:
+    """What happened since the last logged step, on this rank."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    data_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+
+class Meter:
+    """Counts on each rank, adds up over the ranks when a row is logged.
+
+    Args:
+        accelerator: knows the ranks.
+        sources: the losses per source, or None.
+        stream: of this rank, or None.
+        flops_per_token: of one training step, for ``mfu``; None when the peak is unknown.
+        peak_flops: of one device.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        *,
+        sources: SourceLosses | None,
+        stream: StreamState | None,
+        flops_per_token: float | None,
+        peak_flops: float | None,
+    ) -> None:
+        self.sources = sources
+        self._accelerator = accelerator
+        self._stream = stream
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._counts = StepCounts()
+
+    def count_step(self, seconds: float) -> None:
+        """A step's batches were fetched in so many seconds."""
+        self._counts.num_steps += 1
+        self._counts.data_seconds += seconds
+
+    def count_batch(self, counts: Mapping[str, int]) -> None:
+        """What is in one batch."""
+        self._counts.num_tokens += counts["num_tokens"]
+        self._counts.num_trained_tokens += counts["num_trained_tokens"]
+
+    def read(self, model: nn.Module, *, is_stopping: bool) -> tuple[dict[str, float], bool]:
+        """The figures since the last call, over all ranks, and whether any rank is stopping.
+
+        All ranks must call it at the same step; it is the only place that waits for the device.
+
+        Raises:
+            DataError: more streamed rows were dropped than allowed.
+        """
+        counts, self._counts = self._counts, StepCounts()
+        seconds = self._counts.started - counts.started
+        sums = self._add_up(model, counts, is_stopping)
+        num_tokens, num_trained, stops = sums["counts"]
+        num_steps = max(counts.num_steps, 1)
+        metrics: dict[str, float] = {
+            "num_tokens": int(num_tokens),
+            "num_trained_tokens": int(num_trained),
+            "step_seconds": seconds / num_steps,
+            "tokens_per_second": num_tokens / max(seconds, 1e-9),
+            "data_seconds": counts.data_seconds / num_steps,
+        }
+        if self.sources is not None:
+            metrics |= self.sources.rows(sums["sources"])
+        if self._stream is not None:
+            num_rows, num_dropped = map(int, sums["stream"])
+            self._stream.stream.check_dropped(num_rows, num_dropped)
+            metrics |= {"num_rows": num_rows, "num_dropped": num_dropped}
+        if "correct" in sums:
+            correct, trained = sums["correct"]
+            metrics["token_accuracy"] = correct / max(trained, 1)
+        if self._peak_flops and self._flops_per_token:
+            per_device = num_tokens / max(seconds, 1e-9) / self._accelerator.num_processes
+            metrics["mfu"] = per_device * self._flops_per_token / self._peak_flops
+        if torch.cuda.is_available():
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return metrics, bool(stops)
+
+    def _add_up(
+        self, model: nn.Module, counts: StepCounts, is_stopping: bool
+    ) -> dict[str, list[float]]:
+        """The ranks' sums by name, in one reduction."""
+        device = self._accelerator.device
+        tokens = [counts.num_tokens, counts.num_trained_tokens, float(is_stopping)]
+        mine = {"counts": torch.tensor(tokens, dtype=torch.float64, device=device)}
+        if self.sources is not None:
+            mine["sources"] = self.sources.take(device).flatten()
+        if self._stream is not None:
+            rows = [self._stream.num_rows, self._stream.num_dropped]
+            mine["stream"] = torch.tensor(rows, dtype=torch.float64, device=device)
+        correct = take_correct(model)
+        if correct is not None:
+            mine["correct"] = correct.double()
+        total = self._accelerator.reduce(torch.cat(list(mine.values())), reduction="sum").tolist()
+        sums = {}
+        for name, values in mine.items():
+            sums[name], total = total[: len(values)], total[len(values) :]
+        return sums

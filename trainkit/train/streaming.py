@@ -1,0 +1,212 @@
+"""Streamed samples in the Trainer: loading processes, exact positions, the ledger of dropped rows.
+
+Every batch carries the position behind it, so the position of the run is that of the last batch it
+has trained on, however far the loading processes are ahead. Each rank saves its own beside the
+weights. The ledger is cut back to its length at the checkpoint when a run goes on from there, so it
+names each row once.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from trainkit.data.ledger import CHANGED, Entry, Ledger
+from trainkit.data.stream_reader import Position
+from trainkit.data.streaming import SampleStream
+from trainkit.errors import CheckpointError, TrainkitError
+
+NOTE = "stream"
+"""The key of a `BatchNote` in a batch."""
+
+
+@dataclass(frozen=True)
+class BatchNote:
+    """What a batch brings to the main process.
+
+    Attributes:
+        slot: the number of the loading process's share.
+        position: behind the batch.
+        entries: for the ledger.
+        num_rows, num_dropped: rows read since the last note.
+    """
+
+    slot: int
+    position: Position
+    entries: tuple[Entry, ...]
+    num_rows: int
+    num_dropped: int
+
+
+class StreamState:
+    """Where the stream of one rank is, and what became of its rows.
+
+    Args:
+        stream: the stream.
+        ledger: the file for dropped rows; cut and repaired ones go beside it.
+        num_slots: loading processes, at least 1.
+        dist_rank, world_size: this process.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        ledger: Path,
+        *,
+        num_slots: int,
+        dist_rank: int,
+        world_size: int,
+    ) -> None:
+        self.stream = stream
+        self.dist_rank = dist_rank
+        self.world_size = world_size
+        self.positions: list[Position | None] = [None] * num_slots
+        self.next_slot = 0
+        self.num_rows = 0
+        self.num_dropped = 0
+        mine = ledger if dist_rank == 0 else ledger.with_stem(f"{ledger.stem}.rank{dist_rank}")
+        changed = mine.with_name(mine.name.replace(ledger.stem, Path(CHANGED).stem))
+        self._files = (mine, changed)
+        self._ledger = Ledger(mine, changed)
+
+    def take(self, note: BatchNote) -> None:
+        """A batch was handed to the Trainer."""
+        self.positions[note.slot] = note.position
+        self.next_slot = (note.slot + 1) % len(self.positions)
+        self.num_rows += note.num_rows
+        self.num_dropped += note.num_dropped
+        for entry in note.entries:
+            self._ledger.add(entry)
+        if note.entries:
+            self._ledger.flush()
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's file into a checkpoint."""
+        values = {
+            "positions": [p.to_dict() if p else None for p in self.positions],
+            "next_slot": self.next_slot,
+            "num_rows": self.num_rows,
+            "num_dropped": self.num_dropped,
+            "ledger_bytes": [file.stat().st_size if file.exists() else 0 for file in self._files],
+        }
+        text = json.dumps(values, indent=1)
+        (directory / _file_name(self.dist_rank)).write_text(text, encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it has no position for this rank and as many loading processes.
+        """
+        file = directory / _file_name(self.dist_rank)
+        if not file.exists():
+            raise CheckpointError(
+                "the checkpoint does not say where the stream was",
+                where=str(directory),
+                fix="continue with data.streaming and as many processes as the run had",
+            )
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if len(values["positions"]) != len(self.positions):
+            raise CheckpointError(
+                f"the run streamed with {len(values['positions'])} loading processes a rank, and "
+                f"not {len(self.positions)}",
+                where=str(file),
+                fix="set training.dataloader_num_workers to what it was",
+            )
+        self.positions = [Position.from_dict(p) if p else None for p in values["positions"]]
+        self.next_slot = values["next_slot"]
+        self.num_rows = values["num_rows"]
+        self.num_dropped = values["num_dropped"]
+        for ledger, size in zip(self._files, values["ledger_bytes"], strict=True):
+            if ledger.exists() and ledger.stat().st_size > size:
+                with ledger.open("rb+") as stream:
+                    stream.truncate(size)
+
+
+def _file_name(dist_rank: int) -> str:
+    return f"stream_rank{dist_rank}.json"
+
+
+class _Batches(IterableDataset[Any]):
+    """The batches of one loading process; an error of ours comes as an item, with its message."""
+
+    def __init__(
+        self, state: StreamState, collate: Callable[[Sequence[Any]], dict[str, Any]], size: int
+    ) -> None:
+        self._state = state
+        self._collate = collate
+        self._size = size
+
+    def __iter__(self) -> Iterator[dict[str, Any] | TrainkitError]:
+        state = self._state
+        worker = get_worker_info()
+        num_slots = len(state.positions)
+        # The loader asks process 0 first: it takes the slot whose turn it is.
+        slot = (state.next_slot + (0 if worker is None else worker.id)) % num_slots
+        rows = state.stream.rows(
+            state.positions[slot],
+            share=state.dist_rank * num_slots + slot,
+            num_shares=state.world_size * num_slots,
+        )
+        while True:
+            try:
+                taken = list(islice(rows, self._size))
+            except TrainkitError as error:
+                yield error
+                return
+            packed = state.stream.packing
+            batch = self._collate([row.samples if packed else row.samples[0] for row in taken])
+            batch[NOTE] = BatchNote(
+                slot,
+                taken[-1].position,
+                tuple(entry for row in taken for entry in row.entries),
+                sum(row.num_rows for row in taken),
+                sum(row.num_dropped for row in taken),
+            )
+            yield batch
+
+
+class StreamLoader(DataLoader[Any]):
+    """Endless batches of a stream; what they say about it goes to its state.
+
+    Args:
+        state: of this rank; kept up to date while batches are taken.
+        collate: turns rows into a batch.
+        batch_size: rows in one.
+        seed: of what torch draws for the loading processes.
+        num_workers, prefetch_factor, pin_memory: as torch has them.
+    """
+
+    def __init__(
+        self,
+        state: StreamState,
+        collate: Callable[[Sequence[Any]], dict[str, Any]],
+        *,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        prefetch_factor: int | None,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(
+            _Batches(state, collate, batch_size),
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers > 0 else None,
+            pin_memory=pin_memory,
+            # Its own generator: iterating must not move the model's random numbers.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._state = state
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            if isinstance(batch, TrainkitError):
+                raise batch
+            self._state.take(batch.pop(NOTE))
+            yield batch
