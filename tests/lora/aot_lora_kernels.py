@@ -23,6 +23,8 @@ def constants_of(name, lora_rank):
     padded = products.pad_rank(lora_rank)
     shared = {"R_PAD": padded, "PRECISION": "tf32"}
     ranks = {"R_GATE": lora_rank, "R_UP": lora_rank, "R_DOWN": lora_rank, "TANH_GELU": False}
+    if name == "cast_kernel":
+        return {"BLOCK": 1024}, 4
     if name == "rows_kernel":
         block = 64 if padded <= 64 else 128
         stages = 4 if padded <= 64 else 3
@@ -55,6 +57,8 @@ def compile_for(arch, name, lora_rank):
             signature[argument] = "constexpr"
         elif argument.endswith("_tiles"):
             signature[argument] = f"tensordesc<bf16[{constants['BLOCK_M']},{constants['BLOCK_F']}]>"
+        elif argument.startswith("ptr_"):
+            signature[argument] = "*fp32"
         elif argument.endswith("_ptr"):
             is_sum = argument in SUMS or (name == "columns_kernel" and argument == "out_ptr")
             signature[argument] = "*fp32" if is_sum else "*bf16"

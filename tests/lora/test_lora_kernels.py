@@ -14,6 +14,7 @@ from trainkit.kernels.lora.projection import Projection
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 KERNELS = ["columns_kernel", "gate_backward_kernel", "gate_forward_kernel", "rows_kernel"]
+CAST = ["cast_kernel"]
 HOPPER_KERNELS = ["gate_backward_tma_kernel", "gate_forward_tma_kernel"]
 
 
@@ -46,7 +47,7 @@ def test_the_kernels_under_the_interpreter(dtype):
     (answer,) = run_ranks(
         "lora.lora_kernel_cases:interpreted", world_size=1, interpret=True, dtype=dtype
     )
-    assert answer["ran"] == sorted(KERNELS + (HOPPER_KERNELS if dtype == "bfloat16" else []))
+    assert answer["ran"] == sorted(KERNELS + (CAST + HOPPER_KERNELS if dtype == "bfloat16" else []))
     assert not answer["bad"]
 
 
@@ -147,13 +148,13 @@ def test_the_kernels_compile_for_gpus_that_are_not_here():
     script = Path(__file__).with_name("aot_lora_kernels.py")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [sys.executable, script, *KERNELS, *HOPPER_KERNELS],
+        [sys.executable, script, *KERNELS, *CAST, *HOPPER_KERNELS],
         env=environment,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 4 * len(KERNELS) + 2 * len(HOPPER_KERNELS)
+    assert len(done.stdout.splitlines()) == 4 * len(KERNELS + CAST) + 2 * len(HOPPER_KERNELS)
 
 
 def test_the_interpreter_case_can_fail():

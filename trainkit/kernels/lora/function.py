@@ -140,17 +140,22 @@ def load_layers(
 
     The casts are small and are kept for the backward pass; the factors themselves are not.
     """
-    layers, factors = [], []
-    for index, each in enumerate(fixed):
-        start = index * TENSORS_PER_LAYER
-        weight, bias, lora_a, lora_b = tensors[start : start + TENSORS_PER_LAYER]
+    rows = [
+        tensors[start : start + TENSORS_PER_LAYER]
+        for start in range(0, len(fixed) * TENSORS_PER_LAYER, TENSORS_PER_LAYER)
+    ]
+    factors_a = [a for _, _, a, _ in rows if a is not None]
+    factors_b = [
+        (b, each.scaling) for (_, _, _, b), each in zip(rows, fixed, strict=True) if b is not None
+    ]
+    stack, cast = products.cast_factors(factors_a, factors_b, dtype)
+    remaining = iter(cast)
+    layers = []
+    for (weight, bias, _, lora_b), each in zip(rows, fixed, strict=True):
         assert weight is not None
-        b = None
-        if lora_a is not None and lora_b is not None:
-            factors.append(lora_a)
-            b = products.cast_scaled(lora_b, each.scaling, dtype).contiguous()
+        b = None if lora_b is None else next(remaining).contiguous()
         layers.append(Layer(weight, bias, b, each))
-    return layers, products.cast_stacked(factors, dtype) if factors else None
+    return layers, stack
 
 
 def to_save(layers: Sequence[Layer]) -> list[Tensor | None]:

@@ -114,6 +114,46 @@ def columns_kernel(
 
 
 @triton.jit
+def _cast_part(from_ptr, to_ptr, number, scale, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < number
+    values = tl.load(from_ptr + places, mask=inside, other=0.0).to(tl.float32) * scale
+    tl.store(to_ptr + places, values.to(to_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["scale_0", "scale_1", "scale_2", "scale_3"])
+def cast_kernel(
+    ptr_0,
+    ptr_1,
+    ptr_2,
+    ptr_3,
+    out_ptr,
+    number_0,
+    number_1,
+    number_2,
+    number_3,
+    start_1,
+    start_2,
+    start_3,
+    scale_0,
+    scale_1,
+    scale_2,
+    scale_3,
+    BLOCK: tl.constexpr,
+):
+    """Up to four dense tensors, scaled and cast into one buffer; which, is axis 1 of the grid."""
+    which = tl.program_id(1)
+    if which == 0:
+        _cast_part(ptr_0, out_ptr, number_0, scale_0, BLOCK)
+    elif which == 1:
+        _cast_part(ptr_1, out_ptr + start_1, number_1, scale_1, BLOCK)
+    elif which == 2:
+        _cast_part(ptr_2, out_ptr + start_2, number_2, scale_2, BLOCK)
+    else:
+        _cast_part(ptr_3, out_ptr + start_3, number_3, scale_3, BLOCK)
+
+
+@triton.jit
 def _factor(ptr, items, ranks, item_stride, rank_stride, mask, R: tl.constexpr):
     """A tile (items, ranks) of a factor, zero beyond the rank; nothing is read at rank 0."""
     places = items[:, None] * item_stride + ranks[None, :] * rank_stride

@@ -204,20 +204,75 @@ def _launch_columns(y: Tensor, p: Tensor, scale: float, transposed: bool) -> Ten
     return total(parts)
 
 
-def cast_stacked(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Factors (R_i, K) below each other, in a dtype, by one launch."""
-    if len(factors) == 1:
-        return factors[0].to(dtype)
-    sizes = [factor.shape[0] for factor in factors]
-    stack = factors[0].new_empty((sum(sizes), factors[0].shape[1]), dtype=dtype)
-    torch._foreach_copy_(list(stack.split(sizes)), [factor.detach() for factor in factors])
-    return stack
+def cast_factors(
+    stacked: Sequence[Tensor], scaled: Sequence[tuple[Tensor, float]], dtype: torch.dtype
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Adapter factors as the products want them.
+
+    Args:
+        stacked: (R_i, K) each.
+        scaled: a tensor and its factor, each.
+        dtype: of the result.
+
+    Returns:
+        The first ones below each other (sum of R_i, K), None if there is none; the others times
+        their factor. What need not change may be the parameter's own memory.
+    """
+    tensors = [*stacked, *(tensor for tensor, _ in scaled)]
+    changes = any(tensor.dtype != dtype for tensor in tensors)
+    if changes and takes_kernel(0, dtype, *tensors) and all(t.is_contiguous() for t in tensors):
+        return _launch_casts(stacked, scaled, dtype)
+    stack = None
+    if stacked:
+        parts = [factor.detach().to(dtype) for factor in stacked]
+        stack = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return stack, [
+        tensor.detach().to(dtype) if factor == 1.0 else (tensor.detach() * factor).to(dtype)
+        for tensor, factor in scaled
+    ]
 
 
-def cast_scaled(factor: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """``scale factor`` in a dtype, by one launch; the factor itself when nothing changes."""
-    if scale == 1.0:
-        return factor.detach().to(dtype)
-    if factor.dtype == dtype:
-        return factor.detach() * scale
-    return torch.mul(factor.detach(), scale, out=factor.new_empty(factor.shape, dtype=dtype))
+_CASTS_A_LAUNCH = 4
+_ALIGNED = 64
+"""Elements; every factor begins on a boundary that suits the widest loads."""
+
+
+def _launch_casts(
+    stacked: Sequence[Tensor], scaled: Sequence[tuple[Tensor, float]], dtype: torch.dtype
+) -> tuple[Tensor | None, list[Tensor]]:
+    """All of them into one buffer: a launch for four, where torch takes one or two for each."""
+    items = [*((tensor, 1.0) for tensor in stacked), *scaled]
+    starts, end = [], 0
+    for index, (tensor, _) in enumerate(items):
+        if index >= len(stacked):
+            end = -(-end // _ALIGNED) * _ALIGNED
+        starts.append(end)
+        end += tensor.numel()
+    buffer = items[0][0].new_empty(end, dtype=dtype)
+    for first in range(0, len(items), _CASTS_A_LAUNCH):
+        group = items[first : first + _CASTS_A_LAUNCH]
+        padded = group + [group[0]] * (_CASTS_A_LAUNCH - len(group))
+        places = [start - starts[first] for start in starts[first : first + len(group)]]
+        places += [0] * (_CASTS_A_LAUNCH - len(group))
+        block = 2**16 if INTERPRETING else 1024
+        largest = max(tensor.numel() for tensor, _ in group)
+        if largest:
+            with device_of(buffer):
+                kernel.cast_kernel[(-(-largest // block), len(group))](
+                    *(tensor.detach() for tensor, _ in padded),
+                    buffer[starts[first] :],
+                    *(tensor.numel() for tensor, _ in padded),
+                    *places[1:],
+                    *(float(factor) for _, factor in padded),
+                    BLOCK=block,
+                    num_warps=4,
+                )
+    views = [
+        buffer[start : start + tensor.numel()].view(tensor.shape)
+        for start, (tensor, _) in zip(starts, items, strict=True)
+    ]
+    stack = None
+    if stacked:
+        height = sum(tensor.shape[0] for tensor in stacked)
+        stack = buffer[: height * stacked[0].shape[1]].view(height, stacked[0].shape[1])
+    return stack, views[len(stacked) :]
