@@ -329,10 +329,10 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_chunks_are_bounded_and_equal(monkeypatch):
     monkeypatch.setattr(function, "ROWS_MULTIPLE", 256)
-    assert function.default_chunk_tokens(896, 151936, 2) == 4096
-    assert function.default_chunk_tokens(3584, 151936, 2) == 5888
-    assert function.default_chunk_tokens(8192, 151936, 2) * 151936 * 2 <= 1.7 * 2**30
-    assert function.default_chunk_tokens(8192, 10**9, 2) == 256
+    assert function.default_chunk_tokens(151936, 2) == 5632
+    assert function.default_chunk_tokens(128256, 2) == 6656
+    assert function.default_chunk_tokens(151936, 4) * 151936 * 4 <= 1.65 * 2**30
+    assert function.default_chunk_tokens(10**9, 2) == 256
     assert function._chunk_rows(16384, 6000) == 5632
     assert function._chunk_rows(16384, 100) == 100
     assert function._chunk_rows(300, 4096) == 300

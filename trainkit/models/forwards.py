@@ -25,6 +25,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from trainkit import kernels
+from trainkit.models.shared_input import apply_linears
 
 
 def names(text: str) -> frozenset[str]:
@@ -179,7 +180,8 @@ class SplitMLP(KernelForward):
         """(B, S, H) to (B, S, H)."""
         if self.decodes(x):
             return super().forward(x)
-        return self.down_proj(self.gate(self.gate_proj(x), self.up_proj(x)))
+        gate, up = apply_linears(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(self.gate(gate, up))
 
 
 class GeluMLP(SplitMLP):

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainkit import kernels
 from trainkit.models.forwards import KernelForward, names
+from trainkit.models.shared_input import apply_linears
 
 
 class Attention(KernelForward):
@@ -55,11 +56,8 @@ class Attention(KernelForward):
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The outputs of the three projections, (B, S, heads * D) each."""
-        return (
-            self.q_proj(hidden_states),
-            self.k_proj(hidden_states),
-            self.v_proj(hidden_states),
-        )
+        query, key, value = apply_linears(hidden_states, (self.q_proj, self.k_proj, self.v_proj))
+        return query, key, value
 
     def project(
         self, hidden_states: torch.Tensor
