@@ -6,9 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from trainkit.bench import curve, packing, record, step
+from trainkit.bench import curve, kernel_times, packing, record, step
 from trainkit.bench.picture import draw_curves, draw_steps
-from trainkit.bench.providers import MODELS, Shape
+from trainkit.bench.providers import MODELS, Shape, attention_of
 from trainkit.cli.bench import app
 
 TINY = Shape(
@@ -89,7 +89,8 @@ def test_pictures(tmp_path):
 
 def test_identical_plain_curves_prove_nothing():
     """Two names for one attention kernel would make the noise between plain runs look like zero."""
-    losses = {"hf_cudnn": [2.0, 1.0], "hf_efficient": [2.0, 1.1], "trainkit": [2.0, 1.05]}
+    losses = {name: [2.0, 1.1] for name in curve.RUNS}
+    losses |= {"hf_cudnn": [2.0, 1.0], "trainkit": [2.0, 1.05]}
     assert curve.distances(losses)["trainkit"]["max_difference"] == pytest.approx(0.05)
     with pytest.raises(ValueError, match="did not differ"):
         curve.distances({**losses, "hf_efficient": losses["hf_cudnn"]})
@@ -99,3 +100,42 @@ def test_unknown_names_are_refused_with_the_known_ones():
     result = CliRunner().invoke(app, ["step", "--models", "gpt-9"])
     assert result.exit_code == 2
     assert "qwen2-0.5b" in result.output
+
+
+def test_kernels_are_told_apart_by_their_names():
+    """The names are those of real steps on an H200."""
+    cudnn = "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64"
+    flash = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 64, 4>>"
+    efficient = "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)"
+    times = {
+        "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNN": 4.0,
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>": 0.5,
+        cudnn: 2.0,
+        "cross_entropy_rows": 1.0,
+        "_rope": 0.25,
+        "_backward": 0.5,
+        "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>": 1.0,
+        "something": 3.0,
+    }
+    assert kernel_times.by_kind(times) == {
+        "matmul_ms": 4.5,
+        "attention_ms": 2.0,
+        "loss_ms": 1.0,
+        "rope_ms": 0.25,
+        "norm_and_gate_ms": 0.5,
+        "elementwise_ms": 1.0,
+        "other_ms": 3.0,
+    }
+    assert kernel_times.by_kind(times).keys() <= record.UNITS.keys()
+    for name, owner in ((cudnn, "cuDNN"), (flash, "flash"), (efficient, "memory-efficient")):
+        assert kernel_times.attention_kernel({name: 1.0, "nvjet": 2.0}) == owner
+    assert kernel_times.attention_kernel({"nvjet": 2.0}) == "math"
+
+
+@pytest.mark.parametrize("provider", ["hf_cudnn", "liger_cudnn"])
+def test_a_named_attention_is_the_only_one_allowed(provider):
+    """Where it cannot run, as on a CPU, the cell fails instead of falling back unseen."""
+    states = torch.randn(1, 2, 8, 8)
+    torch.nn.functional.scaled_dot_product_attention(states, states, states)
+    with attention_of(provider), pytest.raises(RuntimeError, match=r"No (available|viable)"):
+        torch.nn.functional.scaled_dot_product_attention(states, states, states)

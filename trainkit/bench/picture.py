@@ -9,17 +9,25 @@ _COLORS = {
     "hf_flash": "#616e7c",
     "hf_cudnn": "#7b8794",
     "hf_efficient": "#3e4c59",
+    "hf_math": "#b8860b",
     "torch_compile": "#cbd2d9",
     "liger": "#e8a33d",
+    "liger_flash": "#c07f1d",
+    "liger_cudnn": "#f0bd6e",
     "trainkit": "#2f6fde",
+    "trainkit_compile": "#8fb3ee",
 }
 _NAMES = {
     "hf_sdpa": "Hugging Face",
     "hf_flash": "Hugging Face, flash attention",
     "hf_cudnn": "Hugging Face, cuDNN attention",
     "hf_efficient": "Hugging Face, memory-efficient attention",
+    "hf_math": "Hugging Face, plain attention",
     "torch_compile": "torch.compile",
     "liger": "Liger",
+    "liger_flash": "Liger, flash attention",
+    "liger_cudnn": "Liger, cuDNN attention",
+    "trainkit_compile": "trainkit, torch.compile",
 }
 
 

@@ -1,5 +1,6 @@
 """One process per measurement, all imported before the first one gets the GPU."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ def run_in_processes(
     payloads: Sequence[Mapping[str, Any]],
     *,
     environments: Sequence[Mapping[str, str]] | None = None,
+    together: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Give each payload to its own ``python -m module``, one after another.
 
@@ -23,6 +25,7 @@ def run_in_processes(
         module: reads one JSON line from stdin and writes one to stdout, its last.
         payloads: the lines.
         environments: what each process has in its environment beside ours.
+        together: start the work of all at once, where nothing is timed.
 
     Yields:
         What each process wrote, or ``{"error": the end of its stderr}``.
@@ -39,8 +42,13 @@ def run_in_processes(
         for extra in environments or [{}] * len(payloads)
     ]
     try:
+        if together:
+            for payload, process in zip(payloads, processes, strict=True):
+                _send(payload, process)
         for payload, process in zip(payloads, processes, strict=True):
-            output, errors = process.communicate(json.dumps(payload) + "\n")
+            if not together:
+                _send(payload, process)
+            output, errors = process.communicate()
             if process.returncode:
                 yield {"error": errors.strip()[-2000:]}
             else:
@@ -49,3 +57,10 @@ def run_in_processes(
         for process in processes:
             if process.poll() is None:
                 process.kill()
+
+
+def _send(payload: Mapping[str, Any], process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it died: its stderr says why
+        if process.stdin is not None:
+            process.stdin.write(json.dumps(payload) + "\n")
+            process.stdin.flush()

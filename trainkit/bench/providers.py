@@ -117,13 +117,16 @@ PROVIDERS = (
     "hf_cudnn",
     "hf_efficient",
     "torch_compile",
+    "hf_math",
     "liger",
+    "liger_flash",
+    "liger_cudnn",
     "trainkit",
     "trainkit_compile",
 )
-"""``hf_sdpa`` takes whichever attention kernel torch prefers; the other three name one.
-
-Flash attention takes no mask, so ``hf_flash`` fails on padded batches."""
+"""``hf_sdpa`` and ``liger`` take whichever attention kernel torch prefers, as their users do; an
+ending names one: it runs or the cell fails. Flash attention takes no mask, so it fails on padded
+batches."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ def provide(
     if packed:
         raise ValueError(f"{provider} is not measured on packed batches")
     model = build(shape, device, "sdpa")
-    if provider == "liger":
+    if provider.startswith("liger"):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model)
@@ -195,11 +198,13 @@ def attention_of(provider: str) -> AbstractContextManager[Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     kernels = {
-        "hf_flash": SDPBackend.FLASH_ATTENTION,
-        "hf_cudnn": SDPBackend.CUDNN_ATTENTION,
-        "hf_efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "math": SDPBackend.MATH,
     }
-    return sdpa_kernel(kernels[provider]) if provider in kernels else nullcontext()
+    _, _, ending = provider.partition("_")
+    return sdpa_kernel(kernels[ending]) if ending in kernels else nullcontext()
 
 
 def _trainkit(

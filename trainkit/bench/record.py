@@ -11,6 +11,13 @@ import torch
 
 UNITS = {
     "ms": "ms",
+    "matmul_ms": "ms",
+    "attention_ms": "ms",
+    "loss_ms": "ms",
+    "rope_ms": "ms",
+    "norm_and_gate_ms": "ms",
+    "elementwise_ms": "ms",
+    "other_ms": "ms",
     "microseconds": "us",
     "tokens_per_second": "tokens/s",
     "trained_tokens_per_second": "tokens/s",
@@ -19,6 +26,7 @@ UNITS = {
     "gb_per_second": "GB/s",
     "mfu": "share of peak",
     "share_of_copy": "share",
+    "share_of_matmul": "share",
     "peak_memory_gib": "GiB",
     "extra_memory_gib": "GiB",
     "sm_clock_mhz": "MHz",

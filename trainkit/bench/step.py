@@ -3,7 +3,8 @@
 A cell is a model with a provider: Hugging Face on the attention kernel that torch prefers, on flash
 attention, on cuDNN's; torch.compile; Liger as Trainer applies it; trainkit. Weights and tokens are
 random, made on the device; the loss is normalised by ``num_items_in_batch`` as Trainer does; no
-optimizer runs.
+optimizer runs. After the clock has stopped one step is profiled: its row names the attention kernel
+that really ran and says what the time went into.
 
 The processes import everything at once and then wait for their turn, so that the GPU is not idle
 while Python starts. Run as ``python -m trainkit.bench.step`` it is the process of one cell.
@@ -20,6 +21,7 @@ from torch import nn
 
 from trainkit.bench.ceilings import warm_up
 from trainkit.bench.clock import peak_gib, sm_clock_mhz, timed
+from trainkit.bench.kernel_times import attention_kernel, by_kind, kernel_times
 from trainkit.bench.processes import run_in_processes
 from trainkit.bench.providers import MODELS, Shape, attention_of, provide
 
@@ -57,7 +59,8 @@ def run(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
 
     Yields:
         Per cell its model and provider with ms, tokens_per_second, mfu, peak_memory_gib,
-        sm_clock_mhz and loss, or ``error`` with the end of what the process said.
+        sm_clock_mhz, loss, the attention that ran and the milliseconds by kind of kernel, or
+        ``error`` with the end of what the process said.
     """
     rows = run_in_processes("trainkit.bench.step", [asdict(cell) for cell in cells])
     for cell, row in zip(cells, rows, strict=True):
@@ -86,6 +89,7 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         milliseconds, _ = timed(step, cell.steps, device)
         peak_memory_gib = peak_gib(device)
         clock = sm_clock_mhz(step, device)
+        times = kernel_times(step) if device.type == "cuda" else {}
     num_tokens = shape.batch_size * shape.length
     flops = _flops_per_token(provided.model, shape) * num_tokens
     seconds = milliseconds / 1e3
@@ -99,6 +103,8 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         "peak_memory_gib": peak_memory_gib,
         "sm_clock_mhz": clock,
         "loss": first.item(),
+        "attention": attention_kernel(times) if times else None,
+        **(by_kind(times) if times else {}),
     }
 
 

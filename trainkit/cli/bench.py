@@ -36,7 +36,7 @@ def step(
     ] = "qwen2-0.5b,llama-3.2-1b,qwen2-7b",
     providers: Annotated[
         str, typer.Option(help="Names with commas between them.")
-    ] = "hf_sdpa,hf_flash,hf_cudnn,torch_compile,liger,trainkit",
+    ] = "hf_sdpa,hf_flash,torch_compile,liger,liger_flash,trainkit,trainkit_compile",
     loss_chunk_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens whose logits exist at a time (trainkit)."),
