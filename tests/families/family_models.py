@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 
 import torch
 
@@ -122,22 +123,40 @@ def run(model, batch, *, want_logits=True, **arguments):
 
 
 def excess_errors(plain, patched, truth):
-    """Where the patched result is further from the fp64 truth than four times the plain one.
+    """Where one patched result is further from the fp64 truth than the plain one may explain."""
+    return pooled_excess_errors([(plain, patched, truth)])
 
-    Distances are Euclidean, over the size of the truth. Both sides round in the same dtype at about
-    as many places, so their errors are alike up to how they happen to add up, which in gradients
-    that nearly cancel is a factor of two or three (seen: 2.4). The hair is for where the plain one
-    happens to be exact: eight roundings of fp32, and in 16 bits one in 16 last places.
+
+def pooled_excess_errors(runs):
+    """Where patched results are further from the truth than plain ones may explain.
+
+    Distances are Euclidean, over the size of the truth, and root mean squares over the runs (plain,
+    patched, truth), one for each batch. Both sides round in the same dtype at about as many places,
+    so the logarithm of patched over plain scatters around 0. Measured over nine families in fp32,
+    bf16 and autocast, on a CPU and an H200, 8 batches each: its median is -0.05, its deviation over
+    the batches 0.09 for half of the tensors and 0.4 for the 99th of 100 (gradients of biases that
+    nearly cancel). 3.5 such deviations are allowed: a factor of 4 for one batch, of 2 for four.
+
+    The hair is for where the plain one happens to be exact, as a loss, one number, often is: eight
+    roundings of fp32, and in 16 bits one in 16 last places.
     """
-    coarsest = max(torch.finfo(value.dtype).eps for value in plain.values())
+    values = runs[0][0].values()
+    coarsest = max(torch.finfo(value.dtype).eps for value in values)
     single = torch.finfo(torch.float32).eps
     hair = 8 * single + (coarsest / 16 if coarsest > single else 0.0)
+    factor = math.exp(3.5 * 0.4 / math.sqrt(len(runs)))
     bad = {}
-    for name, exact in truth.items():
-        size = exact.norm().item() or 1.0
-        eager = (plain[name].double() - exact).norm().item() / size
-        error = (patched[name].double() - exact).norm().item() / size
-        allowed = 4 * eager + hair
+    for name in runs[0][2]:
+        eager, error = (
+            math.sqrt(sum(_distance(run[side], run[2], name) ** 2 for run in runs) / len(runs))
+            for side in (0, 1)
+        )
+        allowed = factor * eager + hair
         if not error <= allowed:
             bad[name] = (error, allowed)
     return bad
+
+
+def _distance(found, truth, name):
+    size = truth[name].norm().item() or 1.0
+    return (found[name].double() - truth[name]).norm().item() / size
