@@ -167,7 +167,7 @@ class Kernel:
         as_compiled = (
             not functools.reduce(operator.or_, addresses, widest) & 15
             and widest < _INT32_END
-            and max(free) < _INT32_END
+            and max(free, default=0) < _INT32_END
         )
         if ready is None or not as_compiled or device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):

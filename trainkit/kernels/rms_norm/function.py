@@ -113,7 +113,7 @@ class _AddRMSNorm(torch.autograd.Function):
         y, total, rstd = kernel.launch_forward(x, residual, weight.contiguous(), *settings)
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset = settings[1]
-        ctx.dtypes = (x.dtype, residual.dtype)
+        ctx.dtypes = None if x.dtype is residual.dtype else (x.dtype, residual.dtype)
         return y, total
 
     @staticmethod
@@ -137,7 +137,8 @@ class _AddRMSNorm(torch.autograd.Function):
         if dsum is None:
             return None, None, dw, None
         # Both branches get the same tensor: none of our ops writes into a gradient it was given.
-        x_dtype, residual_dtype = ctx.dtypes
-        dx = dsum.to(x_dtype) if want_x else None
-        dresidual = dsum.to(residual_dtype) if want_residual else None
-        return dx, dresidual, dw, None
+        dx = dresidual = dsum
+        if ctx.dtypes is not None:
+            x_dtype, residual_dtype = ctx.dtypes
+            dx, dresidual = dsum.to(x_dtype), dsum.to(residual_dtype)
+        return dx if want_x else None, dresidual if want_residual else None, dw, None

@@ -201,9 +201,7 @@ def launch_forward(
     others, other_stride = (rows, stride) if residual is None else row_layout(residual)
     hidden = x.shape[-1]
     num_rows = x.numel() // hidden
-    total = x
-    if residual is not None:
-        total = empty_like(x, _promote(x.dtype, residual.dtype))
+    total = x if residual is None else empty_like(x, _promote(x.dtype, residual.dtype))
     y = empty_like(x, total.dtype if gemma else _promote(total.dtype, weight.dtype))
     rstd = x.new_empty(num_rows, dtype=_WIDE if x.dtype is not torch.float64 else x.dtype)
     if num_rows:
