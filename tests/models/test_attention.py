@@ -81,6 +81,27 @@ def test_sliding_windows(name):
     assert (unlimited(ids).logits - plain(ids).logits).abs().max() > 1e-2
 
 
+def test_flex_sees_what_the_dense_mask_shows():
+    bounds = packed_batch()["cu_seq_lens_q"]
+    blocks = document_masks.document_blocks(bounds, 2, ROW)
+    query, key = (torch.arange(ROW).view(shape) for shape in ((1, -1, 1), (1, 1, -1)))
+    shown = blocks.mask_mod(torch.arange(2).view(-1, 1, 1), torch.tensor(0), query, key)
+    assert torch.equal(shown, document_masks.document_mask(bounds, 2, ROW)[:, 0])
+
+
+@pytest.mark.parametrize("reason", ["window", "dropout"])
+def test_what_flex_cannot_do_runs_on_the_dense_mask(reason, monkeypatch):
+    """No flex kernel runs here, so a call of it would fail."""
+    sizes = {"window": {"sliding_window": 4}, "dropout": {"attention_dropout": 1e-9}}[reason]
+    attention.register()
+    model = make("mistral", **sizes)
+    model.set_attn_implementation(attention.NAME)
+    attention.install(model, "flex")
+    monkeypatch.setattr(attend_module, "flex_attention_forward", None)
+    plain = model_with("mistral", "eager", **sizes)
+    assert_documents_are_alone(model.train(reason == "dropout"), plain)
+
+
 @pytest.mark.parametrize("name", PACKS)
 def test_unpacked_equals_eager(name):
     model, plain = model_with(name).train(), model_with(name, "eager").train()

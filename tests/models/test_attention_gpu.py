@@ -5,7 +5,8 @@ import torch
 from families.family_models import make
 from models.test_attention import PACKS, documents, packed_batch
 
-from trainkit.models import attention
+from trainkit.errors import TrainkitError
+from trainkit.models import attend, attention
 from trainkit.models.leak_test import leak_test
 from trainkit.models.patch import patch
 
@@ -52,6 +53,18 @@ def test_varlen_keeps_documents_apart(name):
     patch(model)
     assert deviation(model, plain, batch) < 0.15
     assert leak_test(model, attention="varlen", vocab_size=128) > 0
+
+
+def test_the_leak_test_sees_varlen_given_one_document(monkeypatch):
+    model = model_with("qwen2", "varlen")
+    run = attend._varlen
+
+    def merged(query, key, value, bounds, longest, *rest):
+        return run(query, key, value, bounds[[0, -1]], query.shape[0] * query.shape[2], *rest)
+
+    monkeypatch.setattr(attend, "_varlen", merged)
+    with pytest.raises(TrainkitError, match="leak"):
+        leak_test(model, attention="varlen", vocab_size=128)
 
 
 @pytest.mark.parametrize("engine", ["flex", "mask"])

@@ -1,0 +1,92 @@
+"""What two ranks run for packed rows: the leak test through the engine, and training steps."""
+
+import torch
+from models.loss_head_cases import LEARNING_RATE, make_qwen2, patched
+from torch import distributed as dist
+
+from trainkit.errors import TrainkitError
+from trainkit.models import attention, document_masks
+from trainkit.models.leak_test import leak_test, packed_bounds
+
+LENGTHS = ((7, 5), (4, 9))
+"""Documents of the one row of each rank; both rows end in padding."""
+ROW = 16
+STEPS = 2
+
+
+def tokens():
+    return torch.randint(0, 64, (2, ROW), generator=torch.Generator().manual_seed(0))
+
+
+def num_items():
+    return sum(length - 1 for row in LENGTHS for length in row)
+
+
+def plain_parameters():
+    """One process, plain Hugging Face, every document alone."""
+    model = make_qwen2(64, tie_word_embeddings=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    for _ in range(STEPS):
+        for row, inside in zip(tokens(), LENGTHS, strict=True):
+            for document in row[: sum(inside)].split(inside):
+                ids = document[None]
+                model(input_ids=ids, labels=ids, num_items_in_batch=num_items()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def packed_row(rank):
+    positions, bounds, longest = packed_bounds(LENGTHS[rank : rank + 1], ROW)
+    ids = tokens()[rank : rank + 1]
+    labels = ids.masked_fill(positions == 0, -100)
+    labels[:, sum(LENGTHS[rank]) :] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": positions,
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def broken(engine):
+    """What the leak test says when all documents of a batch are one."""
+    number = document_masks._document_numbers
+    document_masks._document_numbers = lambda *sizes: torch.zeros_like(number(*sizes))
+    try:
+        leak_test(engine, attention=attention.NAME, vocab_size=64)
+    except TrainkitError as error:
+        return str(error)
+    finally:
+        document_masks._document_numbers = number
+    return ""
+
+
+def zero(stage):
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    model = patched(tie=False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        },
+    )
+    seen = leak_test(engine, attention=attention.NAME, vocab_size=64)
+    batch = packed_row(dist.get_rank())
+    for _ in range(STEPS):
+        loss = engine(**batch, num_items_in_batch=num_items()).loss
+        engine.backward(loss * dist.get_world_size())
+        engine.step()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), enabled=stage == 3):
+        pairs = zip(model.parameters(), plain_parameters(), strict=True)
+        parameters = max((a - b).abs().max().item() for a, b in pairs)
+    return {"seen": seen, "parameters": parameters, "broken": broken(engine)}
