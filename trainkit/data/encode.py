@@ -46,6 +46,12 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._ascii = find_ascii_bpe(self._backend)
+        # Tokens such as Phi-3's <|end|> take the blanks behind them along.
+        self._greedy = {
+            index: len(token.content)
+            for index, token in tokenizer.added_tokens_decoder.items()
+            if token.rstrip
+        }
 
     def encode(
         self,
@@ -70,8 +76,29 @@ class Encoder:
             [texts[place] for place in rest], add_special_tokens=add_special_tokens
         )
         for place, encoding in zip(rest, encodings, strict=True):
-            results[place] = _ranges(encoding, len(texts[place]), spans[place])
+            results[place] = self._ranges(encoding, len(texts[place]), spans[place])
         return [result for result in results if result is not None]
+
+    def _ranges(
+        self, encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]
+    ) -> Encoded:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        ranges: list[tuple[int, int]] = []
+        straddling = 0
+        for start, end in spans:
+            first, cut_first = _token_from(encoding, start, length, len(ids))
+            last, cut_last = _token_from(encoding, end, length, len(ids))
+            if cut_last and self._ends_before(encoding, last, end):
+                last, cut_last = last + 1, False
+            straddling += cut_first + cut_last
+            ranges.append((first + cut_first, last))
+        return Encoded(ids, tuple(ranges), straddling)
+
+    def _ends_before(self, encoding: Encoding, token: int, place: int) -> bool:
+        """Whether all that a token reaches over a character is the blanks it takes along."""
+        size = self._greedy.get(encoding.ids[token])
+        covered = encoding.token_to_chars(token)
+        return size is not None and covered is not None and covered[0] + size <= place
 
 
 def _by_words(ascii_bpe: AsciiBpe, text: str, spans: Sequence[tuple[int, int]]) -> Encoded | None:
@@ -100,18 +127,6 @@ def _require_fast(tokenizer: PreTrainedTokenizerBase) -> None:
             fix="install tokenizers' conversion (pip install sentencepiece protobuf) or use a "
             "model with a tokenizer.json",
         )
-
-
-def _ranges(encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]) -> Encoded:
-    ids = np.array(encoding.ids, dtype=np.int32)
-    ranges: list[tuple[int, int]] = []
-    straddling = 0
-    for start, end in spans:
-        first, cut_first = _token_from(encoding, start, length, len(ids))
-        last, cut_last = _token_from(encoding, end, length, len(ids))
-        straddling += cut_first + cut_last
-        ranges.append((first + cut_first, last))
-    return Encoded(ids, tuple(ranges), straddling)
 
 
 def _token_from(encoding: Encoding, place: int, length: int, num_ids: int) -> tuple[int, bool]:

@@ -36,6 +36,27 @@ class Headers:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self._known: dict[str, Header] = {}
+        self._keeps_blanks: bool | None = None
+
+    def without_own_blanks(self, rest: str, text: str) -> str:
+        """``rest``, which goes up to a text, without the blanks that the text itself begins with.
+
+        Args:
+            rest: a rendering up to the first character of ``text`` that is not blank.
+            text: of a message.
+        """
+        own = text[: len(text) - len(text.lstrip())]
+        if not own or not rest.endswith(own):
+            return rest
+        if self._keeps_blanks is None:
+            question = self.template.as_dict(Message("user", "probe"))
+            answer = self.template.as_dict(Message("assistant", " \n probe answer"))
+            try:
+                rendered = self.template.render([question, answer])
+                self._keeps_blanks = " \n probe answer" in rendered
+            except RowError:
+                self._keeps_blanks = False
+        return rest.removesuffix(own) if self._keeps_blanks else rest
 
     def known(self, role: str) -> Header:
         """The header after a turn of ``role``, if an answer was found there; else an empty one."""

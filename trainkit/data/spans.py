@@ -178,6 +178,7 @@ class TurnFinder:
         role = self.messages[turn - 1]["role"] if turn else "none"
         opened = THINK_OPENED.search(self.plain, done, first)
         rest = self.plain[: opened.start() if opened else first]
+        rest = self.headers.without_own_blanks(rest, text_of(self.messages[turn]))
         header = self.headers.find(role, self.messages[:turn], self.conversation.tools, rest)
         if not header.text:
             return len(rest) - len(header.lead)
@@ -199,7 +200,8 @@ class TurnFinder:
     def _end_of_text(self, last: int, limit: int) -> tuple[int, str | None]:
         """The end-of-turn token after text.
 
-        It is the first stop token of the run of control tokens that follows, or the run's first.
+        It is the first stop token of the run of control tokens that follows, or the run's first
+        that does not begin a text.
         """
         place = last
         while place < limit and self.plain[place].isspace():
@@ -208,7 +210,7 @@ class TurnFinder:
         while match := self.template.added_pattern.match(self.plain, place):
             if match.end() > limit:
                 break
-            if first is None:
+            if first is None and match[0] != self.template.bos:
                 first = (match.end(), match[0])
             if self.template.added[match[0]] in self.template.stop_ids:
                 return match.end(), match[0]

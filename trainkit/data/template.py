@@ -97,6 +97,8 @@ class ChatTemplate:
         self.special = {
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
         } | set(tokenizer.all_special_tokens)
+        bos = tokenizer.bos_token
+        self.bos = None if bos is None else str(bos)
         self.stop_ids = set(options.stop_token_ids)
         if tokenizer.eos_token_id is not None:
             self.stop_ids.add(int(tokenizer.eos_token_id))
