@@ -16,6 +16,9 @@ from trainkit.kernels.ops import OPS
 
 TOKENS = 16384
 LOSS_TOKENS = 8192
+HOST_TOKENS = 64
+"""So few that the GPU is done before the host is."""
+
 VOCABULARY = 151936
 SEQUENCE = 2048
 HIDDEN = (896, 2048, 3584, 4096, 8192)
@@ -50,68 +53,69 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 
-def cells() -> Iterator[OpCell]:
-    """Every op at every size of the table."""
+def cells(tokens: int = TOKENS) -> Iterator[OpCell]:
+    """Every op at every size of the table, on this many rows (the loss on at most half)."""
     for hidden in HIDDEN:
-        yield _norm_cell("rms_norm", hidden)
+        yield _norm_cell("rms_norm", tokens, hidden)
     for hidden in HIDDEN:
-        yield _norm_cell("add_rms_norm", hidden)
+        yield _norm_cell("add_rms_norm", tokens, hidden)
     for q_heads, k_heads, head_dim in HEADS:
-        yield _rope_cell(q_heads, k_heads, head_dim)
+        yield _rope_cell(tokens, q_heads, k_heads, head_dim)
     for op in ("swiglu", "swiglu_packed"):
         for width in FEED_FORWARD:
-            yield _gated_cell(op, width)
-    yield _loss_cell()
+            yield _gated_cell(op, tokens, width)
+    yield _loss_cell(min(tokens, LOSS_TOKENS))
 
 
-def _norm_cell(op: str, hidden: int) -> OpCell:
+def _norm_cell(op: str, tokens: int, hidden: int) -> OpCell:
     add = op == "add_rms_norm"
 
     def inputs() -> dict[str, Tensor]:
-        rows = {name: normal(TOKENS, hidden) for name in (("x", "residual") if add else ("x",))}
+        rows = {name: normal(tokens, hidden) for name in (("x", "residual") if add else ("x",))}
         return {**rows, "weight": normal(hidden)}
 
-    unit = 2 * TOKENS * hidden
+    unit = 2 * tokens * hidden
     names = ("x", "residual", "weight") if add else ("x", "weight")
     return OpCell(
         op, f"H={hidden}", inputs, names, (4 if add else 2) * unit, (4 if add else 3) * unit
     )
 
 
-def _rope_cell(q_heads: int, k_heads: int, head_dim: int) -> OpCell:
-    batch = TOKENS // SEQUENCE
+def _rope_cell(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> OpCell:
+    length = min(SEQUENCE, tokens)
+    batch = tokens // length
 
     def inputs() -> dict[str, Tensor]:
-        angles = torch.randn(1, SEQUENCE, head_dim // 2, device="cuda")
+        angles = torch.randn(1, length, head_dim // 2, device="cuda")
         angles = torch.cat((angles, angles), dim=-1)
         return {
-            "q": normal(batch, SEQUENCE, q_heads, head_dim).transpose(1, 2),
-            "k": normal(batch, SEQUENCE, k_heads, head_dim).transpose(1, 2),
+            "q": normal(batch, length, q_heads, head_dim).transpose(1, 2),
+            "k": normal(batch, length, k_heads, head_dim).transpose(1, 2),
             "cos": angles.cos().bfloat16(),
             "sin": angles.sin().bfloat16(),
         }
 
-    moved = 4 * TOKENS * (q_heads + k_heads) * head_dim
+    moved = 4 * tokens * (q_heads + k_heads) * head_dim
     return OpCell("apply_rope", f"{q_heads}/{k_heads}x{head_dim}", inputs, ("q", "k"), moved, moved)
 
 
-def _gated_cell(op: str, width: int) -> OpCell:
+def _gated_cell(op: str, tokens: int, width: int) -> OpCell:
     def inputs() -> dict[str, Tensor]:
         if op == "swiglu_packed":
-            return {"gate_up": normal(TOKENS, 2 * width)}
-        return {"gate": normal(TOKENS, width), "up": normal(TOKENS, width)}
+            return {"gate_up": normal(tokens, 2 * width)}
+        return {"gate": normal(tokens, width), "up": normal(tokens, width)}
 
-    unit = 2 * TOKENS * width
+    unit = 2 * tokens * width
     names = ("gate_up",) if op == "swiglu_packed" else ("gate", "up")
     return OpCell(op, f"F={width}", inputs, names, 3 * unit, 5 * unit)
 
 
-def _loss_cell() -> OpCell:
+def _loss_cell(tokens: int) -> OpCell:
     def inputs() -> dict[str, Tensor]:
-        labels = torch.randint(VOCABULARY, (LOSS_TOKENS,), device="cuda")
-        return {"logits": normal(LOSS_TOKENS, VOCABULARY), "labels": labels}
+        labels = torch.randint(VOCABULARY, (tokens,), device="cuda")
+        return {"logits": normal(tokens, VOCABULARY), "labels": labels}
 
-    unit = 2 * LOSS_TOKENS * VOCABULARY
+    unit = 2 * tokens * VOCABULARY
     # One read and one write make both; the passes are timed together.
     return OpCell("cross_entropy", f"V={VOCABULARY}", inputs, ("logits",), 2 * unit, 0)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 from trainkit.bench.op_cases import PROVIDERS
 
+_Shares = dict[str, dict[tuple[str, str], dict[str, float]]]
+_PAIRED = 6  # sizes of an op that still fit half of the width
 _COLOURS = {
     "trainkit": "#d1495b",
     "quack": "#edae49",
@@ -16,7 +18,9 @@ _COLOURS = {
 
 
 def draw_ops(records: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Draw the share of the copy bandwidth that each provider reaches, kernel time alone.
+    """Draw the share of the copy bandwidth that each provider reaches.
+
+    Kernel time alone; events around the call where a provider waits for the device.
 
     Args:
         records: of the benchmark ``ops``.
@@ -27,28 +31,51 @@ def draw_ops(records: Iterable[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shares: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
+    shares: _Shares = {}
     gpu = ""
-    for record in records:
-        if record["metric"] != "share_of_copy" or record.get("clock") != "kernel":
+    for record in sorted(records, key=lambda record: record.get("clock") == "kernel"):
+        if record["metric"] != "share_of_copy" or record.get("clock") not in ("autograd", "kernel"):
             continue
         gpu = record["gpu"]
         group = shares.setdefault(record["op"], {})
         place = group.setdefault((record["size"], record["pass"]), {})
         place[record["provider"]] = 100 * record["value"]
-    figure, axes = pyplot.subplots(len(shares), 1, figsize=(11, 2.3 * len(shares)), squeeze=False)
-    for axis, (op, group) in zip(axes[:, 0], shares.items(), strict=True):
-        for index, provider in enumerate(PROVIDERS):
-            values = [place.get(provider, 0.0) for place in group.values()]
-            at = [position + (index - 2) * 0.16 for position in range(len(values))]
-            axis.bar(at, values, 0.16, color=_COLOURS[provider], label=provider)
-        axis.set_title(op, loc="left", fontsize=10, fontweight="bold")
-        axis.set_xticks(range(len(group)), [f"{size}\n{way}" for size, way in group], fontsize=8)
-        axis.set_ylim(0, 105)
-        axis.set_ylabel("% of copy", fontsize=8)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0, 0].legend(ncols=len(PROVIDERS), fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.35))
-    figure.suptitle(f"Share of the copy bandwidth, kernel time, bf16, {gpu}", fontsize=11)
+    figure, axes = pyplot.subplot_mosaic(_rows(shares), figsize=(11, 2.2 * len(_rows(shares))))
+    for op, group in shares.items():
+        _draw_op(axes[op], op, group)
+    axes[next(iter(shares))].legend(
+        ncols=len(PROVIDERS) + 1, fontsize=8, loc="upper right", bbox_to_anchor=(1, 1.35)
+    )
+    figure.suptitle(f"Share of the copy bandwidth, bf16, {gpu}", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _rows(shares: _Shares) -> list[list[str]]:
+    """Ops of many sizes get a row to themselves, the others share one in pairs."""
+    wide = [[op, op] for op, group in shares.items() if len(group) > _PAIRED]
+    small = [op for op, group in shares.items() if len(group) <= _PAIRED]
+    pairs = [small[at : at + 2] for at in range(0, len(small), 2)]
+    return wide + [pair if len(pair) == 2 else pair * 2 for pair in pairs]
+
+
+def _draw_op(axis: Any, op: str, group: Mapping[tuple[str, str], Mapping[str, float]]) -> None:
+    drawn = [name for name in PROVIDERS if any(name in place for place in group.values())]
+    width = 0.8 / len(drawn)
+    for index, provider in enumerate(drawn):
+        at = [place + (index - (len(drawn) - 1) / 2) * width for place in range(len(group))]
+        values = [place.get(provider, 0.0) for place in group.values()]
+        axis.bar(at, values, width, color=_COLOURS[provider], label=provider)
+    for position, place in enumerate(group.values()):
+        if "copy" in place:
+            label = "a copy of the same bytes" if position == 0 else None
+            axis.hlines(
+                place["copy"], position - 0.45, position + 0.45, color="black", lw=1, label=label
+            )
+    axis.set_title(op, loc="left", fontsize=10, fontweight="bold")
+    axis.set_xticks(range(len(group)), [f"{size}\n{way}" for size, way in group], fontsize=7)
+    axis.set_xlim(-0.6, max(len(group), 3) - 0.4)
+    axis.set_ylim(0, 110)
+    axis.set_ylabel("% of copy", fontsize=8)
+    axis.grid(axis="y", alpha=0.3)

@@ -1,20 +1,26 @@
 """Times of the ops against their peers, and the share of the memory's speed they reach.
 
-Two clocks. ``autograd`` is what a user's training loop pays: events around the call, cold L2 cache,
-host time included where the GPU waits for it. ``kernel`` is the device's own time: a CUDA graph of
-many calls over rotating inputs, so that nothing is found in the cache and no launch is waited for.
+Three clocks. ``autograd`` is what a user's training loop pays: events around the call, cold L2
+cache, host time included where the GPU waits for it. ``kernel`` is the device's own time: a CUDA
+graph of many calls over rotating inputs, so that nothing is found in the cache and no launch is
+waited for. ``host`` is how long a forward call on a few rows keeps the host.
+
+The provider ``copy`` is a plain copy of as many bytes as the op must move: over a few megabytes no
+kernel reaches the speed of the long copy that shares are taken of.
 """
 
+import functools
 import itertools
 import statistics
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.bench.op_cases import PROVIDERS, OpCell, cells, function_of
+from trainkit.bench.op_cases import HOST_TOKENS, PROVIDERS, OpCell, cells, function_of, normal
 
 _ROTATE_BYTES = 400e6
 """Inputs of one graph together: several times the L2 cache of any GPU."""
@@ -30,14 +36,76 @@ def run(
         providers: of `PROVIDERS`.
         copy_gb_per_second: of this run, bytes read and written.
     """
-    chosen = set(ops)
+    chosen, names = set(ops), list(providers)
     for cell in cells():
         if cell.op not in chosen:
             continue
-        for provider in providers:
+        for provider in names:
             yield from _provider_rows(cell, provider, copy_gb_per_second)
+        yield from _copy_rows(cell, copy_gb_per_second)
         torch.compiler.reset()
         torch.cuda.empty_cache()
+    seen = set()
+    for cell in cells(HOST_TOKENS):
+        if cell.op in chosen and cell.op not in seen:
+            seen.add(cell.op)
+            for provider in names:
+                yield from _host_rows(cell, provider)
+
+
+def _host_rows(cell: OpCell, provider: str) -> Iterator[dict[str, Any]]:
+    common = {"op": cell.op, "case": cell.case, "provider": provider}
+    try:
+        function = function_of(provider, cell.op)
+        if function is None:
+            return
+        microseconds = _on_host(_Call(cell, function).forward)
+    except Exception:  # as in _provider_rows
+        yield {**common, "error": traceback.format_exc(limit=3)}
+        return
+    yield {**common, "pass": "forward", "clock": "host", "microseconds": microseconds}
+
+
+def _on_host(function: Callable[[], Any], rounds: int = 30, calls: int = 100) -> float:
+    """Microseconds until a call returns, of the fastest round: other work only adds to it."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append(1e6 * (time.perf_counter() - started) / calls)
+    torch.cuda.synchronize()
+    return min(times)
+
+
+def _copy_rows(cell: OpCell, copy: float) -> Iterator[dict[str, Any]]:
+    for direction, size in (("forward", cell.forward_bytes), ("backward", cell.backward_bytes)):
+        if not size:
+            continue
+        elements = size // 4  # of two bytes, read and written
+        pairs = [(normal(elements), normal(elements)) for _ in range(_number_of_calls(size))]
+        copies = [functools.partial(target.copy_, source) for target, source in pairs]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            times = {"autograd": _with_events(copies[0]), "kernel": _with_graph(copies)}
+        torch.cuda.synchronize()
+        for clock, microseconds in times.items():
+            yield {
+                "op": cell.op,
+                "case": cell.case,
+                "provider": "copy",
+                "pass": direction if cell.backward_bytes else "both",
+                "clock": clock,
+                "microseconds": microseconds,
+                "share_of_copy": size / microseconds / 1e3 / copy,
+            }
+
+
+def _number_of_calls(size: int) -> int:
+    """How many calls, each moving so many bytes, take turns."""
+    return max(2, min(6, int(_ROTATE_BYTES / size) + 1))
 
 
 def _provider_rows(cell: OpCell, provider: str, copy: float) -> Iterator[dict[str, Any]]:
@@ -95,8 +163,9 @@ class _Call:
 def _time(
     cell: OpCell, function: Callable[..., Any], *, host_syncs: bool
 ) -> dict[tuple[str, str], float]:
-    size = cell.forward_bytes + cell.backward_bytes
-    number = max(1 if cell.op == "cross_entropy" else 2, min(6, int(_ROTATE_BYTES / size) + 1))
+    number = _number_of_calls(cell.forward_bytes + cell.backward_bytes)
+    if cell.op == "cross_entropy":  # its tensors do not fit the cache
+        number = 1
     calls = [_Call(cell, function) for _ in range(number)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +196,7 @@ def _with_events(function: Callable[[], Any]) -> float:
     return 1e3 * do_bench(function, warmup=20, rep=100, return_mode="median")
 
 
-def _with_graph(functions: list[Callable[[], Any]], replays: int = 7) -> float:
+def _with_graph(functions: Sequence[Callable[[], Any]], replays: int = 7) -> float:
     """Median microseconds of a call inside a graph of calls that take turns."""
     for function in functions:
         function()
@@ -160,16 +229,18 @@ def table(records: Iterable[dict[str, Any]]) -> str:
             place = times.setdefault((record["op"], record["size"], record["pass"]), {})
             place[record["provider"], f"{record['clock']} {record['metric']}"] = record["value"]
     lines = [
-        "| op | size | pass | trainkit kernel us (% of copy) | "
+        "| op | size | pass | trainkit kernel us (% of copy) | the bytes copied us | "
         + " | ".join(f"{name} us" for name in PROVIDERS)
         + " |",
-        "|---" * (4 + len(PROVIDERS)) + "|",
+        "|---" * (5 + len(PROVIDERS)) + "|",
     ]
     for (op, size, direction), place in times.items():
         kernel = place.get(("trainkit", "kernel microseconds"))
         share = place.get(("trainkit", "kernel share_of_copy"))
+        copied = place.get(("copy", "kernel microseconds"))
         ours = f"{kernel:.1f} ({share:.0%})" if kernel and share else ""
+        floor = f"{copied:.1f}" if copied else ""
         others = [place.get((name, "autograd microseconds")) for name in PROVIDERS]
         cells_ = " | ".join("" if value is None else f"{value:.0f}" for value in others)
-        lines.append(f"| {op} | {size} | {direction} | {ours} | {cells_} |")
+        lines.append(f"| {op} | {size} | {direction} | {ours} | {floor} | {cells_} |")
     return "\n".join(lines)
