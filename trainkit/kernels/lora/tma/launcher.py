@@ -45,7 +45,7 @@ class TileTma(NamedTuple):
 
 
 FORWARD = TileTma(128, 64, 4, 2, 2)
-BACKWARD = TileTma(64, 32, 4, 3, 4)
+BACKWARD = TileTma(128, 32, 8, 3, 2)
 _INTERPRETED = TileTma(64, 128, 4, 1, 1)
 
 
