@@ -1,51 +1,19 @@
-"""The fused adapters in every family against peft, and everything that must stay peft's."""
+"""The fused adapters in every family against peft."""
 
 import pytest
 import torch
-from families.family_models import (
-    DEVICE,
-    exact,
-    excess_errors,
-    like_model,
-    make,
-    make_batch,
-    run,
-)
+from families.family_models import DEVICE, exact, excess_errors, like_model, make, make_batch, run
+from lora.lora_models import adapt, largest_difference
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch import nn
 
 import trainkit
 from trainkit.errors import PatchError
-from trainkit.lora import LoraOptions, attach, fuse, load_adapter
-from trainkit.lora.adapter import adapted_layers
-from trainkit.lora.fused import why_unfused
+from trainkit.lora import fuse, load_adapter
 from trainkit.models.families import FAMILIES
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 PACKED_ATTENTION = {"phi3"}
-
-
-def lively(model):
-    """B away from zero, so that every gradient of an adapter is."""
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if "lora_B" in key:
-                parameter.normal_(std=0.1)
-    return model
-
-
-def adapt(model, **options):
-    return lively(attach(model, LoraOptions(r=4, alpha=12, **options)))
-
-
-def largest_difference(found, expected):
-    assert found.keys() == expected.keys()
-    return max(
-        ((found[key] - expected[key]).norm() / expected[key].norm().clamp_min(1e-30)).item()
-        for key in expected
-    )
 
 
 def total_error(found, truth):
@@ -56,13 +24,6 @@ def total_error(found, truth):
         if "lora" in key
     ]
     return torch.stack(squares).mean().sqrt().item()
-
-
-def add_second(model):
-    torch.manual_seed(7)
-    model.add_adapter("second", LoraOptions(r=2).to_peft())
-    lively(model)
-    model.base_model.set_adapter(["default", "second"])
 
 
 @every_family
@@ -174,88 +135,6 @@ def test_checkpointing_computes_down_once(monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (lambda m: m.disable_adapter_layers(), "disabled"),
-        (lambda m: m.merge_adapter(), "merged"),
-        (add_second, "2 adapters are active"),
-    ],
-    ids=["disabled", "merged", "several"],
-)
-@pytest.mark.parametrize("fused_first", [True, False])
-def test_states_that_take_pefts_path(change, reason, fused_first):
-    model = adapt(make("qwen2")).eval()
-    ids = make_batch("qwen2")["input_ids"].to(DEVICE)
-    if fused_first:
-        fuse(model)
-        change(model)
-        layer = next(iter(adapted_layers(model).values()))
-        assert reason in why_unfused(layer)
-    else:
-        change(model)
-        report = fuse(model)
-        assert all(row.status == "off" and reason in row.reason for row in report.rows[:1])
-    reference = adapt(make("qwen2")).eval()
-    change(reference)
-    with torch.enable_grad():
-        assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dropout": 0.1}, "dropout"),
-        ({"use_dora": True}, "variant of LoRA"),
-        ({"lora_bias": True, "target_modules": ("q_proj", "k_proj")}, "lora_bias"),
-    ],
-)
-def test_adapters_that_take_pefts_path(options, reason):
-    model = adapt(make("qwen2"), **options)
-    trainkit.patch(model)
-    torch.manual_seed(5)
-    expected = run(model, make_batch("qwen2"))
-    report = fuse(model)
-    assert report.row("lora_linear").status == "off"
-    assert reason in report.row("lora_linear").reason
-    torch.manual_seed(5)
-    found = run(model, make_batch("qwen2"))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
-def test_adapters_on_the_head_and_the_embeddings_take_pefts_path():
-    targets = ("q_proj", "lm_head", "embed_tokens")
-    model = adapt(make("qwen2", tie_word_embeddings=False), target_modules=targets)
-    expected = run(model, make_batch("qwen2"))
-    report = fuse(model)
-    assert "Embedding" in report.row("lora_linear").reason
-    assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-5  # fp32
-
-
-@pytest.mark.parametrize(
-    "targets", [("q_proj", "v_proj"), ("gate_proj", "down_proj"), ("up_proj",), ("o_proj",)]
-)
-def test_each_projection_is_optional(targets):
-    model = exact(adapt(make("qwen2"), target_modules=targets))
-    trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
-    expected = run(model, make_batch("qwen2"))
-    fuse(model)
-    assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"use_rslora": True}, {"modules_to_save": ("embed_tokens",)}],
-    ids=["rslora", "modules_to_save"],
-)
-def test_options_that_are_fused(options):
-    model = exact(adapt(make("qwen2"), **options))
-    expected = run(model, make_batch("qwen2"))
-    report = fuse(model)
-    assert report.row("lora_linear").status == "on"
-    assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-12
-
-
 def test_saves_and_reloads_bit_for_bit(tmp_path):
     plain = adapt(make("qwen2"))
     plain.save_pretrained(tmp_path / "plain")
@@ -309,19 +188,6 @@ def test_packed_rows_are_fused_too():
     assert largest_difference(run(model, batch, use_cache=False), expected) < 1e-12
 
 
-def test_under_torch_compile_pefts_path_runs(monkeypatch):
-    """The refusal for torch_compile: a compiler fuses peft's graph, so that is what it gets."""
-    from trainkit.lora import fused
-
-    model = adapt(make("qwen2"))
-    expected = run(model, make_batch("qwen2"))
-    fuse(model)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(fused, "lora_mlp", None)
-    found = run(model, make_batch("qwen2"))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-
-
 def test_refusals_and_the_report():
     with pytest.raises(PatchError, match="no LoRA adapter"):
         fuse(make("qwen2"))
@@ -336,33 +202,3 @@ def test_refusals_and_the_report():
     report.revert()
     report.revert()
     fuse(model)
-
-
-def test_ops_can_be_chosen():
-    model = adapt(make("qwen2"))
-    trainkit.patch(model)
-    report = fuse(model, {"lora_mlp"})
-    assert [row.status for row in report.rows] == ["on", "off", "off"]
-    assert report.row("lora_qkv").reason == "switched off"
-    with pytest.raises(PatchError, match="unknown op"):
-        fuse(adapt(make("qwen2")), {"lora_everything"})
-
-
-def test_an_unknown_family_still_gets_its_linear_layers():
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.two(torch.relu(self.one(x)))
-
-    from peft import LoraConfig, get_peft_model
-
-    model = lively(get_peft_model(Tiny(), LoraConfig(r=2, target_modules=["one", "two"])))
-    x = torch.randn(3, 8)
-    expected = model(x)
-    report = fuse(model)
-    assert report.row("lora_mlp").status == "off"
-    assert report.row("lora_linear").num_modules == 2
-    torch.testing.assert_close(model(x), expected)

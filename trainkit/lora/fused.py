@@ -20,9 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
+from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
+from transformers import PreTrainedModel
 
 from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
@@ -295,8 +297,12 @@ def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, 
 def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
     swaps: _Swaps = []
     reasons: Counter[str] = Counter()
+    head = _output_layer(model)
     for module in modules:
         if not isinstance(module, LoraLayer):
+            continue
+        if module is head:
+            reasons["adapters on the output layer"] += 1
             continue
         reason = _why_never_fused(module) or why_unfused(module)
         if reason:
@@ -304,6 +310,12 @@ def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRo
         else:
             swaps.append((module, _FusedLinear))
     return _row("lora_linear", len(swaps), reasons, "no adapted linear layer"), swaps
+
+
+def _output_layer(model: nn.Module) -> nn.Module | None:
+    """What gives the logits; the loss reads its weight in ways of its own."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    return base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
 
 
 def _why_never_fused(layer: Any) -> str | None:
