@@ -79,9 +79,7 @@ class Encoder:
             results[place] = self._ranges(encoding, len(texts[place]), spans[place])
         return [result for result in results if result is not None]
 
-    def _ranges(
-        self, encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]
-    ) -> Encoded:
+    def _ranges(self, encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]) -> Encoded:
         ids = np.array(encoding.ids, dtype=np.int32)
         ranges: list[tuple[int, int]] = []
         straddling = 0

@@ -49,13 +49,21 @@ def string_or_none(item: Mapping[str, Any], key: str, number: int) -> str | None
 
 def integers(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
     """The whole numbers under ``key``."""
+    items = switches(row, key)
+    if any(isinstance(item, bool) for item in items):
+        raise RowError("wrong_type", f"{key!r} holds true or false among numbers")
+    return items
+
+
+def switches(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """The same, where true and false may stand for 1 and 0."""
     value = row.get(key)
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise RowError("wrong_type", f"{key!r} is {kind(value)}, not a list of whole numbers")
     items = tuple(value)
     if not all(isinstance(item, int) for item in items):
         raise RowError("wrong_type", f"{key!r} holds something that is no whole number")
-    return tuple(int(item) for item in items)
+    return items
 
 
 def kind(value: Any) -> str:

@@ -197,7 +197,11 @@ def parse_tokens(row: Mapping[str, Any]) -> TokenRow:
                     )
         trained = tuple(label != -100 for label in labels)
     elif row.get("loss_mask") is not None:
-        trained = tuple(value != 0 for value in fields.integers(row, "loss_mask"))
+        mask = fields.switches(row, "loss_mask")
+        odd = next((value for value in mask if value not in (0, 1)), None)
+        if odd is not None:
+            raise RowError("bad_weight", f"'loss_mask' holds {odd}; it must be 0 or 1")
+        trained = tuple(value == 1 for value in mask)
     if len(trained) != len(ids):
         raise RowError("lengths_differ", f"{len(ids)} input_ids, {len(trained)} labels")
     return TokenRow(ids, trained)

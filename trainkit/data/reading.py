@@ -5,6 +5,7 @@ from 1 as an editor counts them; a JSON array's rows carry the line their value 
 parquet rows are numbered from 1. Memory stays flat: nothing is read whole but a single row.
 """
 
+import codecs
 import csv
 import glob
 import io
@@ -127,7 +128,7 @@ def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRo
                 yield from _csv_rows(stream, file)
         else:
             with open_bytes(file) as stream:
-                start = _skip_blank(stream)
+                start = _skip_blank(stream, file)
                 # In a file of lines a list may be a row; only a bracket alone opens an array there.
                 lines = name.endswith((".jsonl", ".ndjson"))
                 alone = start.prefix.split(b"\n", 1)[0].strip() == b"["
@@ -153,10 +154,16 @@ class _Start:
     offset: int
 
 
-def _skip_blank(stream: IO[bytes]) -> _Start:
+def _skip_blank(stream: IO[bytes], file: Path) -> _Start:
     line, offset, prefix = 1, 0, b""
     mark = stream.read(3)
-    if mark == b"\xef\xbb\xbf":
+    if mark[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or mark == b"\0\0\xfe":
+        raise DataError(
+            "the file is UTF-16 or UTF-32, and must be UTF-8",
+            where=str(file),
+            fix="convert it: iconv -f UTF-16 -t UTF-8",
+        )
+    if mark == codecs.BOM_UTF8:
         offset = len(mark)
     else:
         prefix = mark
@@ -208,6 +215,7 @@ def _skip_line(stream: IO[bytes]) -> int:
 
 
 TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
+QUOTE, BACKSLASH = b'"\\'
 STRING_END = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
@@ -256,20 +264,21 @@ class _ArrayCutter:
                 if in_string
                 else TOKEN.search(self._data, place)
             )
-            if match is None or (match[0] == b'"' and not in_string):
-                if match is None and not in_string:
-                    place = len(self._data)
-                elif match is not None:
-                    place = match.start()
+            if match is None:
+                # What was looked at is not looked at again, but for an escape cut in two.
+                place = len(self._data) - (self._cut_escape(place) if in_string else 0)
                 if self._skipped + len(self._data) > self._limit:
-                    in_string = in_string or match is not None
-                    place = self._skip(in_string)
+                    self._skipped += place
+                    self._drop(place)
+                    place = 0
                 self._more()
                 continue
-            place = match.end()
-            byte = self._data[match.start() : place]
+            first, place = self._data[match.start()], match.end()
+            byte = self._data[match.start() : place] if first != QUOTE else b""
             if in_string:
                 in_string = False
+            elif first == QUOTE:
+                in_string = place - match.start() == 1  # its end is not there yet
             elif byte in (b"{", b"["):
                 depth += 1
             elif depth and byte in (b"}", b"]"):
@@ -277,13 +286,12 @@ class _ArrayCutter:
             elif depth == 0 and byte in (b",", b"]"):
                 return place - 1, byte == b"]"
 
-    def _skip(self, in_string: bool) -> int:
-        """Let go of the data of an oversized element; keep an escape that the end cuts in two."""
-        kept = len(self._data) - len(self._data.rstrip(b"\\")) if in_string else 0
-        count = len(self._data) - kept % 2
-        self._skipped += count
-        self._drop(count)
-        return 0
+    def _cut_escape(self, start: int) -> int:
+        """1 if the data ends with a backslash that escapes what is to come, else 0."""
+        place = len(self._data)
+        while place > start and self._data[place - 1] == BACKSLASH:
+            place -= 1
+        return (len(self._data) - place) % 2
 
     def _drop(self, count: int) -> None:
         self._line += self._data.count(b"\n", 0, count)
@@ -305,6 +313,14 @@ def _csv_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
     csv.field_size_limit(2**31 - 1)
     reader = csv.DictReader(text, strict=True)
     try:
+        names = list(reader.fieldnames or ())
+        double = next((name for name in names if names.count(name) > 1), None)
+        if double is not None:
+            raise DataError(
+                f"the csv file has the column {double!r} twice",
+                where=str(file),
+                fix="rename one of them",
+            )
         for number, row in enumerate(reader, 1):
             if None in row or None in row.values():
                 problem = ("bad_csv", f"the row has not {len(reader.fieldnames or ())} fields")

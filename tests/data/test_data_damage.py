@@ -1,0 +1,72 @@
+"""Damage that once went by in silence, took ages, or was hard to understand."""
+
+import json
+import random
+import time
+
+import pytest
+from conftest import chat
+
+from trainkit.data.reading import decode, read_rows
+from trainkit.errors import DataError
+
+LIMIT = 1 << 26
+
+
+def rows_of(path, limit=LIMIT):
+    return list(read_rows(path, max_row_bytes=limit))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.999])
+def test_a_cut_zst_is_an_error_and_not_a_shorter_file(tmp_path, share):
+    zstandard = pytest.importorskip("zstandard")
+    text = "".join(json.dumps(chat(f"q{random.random()}", "a")) + "\n" for _ in range(9000))
+    whole = zstandard.ZstdCompressor().compress(text.encode())
+    path = tmp_path / "x.jsonl.zst"
+    path.write_bytes(whole + whole)
+    assert len(rows_of(path)) == 18_000
+    path.write_bytes(whole + whole[: int(len(whole) * share)])
+    with pytest.raises(DataError, match="ends too early"):
+        rows_of(path)
+    path.write_bytes(whole + b"garbage")
+    with pytest.raises(DataError, match="zstd"):
+        rows_of(path)
+
+
+def test_two_csv_columns_of_one_name_are_refused(write):
+    path = write(b"instruction,instruction,output\nq,r,a\n", "x.csv")
+    with pytest.raises(DataError, match="'instruction' twice"):
+        rows_of(path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_another_unicode_encoding_is_named(write, encoding):
+    text = "\ufeff" * encoding.endswith("be") + json.dumps(chat("q", "a")) + "\n"
+    with pytest.raises(DataError, match="UTF-16 or UTF-32"):
+        rows_of(write(text.encode(encoding)))
+
+
+def test_a_huge_element_of_an_array_is_read_in_one_pass(write):
+    """Fifty megabytes in one string, full of escapes: each byte is looked at once or twice."""
+    inside = b'\\\\\\"x' * (10 * 2**20)
+    path = write(b'[{"text": "a"}, {"text": "' + inside + b'"}, {"text": "b"}]', "x.json")
+    started = time.process_time()
+    rows = rows_of(path)
+    assert time.process_time() - started < 10  # 1 s here; 40 s when each block starts over
+    assert len(decode(rows[1].payload)["text"]) == 3 * 10 * 2**20
+    assert [decode(row.payload)["text"] for row in (rows[0], rows[2])] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"input_ids": [True, False, True]}, "wrong_type"),
+        ({"input_ids": [1, 2, 3], "labels": [-100, True, 3]}, "wrong_type"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 2, 1]}, "bad_weight"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, -1, 1]}, "bad_weight"),
+    ],
+)
+def test_tokens_are_numbers_and_masks_are_switches(write, ready, dropped, row, reason):
+    data = ready(write([{"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}, row]))
+    assert data.num_trained.tolist() == [2]
+    assert [entry["reason"] for entry in dropped()] == [reason]
