@@ -107,6 +107,28 @@ def test_other_settings_are_refused(engine, prompts, tmp_path, change):
         run(engine, prompts, tmp_path / "out.jsonl", **change)
 
 
+def test_bad_turn_is_named_before_anything_is_answered(engine, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(DataError, match=r"p\.jsonl:3: .*'content' is missing"):
+        run(engine, read_prompts(path), tmp_path / "out.jsonl", progress=pytest.fail)
+
+
+def test_place_that_cannot_be_written(engine, prompts, tmp_path):
+    (tmp_path / "file").write_text("")
+    for target in (tmp_path, tmp_path / "file" / "out.jsonl"):
+        with pytest.raises(DataError, match="cannot be written"):
+            run(None, prompts, target)
+
+
+@pytest.mark.parametrize("text", ["", "my notes\n"])
+def test_file_of_something_else_is_no_finished_answer(engine, prompts, tmp_path, text):
+    (tmp_path / "out.jsonl").write_text(text)
+    with pytest.raises(DataError, match="made from other prompts"):
+        run(engine, prompts, tmp_path / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == text
+
+
 def test_prompt_files(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(

@@ -53,7 +53,7 @@ def write_fingerprint(adapter: Path) -> bool:
         here (a GGUF), otherwise.
     """
     try:
-        base = read_json(plain_file(adapter, CONFIG_NAME))["base_model_name_or_path"]
+        base = str(read_json(plain_file(adapter, CONFIG_NAME))["base_model_name_or_path"] or "?")
         directory = Path(base).expanduser()
         found = fingerprint(directory if directory.is_dir() else _cached(base))
     except (CheckpointError, OSError, LookupError, TypeError):

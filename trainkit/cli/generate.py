@@ -43,7 +43,9 @@ def generate(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
     place = find_place(model, adapter=adapter, base_model=base_model)
+    from trainkit.train.quiet import quieten_libraries
 
+    quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.infer.batch import generate_file, read_prompts
 
     asked = read_prompts(prompts, system)

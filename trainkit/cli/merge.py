@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.merge import MergeOptions
 
 
+_LARGE_SHARE = 0.1  # of the adapter's own effect, lost by rounding the merged weights
+
+
 class Base(str, Enum):
     """What a QLoRA adapter can be merged into."""
 
@@ -133,6 +136,12 @@ def _merge_adapter(
         row["divergence"] = done.parity.divergence
         row["other_divergence"] = done.parity.other_divergence
         row["adapter_effect"] = done.parity.effect
+        is_rounding = options.quantize is None or options.base == "dequantized"
+        row["is_rounded_away"] = (
+            is_rounding
+            and options.dtype != "float32"
+            and done.parity.divergence > _LARGE_SHARE * done.parity.effect
+        )
         row["num_same_continuations"] = done.parity.num_same
         row["num_prompts"] = len(done.parity.prompts)
     return row
@@ -157,6 +166,10 @@ def _summary(row: dict[str, Any]) -> str:
             f"the adapter's; {row['divergence']:.1e} nats a token from it (the adapter itself is "
             f"{row['adapter_effect']:.1e} from the base)"
         )
+        if row["is_rounded_away"]:
+            lines.append(
+                "that is a large part of what the adapter does; --dtype float32 keeps all of it"
+            )
     if row.get("other_divergence") is not None:
         lines.append(f"merged into the other base: {row['other_divergence']:.1e} nats a token")
     return "\n".join(lines)

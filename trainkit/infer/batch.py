@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from trainkit.infer.engine import Answer, Engine
 from trainkit.infer.sampling import SamplingOptions
 
 Messages = list[dict[str, Any]]
+_FORM = "give one JSON object a line, or a .txt file with one prompt a line"
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _messages(line: str, where: str) -> Messages:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"this line is not JSON: {error}", where=where) from None
+        raise DataError(f"this line is not JSON: {error}", where=where, fix=_FORM) from None
     messages = row.get("messages") if isinstance(row, dict) else None
     if messages is None and isinstance(row, dict) and isinstance(row.get("prompt"), str):
         return [{"role": "user", "content": row["prompt"]}]
@@ -72,7 +74,7 @@ def _messages(line: str, where: str) -> Messages:
         raise DataError(
             'neither {"messages": [...]} nor {"prompt": "..."}',
             where=where,
-            fix="give one JSON object a line, or a .txt file with one prompt a line",
+            fix=_FORM,
         )
     while messages and messages[-1].get("role") == "assistant":
         messages = messages[:-1]
@@ -110,32 +112,55 @@ def generate_file(
         How many answers were there already.
 
     Raises:
-        DataError: a file from a call with other settings is in the way.
+        DataError: a file from a call with other settings is in the way, the file cannot be written,
+            or a prompt is no conversation that the template can render.
     """
     content = [prompt.messages for prompt in prompts]
     key = _digest([dict(settings), sampling.to_dict(), batch_size, content])
-    if target.exists():
-        _check_same(list(_rows(target)), key, target)
-        return len(prompts)
     partial = target.with_name(f".{target.name}.partial")
-    done = _finished_rows(partial, key, batch_size, len(prompts))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _replace(partial, "".join(_line(row) for row in done))
-    with partial.open("a", encoding="utf-8") as stream:
-        engine = load() if len(done) < len(prompts) else None
-        for start in range(len(done), len(prompts), batch_size):
-            assert engine is not None
-            batch = prompts[start : start + batch_size]
-            torch.manual_seed(sampling.seed + start)
-            answers = engine.answer_batch([prompt.messages for prompt in batch], sampling)
-            rows = [_row(p, a, key) for p, a in zip(batch, answers, strict=True)]
+    with _writing(target):
+        if target.exists():
+            _check_same(list(_rows(target)), key, target, num_rows=len(prompts))
+            return len(prompts)
+        done = _finished_rows(partial, key, batch_size, len(prompts))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _replace(partial, "".join(_line(row) for row in done))
+    engine = load() if len(done) < len(prompts) else None
+    if engine is not None:
+        _check_prompts(engine, prompts[len(done) :])
+    for start in range(len(done), len(prompts), batch_size):
+        assert engine is not None
+        batch = prompts[start : start + batch_size]
+        torch.manual_seed(sampling.seed + start)
+        answers = engine.answer_batch([prompt.messages for prompt in batch], sampling)
+        rows = [_row(p, a, key) for p, a in zip(batch, answers, strict=True)]
+        with _writing(target), partial.open("a", encoding="utf-8") as stream:
             stream.writelines(_line(row) for row in rows)
             stream.flush()
-            if progress is not None:
-                progress(start + len(batch), len(prompts))
-        os.fsync(stream.fileno())
-    partial.rename(target)
+            os.fsync(stream.fileno())
+        if progress is not None:
+            progress(start + len(batch), len(prompts))
+    with _writing(target):
+        partial.rename(target)
     return len(done)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """A disk that is full or a place that is no place: told in a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"it cannot be written: {error.strerror}", where=str(target)) from error
+
+
+def _check_prompts(engine: Engine, prompts: list[Prompt]) -> None:
+    """Render all before the first is answered, so that a bad one does not wait for its turn."""
+    for prompt in prompts:
+        try:
+            engine.prompt_ids(prompt.messages)
+        except DataError as error:
+            raise DataError(error.what, where=prompt.id, fix=error.fix) from None
 
 
 def _replace(path: Path, text: str) -> None:
@@ -182,8 +207,11 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _check_same(rows: list[dict[str, Any]], key: str, path: Path) -> None:
-    if any(row.get("settings") != key for row in rows):
+def _check_same(
+    rows: list[dict[str, Any]], key: str, path: Path, num_rows: int | None = None
+) -> None:
+    is_whole = num_rows is None or len(rows) == num_rows
+    if not is_whole or any(row.get("settings") != key for row in rows):
         raise DataError(
             "it was made from other prompts, another model or other options",
             where=str(path),
