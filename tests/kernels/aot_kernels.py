@@ -59,7 +59,7 @@ def calls(spec: OpSpec) -> list[OpCase]:
 def main(archs: list[int]) -> None:
     seen = set()
 
-    def record(self, programs, pointers, strides, free, constants, *, num_warps, num_stages=1):
+    def record(self, programs, pointers, strides, free, constants, num_warps, num_stages=1):
         for arch in archs:
             kinds = tuple(pointer.dtype for pointer in pointers)
             key = (arch, self.jitted.__name__, kinds, constants, num_warps, num_stages)

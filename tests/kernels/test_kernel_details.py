@@ -193,7 +193,7 @@ def test_the_short_launch_needs_what_was_compiled_for(monkeypatch):
 
     def go(pointer=storage, stride=64, free=3, constants=(1,)):
         before = jitted.slow, jitted.fast
-        kernel.launch(1, (pointer,), (stride,), (free,), constants, num_warps=4)
+        kernel.launch(1, (pointer,), (stride,), (free,), constants, 4)
         return (jitted.slow - before[0], jitted.fast - before[1])
 
     assert go() == (1, 0)

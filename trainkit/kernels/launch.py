@@ -31,6 +31,8 @@ if INTERPRETING:
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _INT32_END = 1 << 31
+_address = Tensor.data_ptr
+_dtype = operator.attrgetter("dtype")
 _NO_GUARD = contextlib.nullcontext()
 
 
@@ -120,11 +122,26 @@ def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
+class KernelFunction(torch.autograd.Function):
+    """An autograd function whose call costs the host less.
+
+    ``Function.apply`` looks at every argument for what a finished functorch transform may have left
+    behind. Kernels cannot address such tensors anyway.
+    """
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """Run forward; record backward."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*arguments)  # says that there is no way through
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
+
+
 class Kernel:
     """A jitted kernel with a short way to launch it.
 
     Its parameters must come in this order: pointers, integers that Triton may specialise (strides),
-    free numbers that it must not (named in ``do_not_specialize``), constexprs.
+    free numbers that it must not (named in ``do_not_specialize``; the largest first), constexprs.
     """
 
     def __init__(self, jitted: Any) -> None:
@@ -138,7 +155,6 @@ class Kernel:
         strides: Sequence[int],
         free: Sequence[float],
         constants: tuple,
-        *,
         num_warps: int,
         num_stages: int = 1,
     ) -> None:
@@ -159,16 +175,17 @@ class Kernel:
             )
             return
         device = pointers[0].get_device()
-        addresses = [pointer.data_ptr() for pointer in pointers]
-        key = (constants, device, num_warps, num_stages, *[pointer.dtype for pointer in pointers])
+        addresses = [*map(_address, pointers)]
+        key = (constants, num_warps, num_stages, device, *map(_dtype, pointers))
         ready = self._ready.get(key)
         # Triton specialises pointers and strides on divisibility by 16, integers on their width.
-        widest = functools.reduce(operator.or_, strides, 0)
-        as_compiled = (
-            not functools.reduce(operator.or_, addresses, widest) & 15
-            and widest < _INT32_END
-            and max(free, default=0) < _INT32_END
-        )
+        mixed = 0
+        for stride in strides:
+            mixed |= stride
+        as_compiled = mixed < _INT32_END and free[0] < _INT32_END
+        for address in addresses:
+            mixed |= address
+        as_compiled = as_compiled and not mixed & 15
         if ready is None or not as_compiled or device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 compiled = self.jitted[programs,](

@@ -10,7 +10,7 @@ from trainkit.kernels.cross_entropy.reference import (
     cross_entropy_reference,
     token_losses_reference,
 )
-from trainkit.kernels.launch import HAS_TRITON, as_rows, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, as_rows, runs_kernel
 
 if HAS_TRITON:
     from trainkit.kernels.cross_entropy import launcher
@@ -203,7 +203,7 @@ def _launch_forward(
     return launcher.launch_sum(losses, scale), flat, scale, dlogits
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(KernelFunction):
     """Makes the gradient with the loss, as if the loss were the end of the graph."""
 
     @staticmethod
@@ -248,7 +248,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits.view(logits.shape), None, None, None
 
 
-class _DeferredCrossEntropy(torch.autograd.Function):
+class _DeferredCrossEntropy(KernelFunction):
     """Makes the gradient in the backward pass: one more read of the logits, no state."""
 
     @staticmethod

@@ -19,7 +19,7 @@ from trainkit.kernels.launch import INTERPRETING
 ON_GPU = tl.constexpr(not INTERPRETING)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-COUNT_BLOCK = tl.constexpr(2048)
+COUNT_BLOCK = tl.constexpr(8192)
 
 # Where the factor of the gradients comes from.
 SCALE_IS_A_NUMBER = tl.constexpr(0)
@@ -131,38 +131,6 @@ def _fetch(
 
 
 @triton.jit
-def _scan(
-    row_ptr,
-    lanes,
-    label,
-    first_tile,
-    end_tile,
-    EVICTION: tl.constexpr,
-    WIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Takes tiles into each lane's running maximum and sum of powers, and sum of values."""
-    cols = _columns(BLOCK, GROUP)
-    lane_top, lane_sum, lane_total = lanes
-    for index in tl.range(first_tile, end_tile, num_stages=STAGES):
-        start = index * BLOCK
-        x = tl.load(row_ptr + start + cols, eviction_policy=EVICTION).to(WIDE)
-        x = _cap(x, SOFTCAP)
-        if SMOOTHING > 0.0:
-            lane_total += tl.sum(x, axis=1)
-        x = _others(x, cols, label - start, BLOCK)
-        higher = tl.maximum(lane_top, tl.max(x, axis=1) * LOG2E)
-        powers = tl.exp2(x * LOG2E - higher[:, None])
-        lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
-        lane_top = higher
-    return lane_top, lane_sum, lane_total
-
-
-@triton.jit
 def _statistics(
     row_ptr,
     kept,
@@ -176,7 +144,6 @@ def _statistics(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     KEPT_START: tl.constexpr,
-    HEAD: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Pass 1: the largest other logit, the largest, the sum of the others' powers, the mean.
@@ -188,16 +155,17 @@ def _statistics(
     lane_top = tl.full([BLOCK // GROUP], -3.0e38, dtype=WIDE)
     lane_sum = tl.zeros([BLOCK // GROUP], dtype=WIDE)
     lane_total = tl.zeros([BLOCK // GROUP], dtype=WIDE)
-    lanes = lane_top, lane_sum, lane_total
-    # The cache has room for the end of every row in flight. It must not lose that to the start.
-    lanes = _scan(
-        row_ptr, lanes, label, 0, tl.minimum(num_streamed, HEAD), "evict_first",
-        WIDE, GROUP, SMOOTHING, SOFTCAP, BLOCK, STAGES,
-    )  # fmt: skip
-    lane_top, lane_sum, lane_total = _scan(
-        row_ptr, lanes, label, HEAD, num_streamed, "evict_last",
-        WIDE, GROUP, SMOOTHING, SOFTCAP, BLOCK, STAGES,
-    )  # fmt: skip
+    for index in tl.range(0, num_streamed, num_stages=STAGES):
+        start = index * BLOCK
+        x = tl.load(row_ptr + start + cols, eviction_policy="evict_last").to(WIDE)
+        x = _cap(x, SOFTCAP)
+        if SMOOTHING > 0.0:
+            lane_total += tl.sum(x, axis=1)
+        x = _others(x, cols, label - start, BLOCK)
+        higher = tl.maximum(lane_top, tl.max(x, axis=1) * LOG2E)
+        powers = tl.exp2(x * LOG2E - higher[:, None])
+        lane_sum = lane_sum * tl.exp2(lane_top - higher) + tl.sum(powers, axis=1)
+        lane_top = higher
     others = _kept_others(kept, cols, label, KEPT_START, WIDE, SOFTCAP, V, BLOCK)
     higher = tl.maximum(lane_top, tl.max(others, axis=1) * LOG2E)
     others_top = tl.max(higher, axis=0)
@@ -281,7 +249,7 @@ def _write_gradient(
         start = (NUM_STREAMED - 1 - reverse) * BLOCK
         again = tl.load(row_ptr + start + cols, eviction_policy="evict_first").to(WIDE)
         streamed = _gradient(again, cols, label - start, top, factors, SMOOTHING, SOFTCAP, BLOCK)
-        tl.store(drow_ptr + start + cols, streamed.to(dtype), eviction_policy="evict_first")
+        tl.store(drow_ptr + start + cols, streamed.to(dtype), cache_modifier=".cs")
 
 
 @triton.jit
@@ -350,13 +318,11 @@ def cross_entropy_rows(
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_STREAMED: tl.constexpr,
-    NUM_CACHED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     WIDE: tl.constexpr = tl.float64 if logits_ptr.dtype.element_ty == tl.float64 else tl.float32
     GROUP: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     KEPT_START: tl.constexpr = NUM_STREAMED * BLOCK
-    HEAD: tl.constexpr = NUM_STREAMED - NUM_CACHED
     scale = _scale(
         scale_ptr, num_items_ptr, labels_ptr, scale_value, num_rows, ignore_index, WIDE, SCALE
     )
@@ -381,7 +347,7 @@ def cross_entropy_rows(
         num_streamed = tl.where(trained, NUM_STREAMED, 0)  # else there is nothing to read
         others_top, top, sum_others, mean = _statistics(
             row_ptr, kept, label, label_logit * LOG2E, num_streamed,
-            WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, KEPT_START, HEAD, STAGES,
+            WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, KEPT_START, STAGES,
         )  # fmt: skip
         above = label_logit * LOG2E - top
         # The next row's first reads travel while this row's gradient is made.

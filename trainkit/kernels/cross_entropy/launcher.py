@@ -28,20 +28,18 @@ class LossOptions(NamedTuple):
 
 
 @remembered
-def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int, int]:
-    """(BLOCK, NUM_STREAMED, NUM_CACHED, num_warps, STAGES, programs per multiprocessor)."""
+def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
+    """(BLOCK, NUM_STREAMED, num_warps, STAGES, programs per multiprocessor) by row length."""
     block = next_power_of_2(max(16, vocab))
     if INTERPRETING:
         block = min(block, 4096)
-        streamed = -(-vocab // block) - 1
-        return block, streamed, streamed // 2, 4, 1, 2
+        return block, -(-vocab // block) - 1, 4, 1, 2
     if block * element_size <= 16384:
-        return block, 0, 0, 4, 1, 2
+        return block, 0, 4, 1, 2
     # A longer row wants larger tiles. Both settings fill the shared memory with reads in flight.
     block, stages = (16384, 7) if vocab > 65536 else (8192, 8)
     block //= element_size
-    streamed = -(-vocab // block) - 1
-    return block, streamed, streamed, 8, stages, 2
+    return block, -(-vocab // block) - 1, 8, stages, 4 if vocab > 65536 else 2
 
 
 def launch(
@@ -75,9 +73,7 @@ def launch(
         skip_unit_grad_output: do nothing at all when grad_output is 1, decided on the device.
     """
     num_rows, vocab = logits.shape
-    block, streamed, cached, warps, stages, per_multiprocessor = config(
-        vocab, logits.element_size()
-    )
+    block, streamed, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
     # Without rows there is still a scale to make.
     programs = max(1, min(num_rows, num_multiprocessors(logits) * per_multiprocessor))
     if not isinstance(scale, Tensor):
@@ -117,11 +113,10 @@ def launch(
             vocab,
             block,
             streamed,
-            cached,
             stages,
         ),
-        num_warps=warps,
-        num_stages=stages,
+        warps,
+        stages,
     )
 
 
@@ -135,7 +130,7 @@ def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
         (),
         (losses.shape[0], 0.0 if on_device else float(scale)),
         (on_device, 2048),
-        num_warps=8,
+        8,
     )
     return loss
 

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, runs_kernel
 from trainkit.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
 
 if HAS_TRITON:
@@ -81,7 +80,7 @@ def _check(x: Tensor, weight: Tensor, cast: str) -> None:
         raise ValueError(f"cast is {cast!r}; it must be 'llama' or 'gemma'")
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(KernelFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, settings: tuple[float, float, bool]) -> Tensor:
         y, _, rstd = kernel.launch_forward(x, None, weight.contiguous(), *settings)
@@ -100,7 +99,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx, dw, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(KernelFunction):
     @staticmethod
     def forward(
         ctx: Any,

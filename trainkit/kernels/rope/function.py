@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, runs_kernel
 from trainkit.kernels.rope.reference import apply_rope_reference
 
 if HAS_TRITON:
@@ -59,7 +58,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
         )
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(KernelFunction):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, runs_kernel
 from trainkit.kernels.row_reduce.reference import row_max_reference, row_min_reference
 
 if HAS_TRITON:
@@ -53,7 +52,7 @@ def _check(x: Tensor) -> None:
         raise ValueError(f"a row of {tuple(x.shape)} has no elements to choose from")
 
 
-class _RowExtreme(torch.autograd.Function):
+class _RowExtreme(KernelFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, minimum: bool) -> tuple[Tensor, Tensor]:
         values, indices = kernel.launch_forward(x, minimum)

@@ -112,7 +112,7 @@ def launch_forward(x: Tensor, minimum: bool) -> tuple[Tensor, Tensor]:
             (stride,),
             (num_rows,),
             (minimum, width, block, block_rows),
-            num_warps=warps,
+            warps,
         )
     return values, indices
 
@@ -130,6 +130,6 @@ def launch_backward(indices: Tensor, dy: Tensor, width: int) -> Tensor:
             (),
             (num_rows,),
             (width, block, block_rows),
-            num_warps=warps,
+            warps,
         )
     return dx

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainkit.kernels.launch import HAS_TRITON, as_rows, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, as_rows, runs_kernel
 from trainkit.kernels.swiglu.reference import (
     geglu_tanh_reference,
     swiglu_packed_reference,
@@ -84,7 +83,7 @@ def _check(gate: Tensor, up: Tensor) -> None:
         )
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(KernelFunction):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -100,7 +99,7 @@ class _Gated(torch.autograd.Function):
         return dgate if want_gate else None, dup if want_up else None, None
 
 
-class _PackedSwiglu(torch.autograd.Function):
+class _PackedSwiglu(KernelFunction):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, up_first: bool) -> Tensor:
         ctx.save_for_backward(gate_up)
