@@ -132,3 +132,20 @@ def test_verify(tmp_path, capsys):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["status"] for row in rows] == ["whole", "damaged"]
     assert "x was altered" in rows[1]["reason"]
+
+
+def test_merge_says_when_rounding_loses_much_of_the_adapter(tiny_qwen2, tmp_path, capsys):
+    """An update near the resolution of bfloat16: a short run with a small learning rate."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    make_adapter(tmp_path / "base", tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] * 1e-3}))
+    said = {}
+    for dtype in ("bfloat16", "float32"):
+        target = str(tmp_path / dtype)
+        assert main(["merge", str(tmp_path / "adapter"), target, "--dtype", dtype]) == 0
+        said[dtype] = capsys.readouterr().out
+    assert "--dtype float32 keeps all of it" in said["bfloat16"]
+    assert "keeps all of it" not in said["float32"]

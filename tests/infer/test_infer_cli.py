@@ -88,6 +88,21 @@ def test_generate_and_generate_again(run_directory, tmp_path, capsys):
     assert "other options" in capsys.readouterr().err
 
 
+def test_model_that_was_trained_on_is_another_model(tiny_qwen2, run_directory, tmp_path, capsys):
+    """The same path with other weights must not be taken for the model of the answers so far."""
+    from safetensors.torch import load_file, save_file
+
+    (tmp_path / "p.txt").write_text("one\n")
+    options = ["--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")]
+    command = ["generate", str(run_directory), *options, "--max-new-tokens", "2"]
+    assert main(command) == main(command) == 0
+    weights = run_directory / "final" / "model.safetensors"
+    tensors = {name: tensor * 1.5 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert main(command) == 2
+    assert "another model" in capsys.readouterr().err
+
+
 def test_stop_tokens_of_the_run_end_an_answer(tiny_qwen2):
     """A token recorded as end of turn stops generation, though nothing else names it."""
     import torch

@@ -36,7 +36,7 @@ def generate(
     """Answer every prompt of a file; the same command again goes on where it stopped."""
     if batch_size < 1:
         raise RecipeError("it must be at least 1", where="--batch-size")
-    from trainkit.infer.place import find_place
+    from trainkit.infer.place import find_place, weights_digest
     from trainkit.infer.sampling import SamplingOptions
 
     sampling = SamplingOptions(
@@ -49,7 +49,12 @@ def generate(
     from trainkit.infer.batch import generate_file, read_prompts
 
     asked = read_prompts(prompts, system)
-    settings = {"model": place.model, "adapter": str(place.adapter), "dtype": dtype.value}
+    settings = {
+        "model": place.model,
+        "adapter": str(place.adapter),
+        "weights": weights_digest(place),
+        "dtype": dtype.value,
+    }
     before = generate_file(
         lambda: shared.load(place, dtype, device, system),
         asked,

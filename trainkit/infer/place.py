@@ -1,5 +1,6 @@
 """Where a model is, given a run directory, a checkpoint, an adapter, or a plain model. No torch."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.atomic import newest_valid
-from trainkit.errors import ModelError
+from trainkit.errors import CheckpointError, ModelError
 
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (
@@ -70,6 +71,25 @@ def find_place(
         raise _nothing_to_load(directory)
     spots = [spot for spot in (adapter, directory) if spot is not None and _has_tokenizer(spot)]
     return ModelPlace(model, adapter, str(spots[0]) if spots else model, run, directory)
+
+
+def weights_digest(place: ModelPlace) -> str | None:
+    """Tells whether the weights at a place are those of an earlier call; None where unreadable.
+
+    The model's are sampled, as ``trainkit.checkpoint.base_fingerprint`` does; an adapter's are read
+    whole.
+    """
+    from trainkit.checkpoint.base_fingerprint import fingerprint
+
+    digest = hashlib.sha256()
+    try:
+        digest.update(fingerprint(Path(place.model).expanduser()).encode())
+        for name in ("adapter_model.safetensors", "adapter_model.bin"):
+            if place.adapter is not None and (place.adapter / name).is_file():
+                digest.update((place.adapter / name).read_bytes())
+    except (CheckpointError, OSError):
+        return None  # a hub name or a GGUF
+    return digest.hexdigest()
 
 
 def base_directory(adapter: Path, base_model: str | None = None) -> Path:
