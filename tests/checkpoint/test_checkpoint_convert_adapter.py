@@ -13,7 +13,8 @@ from trainkit.checkpoint.adapter import read_adapter
 from trainkit.checkpoint.convert import ConvertOptions, convert_model
 from trainkit.checkpoint.convert_adapter import convert_adapter
 from trainkit.checkpoint.merge import MergeOptions, merge_adapter
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ModelError
+from trainkit.infer.place import find_place
 
 # Float32 sums in another order, logits of about 10.
 TOLERANCE = 5e-5
@@ -90,8 +91,19 @@ def test_part_of_a_joined_module(glm_directory, qwen2, tmp_path):
     assert (logits(glm_directory, tmp_path / "b") - theirs).abs().max() <= TOLERANCE
 
 
-def test_round_trip_gives_back_the_bits(glm_directory, qwen2, tmp_path):
-    adapter = make_adapter(glm_directory, tmp_path / "a", GLM_TARGETS)
+def test_converted_adapter_is_not_put_over_the_old_model(glm_directory, qwen2, tmp_path):
+    """Both layouts have a q_proj of one shape, in another order: it would load without a word."""
+    adapter = make_adapter(glm_directory, tmp_path / "a", ["q_proj", "k_proj"])
+    convert_adapter(adapter, tmp_path / "b", glm_directory, "qwen2")
+    assert find_place(str(adapter)).model == str(glm_directory)
+    with pytest.raises(ModelError, match="does not name its base"):
+        find_place(str(tmp_path / "b"))
+    assert find_place(str(tmp_path / "b"), base_model=str(qwen2)).model == str(qwen2)
+
+
+@pytest.mark.parametrize("targets", [GLM_TARGETS, ["embed_tokens", "q_proj"]])
+def test_round_trip_gives_back_the_bits(glm_directory, qwen2, tmp_path, targets):
+    adapter = make_adapter(glm_directory, tmp_path / "a", targets)
     convert_adapter(adapter, tmp_path / "b", glm_directory, "qwen2")
     convert_adapter(tmp_path / "b", tmp_path / "c", qwen2, "glm")
     ours = load_file(tmp_path / "c" / "adapter_model.safetensors")

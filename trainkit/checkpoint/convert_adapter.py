@@ -161,7 +161,11 @@ def _tensors(
     modules: Mapping[str, ModuleAdapter], replaced: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """With peft's names."""
-    tensors = {f"{PREFIX}{name}": tensor for name, tensor in replaced.items()}
+    tensors = {}
+    for name, tensor in replaced.items():
+        module = name.removesuffix(_WEIGHT)  # beside an adapter, peft looks one level deeper
+        key = f"{module}.base_layer{_WEIGHT}" if module in modules else name
+        tensors[f"{PREFIX}{key}"] = tensor
     for module, part in modules.items():
         name = f"{PREFIX}{module}."
         down, up = ("lora_embedding_A", "lora_embedding_B")
@@ -181,6 +185,9 @@ def _new_config(
 ) -> dict[str, Any]:
     """adapter_config.json of the result; ranks and alphas that differ go into the patterns."""
     new = {**config, "rank_pattern": {}, "alpha_pattern": {}}
+    # The model of the source's layout has modules of the same names: over it, this adapter would
+    # load and compute something else.
+    new["base_model_name_or_path"] = None
     for module, part in modules.items():
         lora_rank = part.down.shape[0]
         alpha = part.scaling * (math.sqrt(lora_rank) if config.get("use_rslora") else lora_rank)
