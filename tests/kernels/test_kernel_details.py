@@ -164,6 +164,13 @@ def test_interpreter_rounds_bf16_as_torch_does():
     )
 
 
+def test_a_functorch_transform_is_refused(device, kernels_run):
+    """A kernel cannot be traced through; silence would be a wrong gradient."""
+    x, weight = draw(device).normal(3, 8), draw(device).normal(8)
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda values: kernels.rms_norm(values, weight).sum())(x)
+
+
 class _Jitted:
     """Stands for a compiled kernel: counts which road a launch takes."""
 

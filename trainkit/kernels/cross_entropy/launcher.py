@@ -129,7 +129,7 @@ def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
         (losses, scale if isinstance(scale, Tensor) else losses, loss),
         (),
         (losses.shape[0], 0.0 if on_device else float(scale)),
-        (on_device, 2048),
+        (on_device, 8192),
         8,
     )
     return loss

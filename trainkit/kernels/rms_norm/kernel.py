@@ -27,7 +27,7 @@ MAX_HIDDEN = 65536  # one row must fit the registers of a program
 
 @triton.jit
 def _load_rows(ptr, rows, stride, cols, mask):
-    # What was read stays in the cache in place of what was written: up to 5% faster, measured.
+    # What was read stays in the cache in place of what was written: up to 4% faster, measured.
     at = ptr + rows[:, None] * stride + cols[None, :]
     return tl.load(at, mask=mask, other=0.0, eviction_policy="evict_last")
 
