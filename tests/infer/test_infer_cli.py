@@ -47,6 +47,17 @@ def test_chat_seed_and_sampling(run_directory, talk):
     assert first == second != talk([*arguments[:-1], "5"], ["x"])[1]
 
 
+def test_chat_with_an_adapter_that_resized_the_vocabulary(tiny_qwen2, talk, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    model.resize_token_embeddings(model.config.vocab_size + 5, mean_resizing=False)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "a")
+    code, _, err = talk([str(tmp_path / "a"), "--max-new-tokens", "2"], ["hi"])
+    assert code == 0, err
+
+
 def test_chat_with_adapter_and_beams(tiny_qwen2, talk, tmp_path):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

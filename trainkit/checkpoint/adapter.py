@@ -28,6 +28,7 @@ _PARTS = (
     "lora_embedding_B",
     "lora_magnitude_vector",
 )
+_WHOLE_EMBEDDING = re.compile(r"\.embed_tokens\.((base_layer|modules_to_save)\.)?weight$")
 # What these initialisations leave behind fits only the base that they changed when training began.
 _BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
 _UNKNOWN_HERE = (
@@ -158,6 +159,21 @@ def read_adapter(directory: Path) -> Adapter:
                 file.close()
             return adapter_from_tensors(directory, config, tensors)
     raise CheckpointError("adapter_model.safetensors is missing", where=str(directory))
+
+
+def vocabulary_rows(directory: Path) -> int | None:
+    """Rows of the embedding that an adapter brings along; None if it brings none.
+
+    peft saves it where it was trained, or where the vocabulary was resized before training.
+    """
+    if not (Path(directory) / "adapter_model.safetensors").exists():
+        return None
+    file = SafetensorsFile(plain_file(Path(directory), "adapter_model.safetensors"))
+    try:
+        rows = {i.shape[0] for i in file.tensors.values() if _WHOLE_EMBEDDING.search(i.name)}
+    finally:
+        file.close()
+    return rows.pop() if len(rows) == 1 else None
 
 
 def adapter_from_tensors(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from trainkit.checkpoint.adapter import vocabulary_rows
 from trainkit.data import DataOptions, PromptRenderer
 from trainkit.data.masking import MaskFinder
 from trainkit.data.messages import RowError
@@ -190,6 +191,9 @@ def load_engine(
         device=torch.device(device),
     )
     if place.adapter is not None:
+        rows = vocabulary_rows(place.adapter)
+        if rows not in (None, model.get_input_embeddings().weight.shape[0]):
+            model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
         model = load_adapter(model, place.adapter)
     model.eval()
     model.config.use_cache = True
