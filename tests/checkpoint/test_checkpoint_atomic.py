@@ -245,6 +245,13 @@ def test_free_space_check(tmp_path):
         atomic.free_space_check(tmp_path, 1 << 60)
 
 
+def test_small_sizes_are_not_told_as_nothing(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=600_000)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(CheckpointError, match="1.91 MiB are needed and 0.57 MiB are free"):
+        atomic.free_space_check(tmp_path, 2_000_000)
+
+
 def test_everything_is_forced_to_the_disk_before_the_rename(tmp_path, monkeypatch):
     """Power may fail after the rename: files, folders and manifest go first, the parent last."""
     events = []

@@ -235,11 +235,17 @@ def free_space_check(path: Path, needed_bytes: int) -> int:
     free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise CheckpointError(
-            f"{needed_bytes / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free",
+            f"{_readable(needed_bytes)} are needed and {_readable(free)} are free",
             where=str(path),
             fix="free some space or write to another disk",
         )
     return free
+
+
+def _readable(num_bytes: int) -> str:
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _check_recorded(staging: Path, known: Mapping[str, FileEntry], present: list[str]) -> None:
