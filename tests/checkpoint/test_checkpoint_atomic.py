@@ -248,7 +248,7 @@ def test_free_space_check(tmp_path):
 def test_small_sizes_are_not_told_as_nothing(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=600_000)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(CheckpointError, match="1.91 MiB are needed and 0.57 MiB are free"):
+    with pytest.raises(CheckpointError, match=r"1\.91 MiB are needed and 0\.57 MiB are free"):
         atomic.free_space_check(tmp_path, 2_000_000)
 
 
