@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from trainkit.bench import curve, kernel_times, packing, record, step
+from trainkit.bench import curve, kernel_times, linear_loss, packing, record, step
 from trainkit.bench.picture import draw_curves, draw_steps
 from trainkit.bench.providers import MODELS, Shape, attention_of
 from trainkit.cli.bench import app
@@ -85,6 +85,25 @@ def test_pictures(tmp_path):
     draw_curves({"hf_cudnn": [2.0, 1.0], "trainkit": [2.0, 1.001]}, tmp_path / "curve.png")
     for name in ("step.png", "curve.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("trained", [1.0, 0.5])
+def test_the_loss_is_measured_beside_matrix_products(trained):
+    case = linear_loss.Case(64, 8, 40, trained=trained)
+    providers = ("trainkit", "eager")
+    rows = list(linear_loss.run([case], providers, torch.device("cpu"), matrix_size=32))
+    assert [row["provider"] for row in rows] == ["trainkit", "eager"][: 1 if trained < 1 else 2]
+    for row in rows:
+        assert row["share_of_matmul"] == pytest.approx(row["tflops"] / row["tflops_sustained"])
+        assert row["tflops"] == pytest.approx(6 * 64 * 8 * 40 / row["ms"] / 1e9)
+
+
+def test_providers_of_the_loss_compute_the_same():
+    case = linear_loss.Case(64, 8, 40)
+    hidden, weight, labels = linear_loss._inputs(case, torch.device("cpu"))
+    call = (hidden, weight, labels, torch.tensor(64), 64)
+    ours, plain = (linear_loss._loss_of(name, case)(*call) for name in ("trainkit", "eager"))
+    torch.testing.assert_close(ours, plain, rtol=1e-2, atol=0.0)  # bf16 logits on both sides
 
 
 def test_identical_plain_curves_prove_nothing():

@@ -167,3 +167,9 @@ def test_patched_models_use_it_and_adapted_layers_do_not():
     adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj"]))
     names = grad_functions(adapted(input_ids=ids, labels=ids).loss)
     assert names.count("_LinearsBackward") == layers  # gate/up still pass gradients on
+
+
+def test_who_keeps_v_does_not_keep_k_with_it():
+    x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+    value = apply_linears(x, layers_of(QKV))[2]
+    assert value.untyped_storage().nbytes() == value.numel() * value.element_size()

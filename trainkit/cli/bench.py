@@ -129,6 +129,68 @@ def packing(
 
 
 @app.command()
+def loss(
+    providers: Annotated[
+        str, typer.Option(help="Of trainkit, liger, torch_compile, eager.")
+    ] = "trainkit,liger,torch_compile",
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Linear layer and cross entropy in one: the share of the matmul rate beside it, memory."""
+    import torch
+
+    from trainkit.bench import linear_loss
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("the loss is timed on a GPU, and there is none here")
+    chosen = _names(providers, linear_loss.PROVIDERS, "--providers")
+    report = _Report("linear_cross_entropy", as_json=as_json, output=output)
+    report.ceilings()
+    for row in linear_loss.run(linear_loss.CASES, chosen, torch.device("cuda")):
+        report.add(row.pop("case"), row, ("ms", "share_of_matmul", "extra_memory_gib"))
+
+
+@app.command()
+def curve(
+    samples: Annotated[
+        Path, typer.Argument(help="JSON lines, as `trainkit data preview --json` prints them.")
+    ],
+    model: Annotated[str, typer.Option(help="The model's shape.")] = "qwen2-0.5b",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 300,
+    batch_size: Annotated[int, typer.Option(min=1, help="Conversations in a step.")] = 16,
+    max_length: Annotated[int, typer.Option(min=1, help="Longer ones are cut.")] = 192,
+    as_json: AsJson = False,
+    output: Output = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the curves here (PNG).", show_default=False)
+    ] = None,
+) -> None:
+    """Loss curves of trainkit and of plain runs that differ in their attention kernel."""
+    from trainkit.bench import curve as bench_curve
+    from trainkit.bench.picture import draw_curves
+    from trainkit.bench.providers import MODELS
+
+    (name,) = _names(model, MODELS, "--model")
+    runs = [
+        bench_curve.Run(name, provider, str(samples), steps, batch_size, max_length)
+        for provider in bench_curve.RUNS
+    ]
+    report = _Report("curve", as_json=as_json, output=output)
+    losses = {}
+    for row in bench_curve.curves(runs):
+        if "error" in row:
+            raise typer.BadParameter(f"{row['provider']} failed:\n{row['error']}")
+        losses[row["provider"]] = row["losses"]
+    case = f"{name}, {steps} steps, against {bench_curve.RUNS[0]}"
+    for provider, row in bench_curve.distances(losses).items():
+        shown = ("mean_difference", "max_difference")
+        sizes = {"batch_size": batch_size, "max_length": max_length}
+        report.add(case, {"provider": provider, **row, **sizes}, shown)
+    if picture is not None:
+        draw_curves(losses, picture)
+
+
+@app.command()
 def data(
     model: Annotated[
         Path, typer.Option(help="A directory with a ChatML tokenizer.", show_default=False)

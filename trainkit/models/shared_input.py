@@ -84,7 +84,9 @@ class _Linears(torch.autograd.Function):
         for part in _parts(range(len(weights)), num_alone):
             weight = _joined([weights[i] for i in part])
             product = functional.linear(x, weight, _joined([biases[i] for i in part]))
-            outputs += _split(product, [weights[i] for i in part], dim=-1)
+            # Copies of what follows the first: who keeps v must not keep k's memory with it.
+            first, *others = _split(product, [weights[i] for i in part], dim=-1)
+            outputs += [first, *(each.contiguous() for each in others)]
         return tuple(outputs)
 
     @staticmethod
