@@ -166,4 +166,4 @@ def _allocated_gib(device: torch.device) -> float:
 
 
 def _name(case: Case) -> str:
-    return f"T{case.tokens} H{case.hidden} V{case.vocab} trained {case.trained:g}"
+    return f"T{case.tokens} H{case.hidden} V{case.vocab} trained {case.trained}"
