@@ -100,15 +100,20 @@ def test_merge_a_zero3_checkpoint(tmp_path, capsys):
     assert all(torch.equal(ours[name], truth[name].to(ours[name].dtype)) for name in ours)
 
 
-def test_merge_a_zero2_checkpoint_of_an_adapter(tmp_path, capsys):
+@pytest.mark.parametrize("stage", [1, 2])
+def test_merge_a_zero_checkpoint_of_an_adapter(tmp_path, capsys, stage):
     from tiny import make_qwen2, make_tokenizer
 
-    run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=2, lora=True)
+    run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=stage, lora=True)
     tokenizer = make_tokenizer()
     make_qwen2(len(tokenizer)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     command = ["merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "m")]
     assert main([*command, "--base-model", str(tmp_path / "base"), "--json"]) == 0
     assert output(capsys)["num_merged"] == 4
+    record = json.loads((tmp_path / "m" / "merge.json").read_text())
+    assert record["adapter"] == str(tmp_path / "checkpoint-2")  # not where it was unpacked
+    assert main([*command[:2], str(tmp_path / "n")]) == 2
+    assert f"{tmp_path / 'checkpoint-2'}: " in capsys.readouterr().err
 
 
 def test_merge_of_nothing(tiny_qwen2, tmp_path, capsys):

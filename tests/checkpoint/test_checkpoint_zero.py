@@ -20,7 +20,9 @@ CASES = {
     "zero2": {"stage": 2, "frozen": True},
     "zero3": {"stage": 3},
     "zero3-frozen": {"stage": 3, "frozen": True},
+    "zero1-lora": {"stage": 1, "lora": True},
     "zero2-lora": {"stage": 2, "lora": True},
+    "zero3-lora": {"stage": 3, "lora": True},
 }
 
 

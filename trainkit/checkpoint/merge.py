@@ -73,6 +73,8 @@ def merge_adapter(
     target: Path,
     options: MergeOptions,
     progress: Callable[[str], None] = logger.info,
+    *,
+    origin: Path | None = None,
 ) -> Merge:
     """Write base and adapter as one plain model.
 
@@ -82,6 +84,7 @@ def merge_adapter(
         target: must not exist.
         options: see there.
         progress: told in a line what happens.
+        origin: what the record names as the adapter, where it was unpacked from elsewhere.
 
     Raises:
         CheckpointError: the adapter does not fit the base or changes nothing; the merged model
@@ -98,7 +101,8 @@ def merge_adapter(
     is_same_base = not options.any_base and check_fingerprint(adapter.directory, base)
     if not is_same_base:
         progress("the base was compared by its shapes only")
-    metadata = {"kind": "merge", "base": str(base), "adapter": str(adapter.directory)}
+    source = str(origin or adapter.directory)
+    metadata = {"kind": "merge", "base": str(base), "adapter": source}
     with WeightsReader(base) as reader:
         packing = _packing(base, config, options)
         dtype = dtype_named(options.dtype)
@@ -129,7 +133,7 @@ def merge_adapter(
                 )
                 if packing is None or packing.base == "dequantized":
                     parity.check()  # merged into the original, it is off by the packing itself
-            record = _record(base, adapter, options, changes, parity)
+            record = {**_record(base, adapter, options, changes, parity), "adapter": source}
             record["is_base_of_training"] = is_same_base or None  # None: not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     return Merge(target, changes, parity)
@@ -174,7 +178,6 @@ def _record(
         "schema_version": 1,
         "base": str(base),
         "base_named_by_adapter": adapter.base_name,
-        "adapter": str(adapter.directory),
         "quantize": options.quantize,
         "merged_into": options.base,
         "dtype": options.dtype or "as in the base",

@@ -164,7 +164,9 @@ class ZeroReader:
         buffers = set(self._models[0].get("buffer_names") or ())
         order = [name for name in module if name not in tied]
         unknown = [name for name in order if name not in known and name not in buffers]
-        if unknown:
+        # ZeRO-1 writes no list of frozen weights: they are whole among the model's own.
+        lists_frozen = self._models[0].get("frozen_param_fragments") is not None
+        if unknown and (self._is_partitioned or lists_frozen):
             raise CheckpointError(
                 f"{len(unknown)} weights are in no shard: {unknown[:4]}", where=str(self.folder)
             )

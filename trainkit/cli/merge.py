@@ -94,12 +94,12 @@ def merge(
     if folder is not None and needs_adapter_from_shards(directory):
         with tempfile.TemporaryDirectory() as temporary:
             adapter = extract_adapter(folder, directory, Path(temporary))
-            row = _merge_adapter(adapter, base_model, target, options)
+            row = _merge_adapter(adapter, base_model, target, options, origin=directory)
     elif folder is not None and not (directory / "adapter_config.json").exists():
         number = export_zero(folder, directory, target, dtype=options.dtype, max_shard_bytes=size)
         row = {"target": str(target), "num_tensors": number}
     elif (directory / "adapter_config.json").exists():
-        row = _merge_adapter(directory, base_model, target, options)
+        row = _merge_adapter(directory, base_model, target, options, origin=directory)
     else:
         raise ModelError(
             "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
@@ -109,14 +109,14 @@ def merge(
 
 
 def _merge_adapter(
-    adapter: Path, base_model: str | None, target: Path, options: "MergeOptions"
+    adapter: Path, base_model: str | None, target: Path, options: "MergeOptions", *, origin: Path
 ) -> dict[str, Any]:
     from trainkit.checkpoint.adapter import read_adapter
     from trainkit.checkpoint.merge import merge_adapter
     from trainkit.infer.place import base_directory
 
-    base = base_directory(adapter, base_model)
-    done = merge_adapter(read_adapter(adapter), base, target, options, progress=_say)
+    base = base_directory(origin, base_model)
+    done = merge_adapter(read_adapter(adapter), base, target, options, _say, origin=origin)
     updates = [change.relative_update for change in done.changes]
     row: dict[str, Any] = {
         "target": str(target),
