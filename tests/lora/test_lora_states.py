@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families.family_models import DEVICE, exact, make, make_batch, run
+from families.family_models import DEVICE, exact, like_model, make, make_batch, run
 from lora.lora_models import adapt, largest_difference, lively
 from torch import nn
 
@@ -11,6 +11,8 @@ from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, fuse
 from trainkit.lora.adapter import adapted_layers
 from trainkit.lora.fused import why_unfused
+from trainkit.models.families import FAMILIES
+from trainkit.models.self_check import make_replica, self_check
 
 
 def add_second(model):
@@ -179,3 +181,17 @@ def test_an_unknown_family_still_gets_its_linear_layers():
     assert report.row("lora_mlp").status == "off"
     assert report.row("lora_linear").num_modules == 2
     torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"modules_to_save": ("embed_tokens",)}])
+def test_the_self_check_wants_no_gradient_of_frozen_embeddings(options):
+    """Those of a large vocabulary, in two dtypes, would not fit beside a 4-bit base."""
+    model = make("qwen2", tie_word_embeddings=False)
+    model = model if options is None else adapt(model, **options)
+    replica = make_replica(model, FAMILIES["qwen2"])
+    frozen = {name for name, parameter in replica.named_parameters() if not parameter.requires_grad}
+    ends = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert frozen == (ends if options == {} else set())
+    batch = like_model(make_batch("qwen2"), model)
+    rows = self_check(model, trainkit.patch(model), batch)
+    assert {row["status"] for row in rows} <= {"ok", "off", "reference", "skipped"}

@@ -123,7 +123,18 @@ def make_replica(model: nn.Module, family: Family) -> PreTrainedModel:
         for parameter in replica.parameters():
             if parameter.dim() == 1:  # norms begin at one and biases at zero: that would hide much
                 parameter.data += 0.1 * torch.randn_like(parameter)
+    # What adapters freeze gets no gradient here either: those of embeddings and head, in two
+    # dtypes, would take more memory than a 4-bit base.
+    if not any(
+        parameter.requires_grad for end in _ends(causal_lm) for parameter in end.parameters()
+    ):
+        for end in _ends(replica):
+            end.requires_grad_(False)
     return _cast(replica, example.dtype).eval()
+
+
+def _ends(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
