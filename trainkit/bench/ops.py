@@ -63,7 +63,8 @@ def _host_rows(cell: OpCell, provider: str) -> Iterator[dict[str, Any]]:
     except Exception:  # as in _provider_rows
         yield {**common, "error": traceback.format_exc(limit=3)}
         return
-    yield {**common, "pass": "forward", "clock": "host", "microseconds": microseconds}
+    times = {"microseconds": microseconds, "share_of_copy": None}
+    yield {**common, "pass": "forward", "clock": "host", **times}
 
 
 def _on_host(function: Callable[[], Any], rounds: int = 30, calls: int = 100) -> float:
@@ -81,7 +82,7 @@ def _on_host(function: Callable[[], Any], rounds: int = 30, calls: int = 100) ->
 
 def _copy_rows(cell: OpCell, copy: float) -> Iterator[dict[str, Any]]:
     for direction, size in (("forward", cell.forward_bytes), ("backward", cell.backward_bytes)):
-        if not size:
+        if not 0 < size < _ROTATE_BYTES:  # a larger one is the long copy itself
             continue
         elements = size // 4  # of two bytes, read and written
         pairs = [(normal(elements), normal(elements)) for _ in range(_number_of_calls(size))]
@@ -96,7 +97,7 @@ def _copy_rows(cell: OpCell, copy: float) -> Iterator[dict[str, Any]]:
                 "op": cell.op,
                 "case": cell.case,
                 "provider": "copy",
-                "pass": direction if cell.backward_bytes else "both",
+                "pass": direction,
                 "clock": clock,
                 "microseconds": microseconds,
                 "share_of_copy": size / microseconds / 1e3 / copy,

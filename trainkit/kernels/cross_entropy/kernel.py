@@ -239,7 +239,8 @@ def _write_gradient(
     if trained:
         x = _opaque(kept).to(WIDE)
         gradient = _gradient(x, cols, label - KEPT_START, top, factors, SMOOTHING, SOFTCAP, BLOCK)
-        tl.store(drow_ptr + KEPT_START + cols, gradient.to(dtype), mask=kept_mask)
+        kept_at = drow_ptr + KEPT_START + cols
+        tl.store(kept_at, gradient.to(dtype), mask=kept_mask, eviction_policy="evict_first")
     else:
         zeros = tl.zeros([BLOCK // GROUP, GROUP], dtype=dtype)
         tl.store(drow_ptr + KEPT_START + cols, zeros, mask=kept_mask)
@@ -249,7 +250,7 @@ def _write_gradient(
         start = (NUM_STREAMED - 1 - reverse) * BLOCK
         again = tl.load(row_ptr + start + cols, eviction_policy="evict_first").to(WIDE)
         streamed = _gradient(again, cols, label - start, top, factors, SMOOTHING, SOFTCAP, BLOCK)
-        tl.store(drow_ptr + start + cols, streamed.to(dtype), cache_modifier=".cs")
+        tl.store(drow_ptr + start + cols, streamed.to(dtype), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -323,16 +324,16 @@ def cross_entropy_rows(
     WIDE: tl.constexpr = tl.float64 if logits_ptr.dtype.element_ty == tl.float64 else tl.float32
     GROUP: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     KEPT_START: tl.constexpr = NUM_STREAMED * BLOCK
-    scale = _scale(
-        scale_ptr, num_items_ptr, labels_ptr, scale_value, num_rows, ignore_index, WIDE, SCALE
-    )
     if HAS_GRAD_OUTPUT:
         grad_output = tl.load(grad_output_ptr).to(WIDE)
         if SKIP_UNIT_GRAD_OUTPUT:  # noqa: SIM102 (a constexpr and a tensor)
             if grad_output == 1.0:
                 return
+    scale = _scale(
+        scale_ptr, num_items_ptr, labels_ptr, scale_value, num_rows, ignore_index, WIDE, SCALE
+    )
+    if HAS_GRAD_OUTPUT:
         scale = scale * grad_output
-
     row = tl.program_id(0).to(tl.int64)
     label, kept = _fetch(
         logits_ptr, labels_ptr, row, num_rows, logits_stride, GROUP, V, BLOCK, KEPT_START

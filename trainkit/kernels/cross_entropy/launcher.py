@@ -74,6 +74,8 @@ def launch(
     """
     num_rows, vocab = logits.shape
     block, streamed, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
+    if skip_unit_grad_output:  # most often nothing is left to do: one wave of programs says so
+        per_multiprocessor = 1
     # Without rows there is still a scale to make.
     programs = max(1, min(num_rows, num_multiprocessors(logits) * per_multiprocessor))
     if not isinstance(scale, Tensor):
