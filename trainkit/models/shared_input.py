@@ -141,7 +141,11 @@ def _split(tensor: Tensor, weights: Sequence[Tensor], dim: int = 0) -> Sequence[
 
 
 def _column_sums(rows: Tensor) -> Tensor:
-    """(N,) of (T, N). A product with ones reads them twice as fast as torch's sum on a GPU."""
-    if not rows.is_cuda:
-        return rows.sum(0)
-    return torch.mm(rows.new_ones((1, len(rows))), rows)[0]
+    """(N,) of (T, N).
+
+    On a GPU a product with ones is as exact as torch's sum of 16-bit rows and takes two thirds of
+    its time (27 and 41 us for 32768 x 896 on an H200).
+    """
+    if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(rows.new_ones((1, len(rows))), rows)[0]
+    return rows.sum(0)
