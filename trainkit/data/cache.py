@@ -7,6 +7,7 @@ other processes of a machine wait for the first instead of doing the work again;
 group, and the system drops it when its holder dies.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.store import META, Store
+from trainkit.errors import DataError
 
 CACHE_ONLY_OPTIONS = ("max_dropped", "num_workers", "cache_dir")
 """Options that do not change a sample."""
@@ -70,10 +72,12 @@ def sha256_of(file: Path, memo: Path) -> str:
     with file.open("rb") as stream:
         digest = _file_digest(stream)
     if begun - max(status.st_mtime_ns, status.st_ctime_ns) > 2 * 10**9:
-        memo.mkdir(parents=True, exist_ok=True)
-        temporary = note.with_suffix(f".{uuid.uuid4().hex}.tmp")
-        temporary.write_text(json.dumps({"marks": marks, "sha256": digest}), encoding="utf-8")
-        temporary.replace(note)
+        # A cache that cannot be written may still hold what is needed.
+        with contextlib.suppress(OSError):
+            memo.mkdir(parents=True, exist_ok=True)
+            temporary = note.with_suffix(f".{uuid.uuid4().hex}.tmp")
+            temporary.write_text(json.dumps({"marks": marks, "sha256": digest}), encoding="utf-8")
+            temporary.replace(note)
     return digest
 
 
@@ -152,23 +156,33 @@ def stored(directory: Path, key: str, build: Callable[[Path], None]) -> tuple[St
 
     Returns:
         the store, and whether it was there already.
+
+    Raises:
+        DataError: the directory cannot be written, or the disk is full; nothing is left behind.
     """
     target = directory / key
     if (target / META).exists():
         return Store.open(target), True
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / f"{key}.lock"):
-        if (target / META).exists():
-            return Store.open(target), True
-        _sweep(directory)
-        temporary = directory / f"tmp-{key}-{uuid.uuid4().hex}"
-        temporary.mkdir()
-        try:
-            build(temporary)
-            _publish(temporary, target)
-        finally:
-            if temporary.exists():
-                shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory / f"{key}.lock"):
+            if (target / META).exists():
+                return Store.open(target), True
+            _sweep(directory)
+            temporary = directory / f"tmp-{key}-{uuid.uuid4().hex}"
+            temporary.mkdir()
+            try:
+                build(temporary)
+                _publish(temporary, target)
+            finally:
+                if temporary.exists():
+                    shutil.rmtree(temporary, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"prepared data cannot be written: {error.strerror or error}",
+            where=str(directory),
+            fix="make room there, or name a directory that can be written with data.cache_dir",
+        ) from error
     return Store.open(target), False
 
 
@@ -201,10 +215,13 @@ def _sweep(directory: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``; wait for it as long as it takes."""
+    """Hold an exclusive lock on ``path``; wait for it as long as it takes.
+
+    A POSIX record lock: unlike those of ``flock``, forked workers do not hold it too.
+    """
     with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+        fcntl.lockf(stream, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(stream, fcntl.LOCK_UN)
+            fcntl.lockf(stream, fcntl.LOCK_UN)

@@ -33,7 +33,9 @@ def open_bytes(file: Path) -> IO[bytes]:
                 where=str(file),
                 fix="pip install 'trainkit[zstd]'",
             ) from error
-        return io.BufferedReader(_Zstd(file.open("rb", buffering=CHUNK_BYTES), zstandard), CHUNK_BYTES)
+        return io.BufferedReader(
+            _Zstd(file.open("rb", buffering=CHUNK_BYTES), zstandard), CHUNK_BYTES
+        )
     return file.open("rb", buffering=CHUNK_BYTES)
 
 

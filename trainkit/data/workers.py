@@ -1,9 +1,12 @@
 """Worker processes that build samples, in order and with bounded memory."""
 
+import ctypes
 import gc
 import itertools
 import multiprocessing
 import os
+import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +23,8 @@ Work = tuple[int, list[RawRow]]
 
 Result = tuple[int, list[RawRow], Batch]
 """The same, and what became of them."""
+
+_PR_SET_PDEATHSIG = 1
 
 _builder: SampleBuilder | None = None
 
@@ -105,10 +110,20 @@ def _take(
 def _start(builder: SampleBuilder) -> None:
     global _builder
     _builder = builder
+    _die_with_parent()
     # Rows make many short-lived objects and no cycles: what the parent has loaded need not be
     # walked again and again (nor its pages be copied).
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this process when its parent is killed.
+
+    It would wait for work for ever, and hold the files that it has inherited.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _build(rows: list[RawRow], source: Source) -> Batch:

@@ -1,0 +1,119 @@
+"""The cache when things go wrong: killed with its workers, read-only, full."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import chat
+
+from trainkit.data import DataOptions, Ledger, Source, cache, prepare
+from trainkit.errors import DataError
+
+SCRIPT = """
+import sys
+from tiny import make_tokenizer
+from trainkit.data import DataOptions, Ledger, Source, prepare
+options = DataOptions(cache_dir=sys.argv[2], num_workers=2)
+print(len(prepare([Source(sys.argv[1])], make_tokenizer(), options, ledger=Ledger())))
+"""
+
+
+def start(path, directory):
+    tests = str(Path(__file__).parent.parent)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path), str(directory)],
+        env={**os.environ, "PYTHONPATH": tests, "TOKENIZERS_PARALLELISM": "false"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def processes_of(session):
+    """The processes of a session, by /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = entry.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_killed_run_takes_its_workers_along_and_the_next_one_starts(tmp_path):
+    """Workers that outlive their parent would hold the lock, and the next run would wait."""
+    path, directory = tmp_path / "x.jsonl", tmp_path / "cache"
+    row = json.dumps(chat("question " * 40, "answer " * 40))
+    path.write_text("\n".join([row] * 60_000))
+    first = start(path, directory)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and len(processes_of(first.pid)) < 3:
+        time.sleep(0.05)
+    assert len(processes_of(first.pid)) == 3
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and processes_of(first.pid):
+        time.sleep(0.05)
+    left = processes_of(first.pid)
+    for process in left:
+        os.kill(process, signal.SIGKILL)
+    assert not left
+    path.write_text("\n".join([row] * 500))
+    second = start(path, directory)
+    assert second.communicate(timeout=60)[0] == "500\n"
+
+
+def refused(directory, write, tiny_tokenizer):
+    path = write([chat("q", "a")] * 5)
+    options = DataOptions(cache_dir=str(directory))
+    with pytest.raises(DataError) as error:
+        prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+    return str(error.value)
+
+
+def test_a_directory_that_cannot_be_written(write, tiny_tokenizer, tmp_path):
+    (tmp_path / "file").touch()
+    message = refused(tmp_path / "file" / "cache", write, tiny_tokenizer)
+    assert str(tmp_path / "file") in message
+    assert "data.cache_dir" in message
+
+
+def test_a_full_disk(write, tiny_tokenizer, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache.os, "fsync", full)
+    message = refused(tmp_path / "cache", write, tiny_tokenizer)
+    assert "No space left" in message
+    assert "data.cache_dir" in message
+    monkeypatch.undo()
+    assert not list((tmp_path / "cache").glob("tmp-*"))
+    path = write([chat("q", "a")] * 5)
+    options = DataOptions(cache_dir=str(tmp_path / "cache"))
+    assert len(prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())) == 5
+
+
+def test_a_read_only_cache_that_has_the_data_is_enough(
+    write, tiny_tokenizer, tmp_path, monkeypatch
+):
+    """A shared cache made by somebody else: nothing has to be written to open it."""
+    path = write([chat("q", "a")] * 5)
+    options = DataOptions(cache_dir=str(tmp_path / "cache"))
+    prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+
+    def read_only(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    for name in ("mkdir", "write_text", "rename", "replace"):
+        monkeypatch.setattr(Path, name, read_only)
+    data = prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
+    assert data.summary["sources"][0]["cached"]
