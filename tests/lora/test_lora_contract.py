@@ -211,3 +211,16 @@ def test_frozen_operands_get_no_gradient(name, frozen, device):
             assert torch.equal(leaf.grad, gradient)
     frozen_weights = [t for p in projections if p for t in (p.weight, p.bias) if t is not None]
     assert all(weight.grad is None for weight in frozen_weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@every_problem
+def test_on_a_device_that_is_not_the_current_one(name):
+    problem = Problem(name)
+    here, there = (
+        results(problem.function, *problem.tensors(BF16, FP32, device=each), problem.arguments)
+        for each in ("cuda:0", "cuda:1")
+    )
+    assert torch.cuda.current_device() == 0
+    assert same(here, there)
