@@ -350,4 +350,4 @@ class _Report:
                 typer.echo(json.dumps(record))
         else:
             figures = "  ".join(f"{row[name]:10.4g} {UNITS[name]}" for name in shown if row[name])
-            typer.echo(f"{case:<22}{provider:<16}{figures}")
+            typer.echo(f"{case:<22} {provider:<16}{figures}")
