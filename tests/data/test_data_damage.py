@@ -1,13 +1,17 @@
 """Damage that once went by in silence, took ages, or was hard to understand."""
 
+import copy
 import json
 import random
 import time
 
 import pytest
 from conftest import chat
+from tokenizers import processors
 
-from trainkit.data.reading import decode, read_rows
+from trainkit.data import DataOptions, Source
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.reading import RawRow, decode, read_rows
 from trainkit.errors import DataError
 
 LIMIT = 1 << 26
@@ -70,3 +74,24 @@ def test_tokens_are_numbers_and_masks_are_switches(write, ready, dropped, row, r
     data = ready(write([{"input_ids": [1, 2, 3], "loss_mask": [False, True, True]}, row]))
     assert data.num_trained.tolist() == [2]
     assert [entry["reason"] for entry in dropped()] == [reason]
+
+
+@pytest.mark.parametrize(
+    "row", [{"text": "<s>plain"}, {"prompt": "<s>ask ", "completion": "plain"}]
+)
+def test_bos_in_a_text_is_not_doubled_by_the_tokenizer(row, tiny_tokenizer):
+    """Rows rendered elsewhere begin with the token that the tokenizer adds by itself."""
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    without = {key: value.removeprefix("<s>") for key, value in row.items()}
+    rows = [RawRow(n, json.dumps(each).encode()) for n, each in enumerate((row, without))]
+    builder = SampleBuilder(tokenizer, DataOptions())
+    given, wanted = (builder.build([each], Source("x")) for each in rows)
+    assert given.input_ids[0].tolist() == wanted.input_ids[0].tolist()
+    assert given.loss_mask[0].tolist() == wanted.loss_mask[0].tolist()
+    assert given.counts["double_bos"] == 1
+    assert wanted.counts["double_bos"] == 0

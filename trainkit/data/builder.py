@@ -208,15 +208,19 @@ class SampleBuilder:
         whole = [row.prompt + row.text for _, row in texts]
         spans = [[(len(row.prompt), len(row.prompt) + len(row.text))] for _, row in texts]
         encoded = self.encoder.encode(whole, spans, add_special_tokens=True)
-        eos = self.tokenizer.eos_token_id
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         limit = self.options.max_length
         for (row, text), tokens in zip(texts, encoded, strict=True):
-            ids = tokens.input_ids
+            ids, first = tokens.input_ids, tokens.ranges[0][0]
+            if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
+                # The text has the token that the tokenizer adds: once is enough.
+                ids, first = ids[1:], max(first - 1, 0)
+                batch.counts["double_bos"] += 1
             if eos is not None and (len(ids) == 0 or ids[-1] != eos):
                 ids = np.append(ids, np.int32(eos))
             mask = np.ones(len(ids), dtype=np.uint8)
             if text.prompt and self.options.mask != "none":
-                mask[: tokens.ranges[0][0]] = 0
+                mask[:first] = 0
             batch.counts["straddling_tokens"] += tokens.num_straddling if text.prompt else 0
             if len(ids) > limit and not text.prompt:
                 batch.counts["texts_in_pieces"] += 1

@@ -78,6 +78,7 @@ def judge(data: PreparedData, stats: DataStats) -> list[Finding]:
     for name, what in (
         ("escaped_special_tokens", "control tokens inside message text were broken up"),
         ("straddling_tokens", "tokens reach over a turn's border and are not trained"),
+        ("double_bos", "texts begin with the bos token that the tokenizer adds; it is there once"),
         ("texts_in_pieces", "texts are longer than max_length and come in pieces"),
     ):
         if counts.get(name):
