@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from trainkit.data.ledger import CHANGED, Entry, Ledger
 from trainkit.data.stream_reader import Position
 from trainkit.data.streaming import SampleStream
-from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.errors import CheckpointError, DataError, TrainkitError
 
 NOTE = "stream"
 """The key of a `BatchNote` in a batch."""
@@ -205,7 +205,18 @@ class StreamLoader(DataLoader[Any]):
         self._state = state
 
     def __iter__(self) -> Any:
-        for batch in super().__iter__():
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                raise DataError(
+                    "a process that loads streamed data died, most likely for want of memory",
+                    where="training.dataloader_num_workers",
+                    fix="fewer of them, or a smaller block: data.streaming: 1000",
+                ) from error
             if isinstance(batch, TrainkitError):
                 raise batch
             self._state.take(batch.pop(NOTE))
