@@ -44,10 +44,10 @@ def test_two_csv_columns_of_one_name_are_refused(write):
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
-def test_another_unicode_encoding_is_named(write, encoding):
+def test_another_unicode_encoding_is_named(write, ready, encoding):
     text = "\ufeff" * encoding.endswith("be") + json.dumps(chat("q", "a")) + "\n"
     with pytest.raises(DataError, match="UTF-16 or UTF-32"):
-        rows_of(write(text.encode(encoding)))
+        ready(write(text.encode(encoding)))
 
 
 def test_a_huge_element_of_an_array_is_read_in_one_pass(write):

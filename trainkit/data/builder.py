@@ -4,6 +4,7 @@ One :class:`SampleBuilder` lives in each worker process. It never raises for a b
 ends as samples, as an entry for the ledger, or as both.
 """
 
+import codecs
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -138,7 +139,11 @@ class SampleBuilder:
         try:
             row = decode(raw.payload)
         except UnicodeDecodeError as error:
-            raise RowError("not_utf8", f"byte {error.start} of the row is not UTF-8") from error
+            detail = f"byte {error.start} of the row is not UTF-8"
+            begins = raw.payload[:2] if isinstance(raw.payload, bytes) else b""
+            if begins in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                detail += "; it begins as UTF-16 or UTF-32 do: iconv -f UTF-16 -t UTF-8 converts it"
+            raise RowError("not_utf8", detail) from error
         except json.JSONDecodeError as error:
             place = f"{error.msg} at column {error.colno}"
             if error.lineno > 1:

@@ -128,7 +128,7 @@ def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRo
                 yield from _csv_rows(stream, file)
         else:
             with open_bytes(file) as stream:
-                start = _skip_blank(stream, file)
+                start = _skip_blank(stream)
                 # In a file of lines a list may be a row; only a bracket alone opens an array there.
                 lines = name.endswith((".jsonl", ".ndjson"))
                 alone = start.prefix.split(b"\n", 1)[0].strip() == b"["
@@ -154,15 +154,9 @@ class _Start:
     offset: int
 
 
-def _skip_blank(stream: IO[bytes], file: Path) -> _Start:
+def _skip_blank(stream: IO[bytes]) -> _Start:
     line, offset, prefix = 1, 0, b""
     mark = stream.read(3)
-    if mark[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) or mark == b"\0\0\xfe":
-        raise DataError(
-            "the file is UTF-16 or UTF-32, and must be UTF-8",
-            where=str(file),
-            fix="convert it: iconv -f UTF-16 -t UTF-8",
-        )
     if mark == codecs.BOM_UTF8:
         offset = len(mark)
     else:

@@ -178,7 +178,9 @@ class TurnFinder:
         role = self.messages[turn - 1]["role"] if turn else "none"
         opened = THINK_OPENED.search(self.plain, done, first)
         rest = self.plain[: opened.start() if opened else first]
-        rest = self.headers.without_own_blanks(rest, text_of(self.messages[turn]))
+        message = self.messages[turn]
+        if "reasoning_content" not in message:  # else the turn does not begin with its text
+            rest = self.headers.without_own_blanks(rest, text_of(message))
         header = self.headers.find(role, self.messages[:turn], self.conversation.tools, rest)
         if not header.text:
             return len(rest) - len(header.lead)

@@ -201,8 +201,20 @@ class Block:
             run = self.reader.next_run()
             if run is None:
                 self._end()
-            elif turn % self.num_shares == self.share:
+            elif self._is_mine(turn):
                 self._build(*run)
+
+    def _is_mine(self, turn: int) -> bool:
+        """Whether this share gets the run: of as many runs as there are shares, each gets one.
+
+        Which one is drawn, since sources take turns in reading: in a fixed order a share would
+        see one source and miss another.
+        """
+        hand, place = divmod(turn, self.num_shares)
+        if not self.stream.shuffle:
+            return place == self.share
+        random = np.random.default_rng([self.stream.options.seed, self.position.epoch, hand])
+        return int(random.permutation(self.num_shares)[place]) == self.share
 
     def arranged(self) -> list[list[Sample]]:
         """The block's rows, in their order."""
