@@ -69,6 +69,19 @@ def test_shares_are_disjoint_and_whole(write, tiny_tokenizer, num_shares):
     assert sorted(itertools.chain(*shares)) == sorted(ids(epoch(streamed)))
 
 
+def test_every_share_sees_every_source(write, tiny_tokenizer):
+    # Two sources of one size are read in turn: dealt out in turn, each share would get one of them.
+    paths = [
+        write([chat(f"{name}{n}", "a") for n in range(1000)], f"{name}.jsonl") for name in "ab"
+    ]
+    streamed = stream(tiny_tokenizer, *paths, buffer=2000)
+    for share in range(2):
+        rows = epoch(streamed, share=share, num_shares=2)
+        from_a = sum(sample["source"] == 0 for row in rows for sample in row.samples)
+        # About 16 runs of 64, each from a with even chances: under 0.1 or over 0.9 once in 2000.
+        assert 0.1 < from_a / len(rows) < 0.9
+
+
 def test_packed_rows(write, tiny_tokenizer):
     path = write(ROWS)
     rows = epoch(stream(tiny_tokenizer, path, packing=True, max_length=256))
