@@ -20,7 +20,7 @@ data:
   streaming: 100
 training:
   {{learning_rate: 1e-2, per_device_train_batch_size: 2, gradient_accumulation_steps: 2,
-   max_steps: 30, save_steps: 10}}
+   max_steps: 60, save_steps: 10}}
 """
 
 
@@ -31,7 +31,7 @@ def conversation(question, answer):
 
 @pytest.fixture
 def project(tmp_path, tiny_qwen2):
-    """Two sources with dirt; a pass over both takes about ten of the thirty steps."""
+    """Two sources with dirt; a pass over both takes about ten of the sixty steps."""
     for name, count in (("chat", 260), ("math", 520)):
         lines = [conversation(f"Say {n}.", f"{name} {n}" * (n % 3 + 1)) for n in range(count)]
         lines[5::50] = ["{broken"] * len(lines[5::50])
@@ -95,7 +95,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
     assert code == 0, err
     whole = project / "whole"
     losses = [row["loss"] for row in rows_of(whole)]
-    assert len(losses) == 30
+    assert len(losses) == 60
     assert losses[-1] < 0.6 * losses[0]
     assert {"loss/chat", "loss/math"} <= set(rows_of(whole)[3])
     assert rows_of(whole, "eval_loss")
@@ -133,7 +133,7 @@ def test_ranks_share_the_rows_and_their_dirt(project):
     assert other
     assert sorted(mine + other) == sorted(ALL_DROPPED)
     assert rows_of(run)[-1]["num_dropped"] == len(ALL_DROPPED)
-    assert {p.name for p in (run / "checkpoint-30").glob("stream*")} == {
+    assert {p.name for p in (run / "checkpoint-60").glob("stream*")} == {
         "stream_rank0.json",
         "stream_rank1.json",
     }
