@@ -1,6 +1,7 @@
 """The benchmarks run, at a size where they measure nothing."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -158,3 +159,10 @@ def test_a_named_attention_is_the_only_one_allowed(provider):
     torch.nn.functional.scaled_dot_product_attention(states, states, states)
     with attention_of(provider), pytest.raises(RuntimeError, match=r"No (available|viable)"):
         torch.nn.functional.scaled_dot_product_attention(states, states, states)
+
+
+def test_the_commit_is_the_packages_own_wherever_one_stands(tmp_path, monkeypatch):
+    at_home = record.environment()["commit"]
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(["git", "init", "-q"], check=True)
+    assert record.environment()["commit"] == at_home

@@ -63,7 +63,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """gpu, versions and commit, as every record carries them.
 
     Args:
-        commit: of the code that ran; read from git when None.
+        commit: of the code that ran; read from the package's own checkout when None.
     """
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -121,10 +121,11 @@ def _versions() -> Iterable[tuple[str, str]]:
 
 
 def _git_commit() -> str:
+    """The commit of this package's own checkout, ``-dirty`` where the code differs from it."""
+    here = Path(__file__).parent
+    command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty"]
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
+        found = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return found.stdout.strip()
