@@ -101,3 +101,30 @@ def test_positions_fit_the_number_of_processes(make, tmp_path):
     other, _ = make(1)
     with pytest.raises(CheckpointError, match="2 loading processes"):
         other.load(tmp_path)
+
+
+def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monkeypatch):
+    import source_loss_cases
+
+    from trainkit.data.first_look import FirstRows
+    from trainkit.train.sampling import CountingCollator
+    from trainkit.train.trainer import TrainingData
+
+    state, _ = make()
+    held = TrainingData(
+        FirstRows(state.stream.first(10)[0], packing=True),
+        CountingCollator(PackingCollator(128, 0), lambda rows: 0),
+        lambda row: row,
+        stream=state.stream,
+    )
+    monkeypatch.setattr(source_loss_cases, "make_data", lambda **_: held)
+    options = {"packed": True, "max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    trainer = source_loss_cases.make_trainer(tmp_path, **options)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    again = source_loss_cases.make_trainer(tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert again.state.global_step == 3
+    assert not [
+        row for row in again.state.log_history[len(trainer.state.log_history) :] if "loss" in row
+    ]
