@@ -154,6 +154,21 @@ def test_values_typed_on_a_command_line(text, value):
     assert parse_value(text, "override") == value
 
 
+@pytest.mark.parametrize("text", ["{rope:false}", "{swiglu: true, rope:false}", "[{rope:false}]"])
+def test_a_colon_without_a_blank_is_told(text):
+    with pytest.raises(RecipeError, match="rope:false is one word in YAML") as caught:
+        parse_value(text, "override")
+    assert caught.value.fix is not None
+    assert "{rope: false}" in caught.value.fix
+
+
+def test_a_mapping_in_json_needs_no_blanks():
+    assert parse_value('{"rope":false,"swiglu":true}', "override") == {
+        "rope": False,
+        "swiglu": True,
+    }
+
+
 SETTINGS = settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

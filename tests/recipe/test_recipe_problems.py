@@ -63,6 +63,10 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
             "training.learning_rate: 1",
         ),
         ("template: qwen", "it has no key here", "chat template"),
+        ("lora_target: all", "name for lora.target_modules", "`all-linear`, the default"),
+        ("early_stopping_patience: 3", "axolotl's name", "load_best_model_at_end"),
+        ("training: {early_stopping_patience: 3}", "axolotl's name", "load_best_model_at_end"),
+        ("unfrozen_parameters: [x]", "axolotl's name", "`lora:` section"),
         # wrong values
         ("training: {learning_rate: '1e-5'}", "'1e-5' must be a number", "without quotes"),
         ("training: {learning_rate: fast}", "'fast' must be a number", None),
@@ -81,6 +85,16 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("training: {per_device_train_batch_size: 0}", "must be at least 1", None),
         ("training: {num_train_epochs: 0}", "must be above 0", None),
         ("training: {report_to: [1]}", "must be null or text or a list", None),
+        ("training: {report_to: tensorbord}", "'tensorbord' must be one of", "tensorboard"),
+        ("training: {report_to: [wandb, mlflo]}", "'mlflo' must be one of", "mlflow"),
+        (
+            "training: {gradient_checkpointing_kwargs: {use_reentrent: true}}",
+            "'use_reentrent' must be one of",
+            "use_reentrant",
+        ),
+        ("training: {optim_args: foreach}", "'foreach' must be name=value", None),
+        ("lora: true", "lora: True must be a section", "lora: {} for its defaults"),
+        ("lora: false", "lora: False must be a section", "lora: null"),
         ("training: {bf16: true, fp16: true}", "are both on", "keep one"),
         ("training: {disable_tqdm: false}", "cannot be changed", "remove it"),
         ("training: [a]", "training: must be a mapping", None),
@@ -88,7 +102,6 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("lora: {r: '8'}", "lora.r: '8' must be a whole number", "without quotes"),
         ("lora: {dropout: 1}", "must be below 1", None),
         ("lora: {quantize: int4}", "must be one of", None),
-        ("lora: true", "lora: True must be a section", None),
         ("kernels: {ropee: true}", "no op 'ropee'", None),
         ("kernels: fast", "'fast' must be true or false", None),
         ("kernels: yes", "must be true or false", "write true"),
@@ -133,6 +146,7 @@ def test_one_mistake_one_message(problems_of, line, what, fix):
         ("{train: [a], max_dropped: -1}", "a count such as 20, a share", None),
         ("{train: [a], max_dropped: true}", "a count such as 20, a share", None),
         ("[a.jsonl]", "data: must be a section", None),
+        ("{train: null}", "data.train: None must be a list", "data.train: [FILE]"),
     ],
 )
 def test_mistakes_in_the_data_section(problems_of, data, what, fix):
@@ -215,3 +229,12 @@ def test_foreign_names_are_no_keys_where_they_are_told_apart():
         for place in vocabulary().places(name):
             section = place.rpartition(".")[0]
             assert section in ("generation_eval", "training"), place
+
+
+@pytest.mark.parametrize(
+    ("short", "full"), [("bf16", "bfloat16"), ("fp16", "float16"), ("FP32", "float32")]
+)
+def test_short_names_of_dtypes_are_told_in_full(problems_of, short, full):
+    text = f"model: {{name_or_path: m, dtype: {short}}}\ndata: {{train: [a.jsonl]}}\n"
+    ((_, _, advice),) = problems_of(text)
+    assert advice == f"did you mean {full}?"

@@ -27,15 +27,20 @@ def test_plain_output_is_one_line_a_row_and_has_no_escapes():
         console.start(200)
         for step in (1, 2):
             console.log({"step": step, **ROW})
-        console.log({"step": 2, "eval_loss": 0.5, "eval_runtime": 3.0})
+        console.log({"step": 2, "eval_loss": 0.5, "eval_num_trained_tokens": 7162.0})
+        console.log({"step": 2, "eval_loss": 0.25, "eval_runtime": 3.0})
         console.warn("look out")
         console.finish({"run": "/tmp/" + "x" * 200, "loss": 1.2})
     lines = stream.getvalue().splitlines()
     assert "\x1b" not in stream.getvalue()
     assert lines[0].startswith("step   1/200  loss 1.2346  lr 2.00e-05  tok/s 12.3k  mem 3.21 GiB")
     assert "eta" in lines[1]
-    assert lines[2:4] == ["evaluation at step 2: loss 0.5000", "warning: look out"]
-    assert lines[5].split() == ["run", "/tmp/" + "x" * 200]
+    assert lines[2:5] == [
+        "evaluation at step 2: loss 0.5000  num_trained_tokens 7.16k",
+        "evaluation at step 2: loss 0.2500",
+        "warning: look out",
+    ]
+    assert lines[6].split() == ["run", "/tmp/" + "x" * 200]
 
 
 def test_other_processes_are_silent():

@@ -218,6 +218,13 @@ class _Reader:
                     "a key must be a word", where=self._place(line), fix="quote a value with braces"
                 )
             key = key_node.value
+            if _lacks_blank(node, key_node, value_node):
+                name, _, value = key.partition(":")
+                raise RecipeError(
+                    f"{key} is one word in YAML: a colon inside braces needs a blank behind it",
+                    where=self._place(line),
+                    fix=f"write {{{name}: {value}}}, and quote the whole argument in a shell",
+                )
             if key == "<<":
                 raise RecipeError(
                     "merge keys (<<) are not part of YAML 1.2",
@@ -235,6 +242,12 @@ class _Reader:
             self.lines[(*path, key)] = line + 1
             values[key] = self._value(value_node, (*path, key))
         return values
+
+
+def _lacks_blank(node: yaml.MappingNode, key: yaml.ScalarNode, value: yaml.Node) -> bool:
+    """Whether ``{name:value}`` was typed, which YAML reads as a key without a value."""
+    is_empty = isinstance(value, yaml.ScalarNode) and value.style is None and value.value == ""
+    return bool(node.flow_style) and key.style is None and ":" in key.value and is_empty
 
 
 def _kind(value: Any) -> str:

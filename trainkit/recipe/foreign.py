@@ -36,6 +36,11 @@ _LORA_ON = "a `lora:` section turns adapters on; without one, all weights are tr
 _NF4 = "4-bit loading is `lora: {quantize: nf4}`"
 _KERNELS = "`kernels: true` switches trainkit's kernels on"
 _OWN_TEMPLATE = "the tokenizer's own chat template is used, or data.chat_template"
+_NO_EARLY_STOP = (
+    "nothing stops a run early; `load_best_model_at_end: true` in training keeps the best weights"
+)
+_ALL_OR_ADAPTERS = "all weights are trained, or with a `lora:` section the adapters alone"
+_TOKENS_BEFORE = "add tokens to the model and its tokenizer first, and save both"
 _EVAL_FILES = "give held-out files in data.eval"
 
 FOREIGN: Mapping[str, ForeignName] = {
@@ -97,7 +102,9 @@ FOREIGN: Mapping[str, ForeignName] = {
     "rank": ForeignName(_TUNE, "lora.r"),
     "lora_alpha": ForeignName(f"{_LF}, {_AX}, {_TRL} and {_PEFT}", "lora.alpha"),
     "lora_dropout": ForeignName(f"{_LF}, {_AX}, {_TRL} and {_PEFT}", "lora.dropout"),
-    "lora_target": ForeignName(_LF, "lora.target_modules"),
+    "lora_target": ForeignName(
+        _LF, "lora.target_modules", "give a list of names; its `all` is `all-linear`, the default"
+    ),
     "lora_target_modules": ForeignName(f"{_AX} and {_TRL}", "lora.target_modules"),
     "lora_target_linear": ForeignName(_AX, "lora.target_modules", "`all-linear` is the default"),
     "lora_modules_to_save": ForeignName(_AX, "lora.modules_to_save"),
@@ -139,6 +146,22 @@ FOREIGN: Mapping[str, ForeignName] = {
     "enable_activation_checkpointing": ForeignName(_TUNE, "training.gradient_checkpointing"),
     "use_gradient_checkpointing": ForeignName(_UNSLOTH, "training.gradient_checkpointing"),
     "pure_bf16": ForeignName(_LF, "model.dtype", "`dtype: bfloat16` is the default"),
+    "evals_per_epoch": ForeignName(
+        _AX, "training.eval_strategy", "write `eval_strategy: epoch`, or `steps` with eval_steps"
+    ),
+    "saves_per_epoch": ForeignName(
+        _AX, "training.save_strategy", "write `save_strategy: epoch`, or `steps` with save_steps"
+    ),
+    "early_stopping_patience": ForeignName(_AX, None, _NO_EARLY_STOP),
+    "early_stopping_steps": ForeignName(_LF, None, _NO_EARLY_STOP),
+    "unfrozen_parameters": ForeignName(_AX, None, _ALL_OR_ADAPTERS),
+    "freeze_trainable_layers": ForeignName(_LF, None, _ALL_OR_ADAPTERS),
+    "freeze_trainable_modules": ForeignName(_LF, None, _ALL_OR_ADAPTERS),
+    "special_tokens": ForeignName(_AX, None, _TOKENS_BEFORE),
+    "add_tokens": ForeignName(_LF, None, _TOKENS_BEFORE),
+    "add_special_tokens": ForeignName(_LF, None, _TOKENS_BEFORE),
+    "resize_vocab": ForeignName(_LF, None, _TOKENS_BEFORE),
+    "rl": ForeignName(_AX, None, "trainkit does supervised fine-tuning and pretraining"),
     "plot_loss": ForeignName(_LF, None, "the curves are always drawn"),
     "wandb_project": ForeignName(_AX, None, "set WANDB_PROJECT and `report_to: wandb`"),
     "stage": ForeignName(_LF, None, "trainkit does supervised fine-tuning and pretraining"),

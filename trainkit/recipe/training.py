@@ -27,6 +27,14 @@ TRAINING_FIXED: Mapping[str, tuple[Any, str]] = {
 }
 """Fields of ``training`` that have one value here, and why."""
 
+# What torch.utils.checkpoint takes, but for functions.
+_CHECKPOINT_OPTIONS = (
+    "use_reentrant",
+    "preserve_rng_state",
+    "determinism_check",
+    "debug",
+    "early_stop",
+)
 _AT_LEAST_ONE = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
@@ -76,6 +84,8 @@ def check_training(training: Mapping[str, Any]) -> list[TrainingProblem]:
             problems.append(TrainingProblem(name, what, "remove it"))
         elif isinstance(value, int | float) and not isinstance(value, bool):
             problems += _out_of_range(name, value)
+        else:
+            problems += _unknown_words(name, value)
     if not problems and training.get("bf16") and training.get("fp16"):
         problems.append(
             TrainingProblem("fp16", "training.bf16 and training.fp16 are both on", "keep one")
@@ -101,6 +111,28 @@ def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:
     return TrainingProblem(
         field.name, f"training.{field.name}: {value!r} must be {field.rule}", fix
     )
+
+
+def _unknown_words(name: str, value: Any) -> list[TrainingProblem]:
+    """Words inside a value that transformers or torch would only refuse when training starts."""
+    if name == "report_to" and training_fields().trackers:
+        known = training_fields().trackers
+        words = [value] if isinstance(value, str) else value or []
+        unknown = [word for word in words if word not in (*known, "all", "none")]
+    elif name == "gradient_checkpointing_kwargs" and isinstance(value, dict):
+        known = _CHECKPOINT_OPTIONS
+        unknown = [word for word in value if word not in known]
+    elif name == "optim_args" and isinstance(value, str):
+        known = ()
+        unknown = [part for part in value.split(",") if part.count("=") != 1]
+    else:
+        return []
+    problems = []
+    for word in unknown:
+        rule = f"must be one of {', '.join(known)}" if known else "must be name=value"
+        what = f"training.{name}: {word!r} {rule}"
+        problems.append(TrainingProblem(name, what, ask(nearest(str(word), known))))
+    return problems
 
 
 def _out_of_range(name: str, value: float) -> list[TrainingProblem]:

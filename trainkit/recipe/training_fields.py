@@ -16,6 +16,9 @@ from typing import Any
 
 from trainkit.errors import RecipeError
 
+# Where the names that `report_to` can have stand, as the keys of a dict of callbacks.
+_TRACKERS = ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK")
+
 # The modules of transformers where the enums of the annotations are defined.
 _MODULES = ("training_args.py", "trainer_utils.py", "debug_utils.py")
 
@@ -73,10 +76,17 @@ class TrainingField:
 
 @dataclass(frozen=True)
 class TrainingFields:
-    """All fields, and the version they are of."""
+    """All fields, and the version they are of.
+
+    Attributes:
+        version: of transformers.
+        fields: by name.
+        trackers: the names that ``report_to`` can have; empty where they were not found.
+    """
 
     version: str
     fields: Mapping[str, TrainingField]
+    trackers: tuple[str, ...] = ()
 
 
 @lru_cache(maxsize=1)
@@ -133,7 +143,21 @@ def read_training_fields(package: Path, version: str) -> TrainingFields:
                 _choices(annotation, enums),
                 _help(node.value),
             )
-    return TrainingFields(version, fields)
+    return TrainingFields(version, fields, _trackers(package))
+
+
+def _trackers(package: Path) -> tuple[str, ...]:
+    file, table = _TRACKERS
+    path = package / file
+    if not path.is_file():
+        return ()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if table in names:
+                keys = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+                return tuple(str(key) for key in keys)
+    return ()
 
 
 def _members(enum: ast.ClassDef) -> tuple[str, ...]:

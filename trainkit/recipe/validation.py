@@ -44,6 +44,14 @@ _RULES: Mapping[str, str] = {
     "model_attributes_type": "must be a section, which is a mapping",
 }
 
+# The short names other tools have for them.
+_DTYPES: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+}
+
 
 def validate(settings: Settings) -> Recipe:
     """Make the recipe.
@@ -176,13 +184,18 @@ def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
     kind = error["type"]
     if kind == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        return ask(nearest(value, choices))
+        full = _DTYPES.get(value.lower())
+        return ask([full] if full in choices else nearest(value, choices))
     if kind in ("model_type", "model_attributes_type"):
+        if value is False and dotted != "model":
+            return f"leave the section out, or write {dotted}: null"
+        if value is True and dotted != "model":
+            return f"put its keys under `{dotted}:`, or write {dotted}: {{}} for its defaults"
         if value is None:
             return f"put its keys under `{dotted}:`, indented by two spaces"
         return f"write {dotted}: {{name_or_path: {value}}}" if dotted == "model" else None
     if kind == "list_type":
-        return f"write {dotted}: [{value}]"
+        return f"write {dotted}: [{'FILE' if value is None else value}]"
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         plain = read_scalar(value)
         if isinstance(plain, int | float):

@@ -244,7 +244,10 @@ def _evaluation_line(step: int, evaluation: Mapping[str, float | int | str | Non
         for key, value in evaluation.items()
         if not key.endswith(("runtime", "per_second")) and "tokens/" not in key
     }
-    values = "  ".join(f"{key} {format_loss(value)}" for key, value in shown.items())
+    values = "  ".join(
+        f"{key} {format_count(value) if key.startswith('num_') else format_loss(value)}"
+        for key, value in shown.items()
+    )
     return f"evaluation at step {step}: {values}"
 
 
