@@ -1,5 +1,6 @@
 """The Trainer's seams: equal losses for every cut, exact resume, whole checkpoints, honest logs."""
 
+import io
 import json
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import torch
 
 from trainkit.checkpoint.manifest import verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.run import Console
 from trainkit.train.checkpoints import check_fingerprint, find_resume_point
+from trainkit.train.finish import save_final
 
 
 def losses(trainer):
@@ -124,6 +127,49 @@ def test_resume_refuses_other_data(lab):
     check_fingerprint(point, {"data": "fixed"})
     with pytest.raises(CheckpointError, match="data was 'fixed' and is 'other'"):
         check_fingerprint(point, {"data": "other"})
+
+
+def test_a_finished_run_that_is_resumed_trains_no_step_more(lab):
+    """Eight steps end amid the first epoch of ten, so its loader has more to give."""
+    trainer = lab.trainer("run", save_steps=8)
+    trainer.train()
+    again = lab.trainer("run", save_steps=8)
+    again.train(resume_from_checkpoint=str(lab.root / "run" / "checkpoint-8"))
+    assert again.state.global_step == 8
+    before = weights(trainer)
+    assert all(torch.equal(value, before[name]) for name, value in weights(again).items())
+
+
+def test_a_continued_run_is_held_to_its_plan(lab):
+    from trainkit.train.callbacks import KeepToThePlan
+
+    lab.trainer("run", save_steps=4).train()
+    point = find_resume_point(str(lab.root / "run"), output_dir=None, runs=lab.root, name="run")
+    stream = io.StringIO()
+
+    def resume(max_steps):
+        trainer = lab.trainer("run", max_steps=max_steps)
+        trainer.add_callback(KeepToThePlan(point, Console(stream=stream)))
+        trainer.train(resume_from_checkpoint=str(point.checkpoint))
+        return trainer.state.global_step
+
+    with pytest.raises(CheckpointError, match="is at step 8, and the recipe ends at step 5"):
+        resume(5)
+    assert resume(8) == 8
+    assert stream.getvalue() == ""
+    assert resume(9) == 9
+    assert "planned for 8 steps and ends at 9 now" in stream.getvalue()
+
+
+def test_the_final_model_of_a_continued_run_takes_the_place_of_the_old(lab):
+    trainer = lab.trainer("run", max_steps=1)
+    trainer.train()
+    final = lab.root / "run" / "final"
+    for step in (1, 2):
+        save_final(
+            trainer, final, tokenizer=lab.tokenizer, stop_token_ids=(), metadata={"step": step}
+        )
+    assert verify_directory(final).metadata["step"] == 2
 
 
 def test_a_failed_save_leaves_earlier_checkpoints_and_no_half_one(lab, monkeypatch):

@@ -185,7 +185,7 @@ def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
     if kind == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         full = _DTYPES.get(value.lower())
-        return ask([full] if full in choices else nearest(value, choices))
+        return ask([full] if full and full in choices else nearest(value, choices))
     if kind in ("model_type", "model_attributes_type"):
         if value is False and dotted != "model":
             return f"leave the section out, or write {dotted}: null"

@@ -15,12 +15,14 @@ from transformers import (
     TrainingArguments,
 )
 
+from trainkit.errors import CheckpointError
 from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.leak_test import leak_test
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
 from trainkit.run.metrics import MetricsWriter
 from trainkit.run.redraw import CurveRefresher
+from trainkit.train.checkpoints import TRAINER_STATE, ResumePoint
 from trainkit.train.trainer import StopRequest
 
 
@@ -98,6 +100,41 @@ class StopWhenAsked(TrainerCallback):
         if self._stop.reason is not None:
             control.should_evaluate = False
             control.should_save = False
+
+
+class KeepToThePlan(TrainerCallback):
+    """Holds the steps of a continued run against those it was planned for.
+
+    A command repeated without its overrides could else end a run long before its time, or bend the
+    learning rate, and nobody would notice.
+    """
+
+    def __init__(self, point: ResumePoint, console: Console) -> None:
+        self._point = point
+        self._console = console
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Compare.
+
+        Raises:
+            CheckpointError: the checkpoint is beyond the last step.
+        """
+        if state.global_step > state.max_steps:
+            raise CheckpointError(
+                f"the checkpoint is at step {state.global_step}, and the recipe ends at step "
+                f"{state.max_steps}",
+                where=str(self._point.checkpoint),
+                fix="repeat the run's own command with --resume (command.sh has it), or raise "
+                "training.max_steps or training.num_train_epochs",
+            )
+        saved = TrainerState.load_from_json(str(self._point.checkpoint / TRAINER_STATE))
+        if saved.max_steps != state.max_steps:
+            self._console.warn(
+                f"the run was planned for {saved.max_steps} steps and ends at {state.max_steps} "
+                "now; the learning rate follows the new plan from here"
+            )
 
 
 class LeakTest(TrainerCallback):

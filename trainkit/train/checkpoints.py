@@ -30,7 +30,7 @@ def folder_name(step: int) -> str:
 
 @contextmanager
 def written_together(
-    target: Path, accelerator: Accelerator, metadata: Mapping[str, Any]
+    target: Path, accelerator: Accelerator, metadata: Mapping[str, Any], *, replace: bool = False
 ) -> Iterator[Path]:
     """Let all ranks write one directory that appears whole or not at all.
 
@@ -38,6 +38,7 @@ def written_together(
         target: where it appears.
         accelerator: knows the ranks.
         metadata: plain JSON values for the manifest.
+        replace: swap out an existing target; without it an existing target is an error.
 
     Yields:
         The directory to write into. It has the target's name, and exists once somebody makes it.
@@ -48,7 +49,7 @@ def written_together(
     """
     place: list[str | None] = [None]
     if accelerator.is_main_process:
-        place[0] = str(stage(target))
+        place[0] = str(stage(target, replace=replace))
     staging = Path(str(broadcast_object_list(place)[0]))
     inner = staging / target.name
     failure: Exception | None = None
@@ -60,7 +61,7 @@ def written_together(
     if not problems and accelerator.is_main_process:
         try:
             _lift(inner)
-            commit(staging, target, metadata=metadata)
+            commit(staging, target, metadata=metadata, replace=replace)
         except (OSError, CheckpointError) as error:
             failure = error
     problems = problems or _gather_problems(failure, accelerator)
@@ -160,7 +161,7 @@ def find_resume_point(
         request: ``auto``, a run directory, or a checkpoint directory.
         output_dir: with ``auto``, the run directory to continue.
         runs: where run directories are made; ``auto`` without ``output_dir`` takes the newest run
-            there that is called ``name-*`` and is not done.
+            there that is called ``name-*`` and has a checkpoint.
         name: the run's name.
 
     Returns:

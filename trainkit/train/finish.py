@@ -50,7 +50,7 @@ def save_final(
 
     Args:
         trainer: after training.
-        target: the directory to appear; one that a stopped attempt left is replaced.
+        target: the directory to appear; one from before the run was continued is replaced.
         tokenizer: with the chat template that was trained.
         stop_token_ids: the end-of-turn tokens found in the template.
         metadata: plain JSON values for the manifest.
@@ -58,7 +58,8 @@ def save_final(
     Raises:
         CheckpointError: it could not be written; nothing half-written is left.
     """
-    with written_together(target, trainer.accelerator, metadata) as inner, _with_cache(trainer):
+    whole = written_together(target, trainer.accelerator, metadata, replace=True)
+    with whole as inner, _with_cache(trainer):
         trainer.save_model(str(inner), _internal_call=True)
         if trainer.accelerator.is_main_process:
             settings = generation_config(trainer.model, tokenizer, stop_token_ids)

@@ -14,6 +14,7 @@ from trainkit.run.model_card import write_model_card
 from trainkit.run.plot import draw_plots
 from trainkit.run.report import write_report
 from trainkit.train.callbacks import (
+    KeepToThePlan,
     LeakTest,
     OffloadActivations,
     RunRecorder,
@@ -71,6 +72,8 @@ class Session:
             self._check_point(point)
         stop = StopRequest()
         trainer = self._trainer(stop)
+        if point is not None:
+            trainer.add_callback(KeepToThePlan(point, self.console))
         recorder = self._recorder(point)
         if recorder is not None:
             trainer.add_callback(recorder)

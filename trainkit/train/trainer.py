@@ -219,8 +219,8 @@ class SftTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """The micro-batches of one optimizer step; their tokens are counted on the way."""
-        if self._stream is not None and self.state.global_step >= self.state.max_steps:
-            return [], None  # a finished run was resumed: an endless loader does not end by itself
+        if self.state.global_step >= self.state.max_steps:
+            return [], None  # a finished run was resumed: transformers would train a step more
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._meter.count_step(time.perf_counter() - started)
