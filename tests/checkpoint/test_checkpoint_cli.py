@@ -139,6 +139,26 @@ def test_verify(tmp_path, capsys):
     assert "x was altered" in rows[1]["reason"]
 
 
+def test_verify_a_run_with_all_that_is_in_it(tmp_path, capsys):
+    from trainkit.checkpoint.atomic import staged_directory
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "status.json").write_text("{}")
+    assert main(["checkpoint", "verify", str(run)]) == 1
+    assert "neither a checkpoint nor a final model" in capsys.readouterr().err
+    for name in ("checkpoint-20", "checkpoint-100", "final"):
+        with staged_directory(run / name) as staging:
+            (staging / "x").write_text("x")
+    assert main(["checkpoint", "verify", str(run)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        str(run / name) for name in ("checkpoint-20", "checkpoint-100", "final")
+    ]
+    (run / "final" / "x").write_text("y")
+    assert main(["checkpoint", "verify", str(run)]) == 1
+
+
 def test_merge_says_when_rounding_loses_much_of_the_adapter(tiny_qwen2, tmp_path, capsys):
     """An update near the resolution of bfloat16: a short run with a small learning rate."""
     model = AutoModelForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.bfloat16)

@@ -51,6 +51,7 @@ def step(
     from trainkit.bench import step as bench_step
     from trainkit.bench.providers import MODELS, PROVIDERS
 
+    _need_a_gpu()
     chosen = _names(models, MODELS, "--models")
     cells = [
         bench_step.Cell(model, provider, loss_chunk_tokens=loss_chunk_tokens)
@@ -82,14 +83,11 @@ def ops(
     ] = None,
 ) -> None:
     """The ops against their peers: microseconds, and the share of the copy bandwidth reached."""
-    import torch
-
     from trainkit.bench import ops as bench_ops
     from trainkit.bench.op_cases import PROVIDERS
     from trainkit.kernels.ops import OPS
 
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("the ops are timed on a GPU, and there is none here")
+    _need_a_gpu()
     chosen = _names(names, OPS, "--ops")
     peers = _names(providers, PROVIDERS, "--providers")
     report = _Report("ops", as_json=as_json, output=output)
@@ -114,6 +112,7 @@ def packing(
     from trainkit.bench import packing as bench_packing
     from trainkit.bench.providers import MODELS
 
+    _need_a_gpu()
     (name,) = _names(model, MODELS, "--model")
     pairs = [
         (provider, layout)
@@ -141,8 +140,7 @@ def loss(
 
     from trainkit.bench import linear_loss
 
-    if not torch.cuda.is_available():
-        raise typer.BadParameter("the loss is timed on a GPU, and there is none here")
+    _need_a_gpu()
     chosen = _names(providers, linear_loss.PROVIDERS, "--providers")
     report = _Report("linear_cross_entropy", as_json=as_json, output=output)
     report.ceilings()
@@ -246,6 +244,7 @@ def lora(
 
     from trainkit.bench import lora as bench_lora
 
+    _need_a_gpu()
     (name,) = _names(model, bench_lora.SHAPES, "--model")
     chosen = _names(providers, bench_lora.PROVIDERS, "--providers")
     report = _Report("lora", as_json=as_json, output=output)
@@ -279,17 +278,34 @@ def ladder(
     from trainkit.bench import ladder as bench_ladder
     from trainkit.bench.lora import SHAPES
 
+    _need_a_gpu()
     (name,) = _names(model, SHAPES, "--model")
     report = _Report("ladder", as_json=as_json, output=output)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for row in bench_ladder.run(bench_ladder.Settings(name), device):
+    for row in bench_ladder.run(bench_ladder.Settings(name), torch.device("cuda")):
         rows.append(row)
         shown = ("seconds", "speedup", "peak_memory_gib", "memory_saving", "loss_error")
         report.add(f"{row['row']:>2} {row['name']}", {"provider": "ladder", **row}, shown)
     if picture is not None:
         title = f"QLoRA, {name}, one {report.common['gpu']}"
         bench_ladder.draw(rows, picture, title=title)
+
+
+def _need_a_gpu() -> None:
+    """Refuse before gigabytes of weights are made that no CPU would ever get through.
+
+    Raises:
+        TrainkitError: there is no GPU.
+    """
+    import torch
+
+    from trainkit.errors import TrainkitError
+
+    if not torch.cuda.is_available():
+        raise TrainkitError(
+            "this benchmark is measured on a GPU, and there is none here",
+            fix="`trainkit bench data` runs on a CPU; docs/benchmarks has the rows of an H200",
+        )
 
 
 def _names(text: str, known: Iterable[str], option: str) -> list[str]:

@@ -18,7 +18,7 @@ def checkpoint() -> None:
 def verify(
     directories: Annotated[
         list[Path],
-        typer.Argument(metavar="DIR...", help="Checkpoints, final models, merged models."),
+        typer.Argument(metavar="DIR...", help="Runs, checkpoints, final models, merged models."),
     ],
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object {path, status, reason} a line.")
@@ -29,7 +29,7 @@ def verify(
     from trainkit.errors import CheckpointError
 
     is_damaged = False
-    for directory in directories:
+    for directory in _parts(directories):
         reason = None
         try:
             manifest = verify_directory(directory)
@@ -44,3 +44,28 @@ def verify(
             typer.echo(f"{directory}: whole, {len(manifest.files)} files")
     if is_damaged:
         raise typer.Exit(1)
+
+
+def _parts(directories: list[Path]) -> list[Path]:
+    """The directories, and in the place of a run its checkpoints and its final model.
+
+    Raises:
+        CheckpointError: a run has neither.
+    """
+    from trainkit.errors import CheckpointError
+
+    found: list[Path] = []
+    for directory in directories:
+        if not (directory / "status.json").is_file():
+            found.append(directory)
+            continue
+        checkpoints = sorted(
+            directory.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name)
+        )
+        inside = [*checkpoints, *directory.glob("final")]
+        if not inside:
+            raise CheckpointError(
+                "this run holds neither a checkpoint nor a final model", where=str(directory)
+            )
+        found += inside
+    return found
