@@ -120,6 +120,20 @@ def test_only_the_first_rank_tells_of_the_recipe(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: rank 3: bad\n"
 
 
+def test_what_the_user_can_mend_is_not_called_a_bug(capsys):
+    class ConnectError(Exception):
+        """As httpx calls it."""
+
+    assert report_failure(ConnectError("[Errno -2] Name or service not known")) == 1
+    said = capsys.readouterr().err
+    assert "the model hub cannot be reached" in said
+    assert "this is a bug" not in said
+    assert report_failure(ImportError("You need to install `galore_torch`")) == 2
+    assert capsys.readouterr().err == "error: You need to install `galore_torch`\n"
+    assert report_failure(ImportError("cannot import name 'x'")) == 1
+    assert "this is a bug" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("width", [40, 80])
 def test_errors_wrap_between_words_on_a_terminal(monkeypatch, capsys, width):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

@@ -111,6 +111,7 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("generation_eval: {data: [], max_new_tokens: 3}", "must not be empty", None),
         ("generation_eval: {max_new_tokens: 3}", "generation_eval.data is missing", "add"),
         # rules across keys
+        ("training: {metric_for_best_model: accuracy}", "not measured", "loss/SOURCE"),
         ("training: {eval_strategy: steps}", "data.eval is empty", "data.eval"),
         ("training: {load_best_model_at_end: true}", "data.eval is empty", "data.eval"),
     ],

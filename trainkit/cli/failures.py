@@ -18,6 +18,17 @@ _OUT_OF_MEMORY = (
     "the optimizer's batch) or data.max_length, or set training.gradient_checkpointing: true, "
     "deepspeed: zero3, or lora: {quantize: nf4}"
 )
+_NO_NETWORK = (
+    "the model hub cannot be reached. Check the network; set training.push_to_hub: false, or give "
+    "directories for the model and the data, to do without it"
+)
+# By name: comparing with the classes would import torch or a client of the network.
+_EXPLAINED = {
+    "OutOfMemoryError": _OUT_OF_MEMORY,
+    "ConnectError": _NO_NETWORK,
+    "ConnectTimeout": _NO_NETWORK,
+    "OfflineModeIsEnabled": _NO_NETWORK,
+}
 _BUG = (
     "this is a bug in trainkit or in a library below it. Please report it with the lines above and "
     "the run directory's environment.json"
@@ -42,10 +53,11 @@ def report_failure(error: BaseException) -> int:
         if dist_rank == "0" or not isinstance(error, RecipeError):
             _say(str(error), prefix)
         return error.exit_code
+    if isinstance(error, ImportError) and "install" in str(error):
+        _say(str(error), prefix)  # transformers names the package that an option needs
+        return 2
     traceback.print_exception(error, file=sys.stderr)
-    # By name: comparing with torch's class would import torch.
-    out_of_memory = type(error).__name__ == "OutOfMemoryError"
-    _say(_OUT_OF_MEMORY if out_of_memory else _BUG, prefix)
+    _say(_EXPLAINED.get(type(error).__name__, _BUG), prefix)
     return 1
 
 

@@ -296,6 +296,7 @@ class Recipe(Section):
             self._can_stream()
         if not self.data.eval:
             self._needs_no_eval_data()
+        self._measures_the_metric()
         self._batch_sizes_agree()
         return self
 
@@ -321,6 +322,15 @@ class Recipe(Section):
                     f"training.{key} needs evaluation data, and data.eval is empty",
                     f"give files in data.eval, or remove {key}",
                 )
+
+    def _measures_the_metric(self) -> None:
+        metric = str(self.training.get("metric_for_best_model") or "loss").removeprefix("eval_")
+        if metric != "loss" and not metric.startswith("loss/"):
+            raise broken_rule(
+                "training.metric_for_best_model",
+                f"training.metric_for_best_model: {metric!r} is not measured in training",
+                "write loss, or loss/SOURCE with data.per_source_loss: true",
+            )
 
     def _batch_sizes_agree(self) -> None:
         total, micro = self.global_batch_size, self.training.get("per_device_train_batch_size")
