@@ -48,17 +48,22 @@ class ModelSource:
     random_weights: bool = False
 
     def arguments(self) -> tuple[str, dict[str, Any]]:
-        """The place and the keyword arguments that every ``from_pretrained`` takes."""
-        path = Path(self.name_or_path)
+        """The place and the keyword arguments that every ``from_pretrained`` takes.
+
+        A directory is given whole: peft writes the place into the adapter, which then finds its
+        base from any working directory, and never takes a hub's model of the same name for it.
+        """
+        path = Path(self.name_or_path).expanduser()
+        place = str(path.absolute()) if path.is_dir() else self.name_or_path
         options: dict[str, Any] = {
             "revision": self.revision or "main",
             "trust_remote_code": self.trust_remote_code,
         }
         if self.gguf_file is not None:
-            return self.name_or_path, {**options, "gguf_file": self.gguf_file}
+            return place, {**options, "gguf_file": self.gguf_file}
         if path.suffix == ".gguf":
-            return str(path.parent), {**options, "gguf_file": path.name}
-        return self.name_or_path, options
+            return str(path.parent.absolute()), {**options, "gguf_file": path.name}
+        return place, options
 
 
 def check_exists(source: ModelSource) -> None:

@@ -90,7 +90,7 @@ class Session:
             saved = self.run.checkpoint(trainer.state.global_step)
             self.console.stop()
             self.console.note(f"{stop.reason}; saved {saved}")
-            self.console.note(f"continue with: --resume {self.run.root}")
+            self.console.note(f"continue with: --resume {self.run.root}, added to the same command")
             raise KeyboardInterrupt(stop.reason)
         self._finish(trainer, seconds)
 
