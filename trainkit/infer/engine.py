@@ -17,7 +17,7 @@ from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.lora.adapter import load_adapter
 from trainkit.lora.quant import quantization_config
-from trainkit.train.loading import DTYPES, ModelSource, load_model, load_tokenizer
+from trainkit.train.loading import DTYPES, ModelSource, check_exists, load_model, load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -180,6 +180,8 @@ def load_engine(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name in (place.model, place.tokenizer):
+        check_exists(ModelSource(name))  # the hub's client would retry for a minute
     tokenizer = load_tokenizer(ModelSource(place.tokenizer))
     packing = None
     if quantize is not None:
