@@ -224,6 +224,9 @@ class ConversationMaker:
 
 def train_tokenizer(conversations: list[list[Message]], vocab_size: int):  # noqa: ANN201 - transformers loads late
     """A byte-level BPE of the corpus with a ChatML template; Chinese is split by character."""
+    from trainkit.train.launch import quieten_imports
+
+    quieten_imports()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -63,6 +63,10 @@ class CheckpointError(TrainkitError):
     """A checkpoint is incomplete, damaged, hostile, or does not fit the run."""
 
 
+class ResumeRefusedError(CheckpointError):
+    """A run may not be continued in this way; nothing of it was touched."""
+
+
 class RunDirectoryError(TrainkitError):
     """The run directory cannot be made or written."""
 

@@ -171,6 +171,11 @@ def test_bad_rows_say_why(reason):
     assert error.value.reason == reason
 
 
+def test_preference_data_is_called_by_its_name():
+    with pytest.raises(RowError, match="compares two answers"):
+        parse_row({"prompt": "p", "chosen": "a", "rejected": "b"}, "auto")
+
+
 def conversation(*turns):
     return Conversation(tuple(Message(role, text) for role, text in turns))
 

@@ -293,6 +293,17 @@ def test_missing_files_are_told_before_anything_slow(load, tmp_path, monkeypatch
     ]
 
 
+def test_a_tracker_that_is_not_installed_is_named_before_anything_is_loaded(
+    load, tmp_path, monkeypatch
+):
+    text = "model: {{name_or_path: m}}\ndata: {{train: [org/data]}}\ntraining: {{report_to: {}}}\n"
+    check_files(load(text.format("tensorboard")))
+    (tmp_path / "codecarbon").mkdir()  # what the tracker itself might have left here
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidRecipe, match=r"recipe\.yaml:3: .*codecarbon is not installed"):
+        check_files(load(text.format("codecarbon")))
+
+
 def test_a_chat_template_is_jinja_or_a_file_of_it(load, tmp_path):
     path = tmp_path / "template.jinja"
     given = f"model: {{name_or_path: m}}\ndata: {{train: {tmp_path}, chat_template: {path}}}\n"

@@ -30,6 +30,7 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         # set another way
         ("training: {deepspeed: zero2}", "not set there", "`deepspeed: zero2` at the left margin"),
         ("training: {resume_from_checkpoint: x}", "not set there", "--resume"),
+        ("training: {fsdp: full_shard}", "not set there", "deepspeed: zero3"),
         ("training: {local_rank: 0}", "not set there", "launcher"),
         ("training: {do_eval: true}", "not set there", "data.eval"),
         # gone from transformers
@@ -193,7 +194,6 @@ def test_an_override_is_named_in_its_error(problems_of):
 
 def test_rules_between_sections(problems_of):
     cases = {
-        "deepspeed: zero2\ntraining: {fsdp: full_shard}\n": (4, "both shard"),
         "kernels: true\ntraining: {use_liger_kernel: true}\n": (4, "replace the same modules"),
         "global_batch_size: 10\ntraining: {per_device_train_batch_size: 4}\n": (3, "no multiple"),
         "global_batch_size: 8\ntraining: {auto_find_batch_size: true}\n": (4, "fixes"),

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from trainkit.errors import RunDirectoryError
+from trainkit.errors import ResumeRefusedError, RunDirectoryError
 from trainkit.run import RunDirectory
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=timezone.utc)
@@ -81,6 +81,16 @@ def test_status_of_a_body_that_raises(trained_run, error, state, reason):
     status = trained_run.status()
     assert (status.state, status.reason, status.last_step) == (state, reason, 60)
     assert (trained_run.logs / "traceback.txt").exists() == isinstance(error, ValueError)
+
+
+def test_a_run_that_may_not_be_continued_stays_what_it_was(trained_run):
+    with trained_run.recording_status():
+        pass
+    before = trained_run.status()
+    with pytest.raises(ResumeRefusedError), trained_run.recording_status():
+        raise ResumeRefusedError("other data")
+    assert trained_run.status() == before
+    assert before.state == "done"
 
 
 def test_status_written_by_the_body_stands(run):

@@ -274,6 +274,11 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
     if name == "auto":
         found = detect(row)
         if found is None:
+            if "chosen" in row and "rejected" in row:
+                raise RowError(
+                    "unknown_format",
+                    "the row compares two answers; to train on the better one, keep it as messages",
+                )
             keys = ", ".join(sorted(map(str, row))[:8]) or "none"
             raise RowError("unknown_format", f"no known format has these keys: {keys}")
         name = found

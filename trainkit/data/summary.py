@@ -41,7 +41,9 @@ def check_files(rows: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> Non
             raise DataError(
                 f"no token of this file would be trained ({row['rows']} rows; {reasons}){examples}",
                 where=row["path"],
-                fix="look at its rows with: trainkit data preview --data FILE --model MODEL",
+                fix="raise data.max_length, or choose another data.truncation"
+                if set(row["reasons"]) == {"too_long"}
+                else "look at its rows with: trainkit data preview --data FILE --model MODEL",
             )
 
 

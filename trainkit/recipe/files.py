@@ -2,12 +2,29 @@
 
 import glob
 import os
+from importlib import metadata
 from pathlib import Path
 
 from trainkit.errors import RecipeError
 from trainkit.recipe.load import LoadedRecipe
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.schema import SourceSpec
+
+_TRACKERS = frozenset(
+    [
+        "clearml",
+        "codecarbon",
+        "comet_ml",
+        "dvclive",
+        "mlflow",
+        "neptune",
+        "swanlab",
+        "tensorboard",
+        "trackio",
+        "wandb",
+    ]
+)
+"""Those of transformers' names for trackers that are also the package's name."""
 
 
 def check_files(loaded: LoadedRecipe) -> None:
@@ -39,6 +56,14 @@ def check_files(loaded: LoadedRecipe) -> None:
                 "give a directory that save_pretrained wrote, a .gguf file, or a hub name",
             )
         )
+    problems += [
+        Problem(
+            f"training.report_to: {tracker} is not installed",
+            loaded.where("training.report_to"),
+            f"pip install {tracker}, or take it out of report_to",
+        )
+        for tracker in _missing_trackers(recipe.training.get("report_to"))
+    ]
     try:
         read_chat_template(recipe.data.chat_template)
     except RecipeError as error:
@@ -64,6 +89,23 @@ def read_chat_template(choice: str | None) -> str | None:
             where="data.chat_template",
             fix="give a text file with the Jinja template, or the template itself",
         ) from error
+
+
+def _missing_trackers(chosen: str | list[str] | None) -> list[str]:
+    """Trackers that the run is to report to and that are not installed."""
+    names = [chosen] if isinstance(chosen, str) else chosen or []
+    return [name for name in names if name in _TRACKERS and not _is_installed(name)]
+
+
+def _is_installed(package: str) -> bool:
+    """Asked of the installed packages: a directory ``wandb`` beside the recipe is none."""
+    if package == "tensorboard" and _is_installed("tensorboardX"):
+        return True
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _missing_source(source: SourceSpec, key: str, where: str) -> Problem | None:

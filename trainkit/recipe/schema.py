@@ -282,10 +282,6 @@ class Recipe(Section):
                 "a randomly initialised base has no weights to quantize",
                 "remove lora.quantize or model.init",
             )
-        if self.deepspeed and training.get("fsdp"):
-            raise broken_rule(
-                "training.fsdp", "deepspeed and fsdp both shard the model", "keep one of them"
-            )
         if self.kernels and training.get("use_liger_kernel"):
             raise broken_rule(
                 "training.use_liger_kernel",

@@ -18,7 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.errors import RunDirectoryError, TrainkitError
+from trainkit.errors import ResumeRefusedError, RunDirectoryError, TrainkitError
 from trainkit.run.files import (
     PRIVATE_DIRECTORY_MODE,
     PRIVATE_FILE_MODE,
@@ -308,9 +308,13 @@ class RunDirectory:
         An exception is recorded with its reason (and its traceback, unless it is one of
         trainkit's own errors, whose sentence is enough) and goes on its way.
         """
+        before = self.status()
         self.write_status("running")
         try:
             yield
+        except ResumeRefusedError:
+            self._save(before)  # the run is what it was
+            raise
         except BaseException as error:
             # A full disk may refuse this write too; the error itself must still come through.
             with contextlib.suppress(OSError, TrainkitError):

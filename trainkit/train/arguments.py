@@ -47,6 +47,12 @@ def training_arguments(
         RecipeError: transformers refuses the combination.
     """
     on_cpu = not torch.cuda.is_available()
+    if on_cpu and training.get("fp16"):
+        raise RecipeError(
+            "fp16 needs a GPU: on a CPU transformers would train without it and not say so",
+            where="training.fp16",
+            fix="leave it out here; bf16 works on a CPU",
+        )
     values: dict[str, Any] = dict(training)
     values["output_dir"] = str(output_dir)
     values["gradient_accumulation_steps"] = gradient_accumulation_steps

