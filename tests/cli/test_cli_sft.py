@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.app import main
+from trainkit.run import RunDirectory
 
 
 @pytest.fixture
@@ -60,6 +61,25 @@ def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
     assert (options.resume, options.dry_run, options.json) == ("auto", True, True)
     assert options.output_dir == Path("out/run")
     assert options.command == tuple(argv.split()), "as it was typed, so that it can be typed again"
+
+
+@pytest.mark.parametrize("resume", ["old", "old/checkpoint-4"])
+def test_a_run_is_continued_with_its_own_recipe(recipe, trained, resume):
+    run = RunDirectory.create_at("old")
+    run.checkpoint(4).mkdir()
+    run.write_text(run.resolved, recipe.read_text() + "training: {max_steps: 7}\n")
+    assert main(["sft", "--resume", resume, "training.seed=3"]) == 0
+    ((loaded, options),) = trained
+    training = loaded.recipe.training
+    assert (options.resume, training["max_steps"], training["seed"]) == (resume, 7, 3)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--resume"], ["--resume", "nowhere"]])
+def test_without_a_recipe(recipe, trained, capsys, arguments):
+    assert main(["sft", *arguments]) != 0
+    assert not trained
+    message = capsys.readouterr().err
+    assert "nowhere" in message if "nowhere" in arguments else "--config FILE" in message
 
 
 def test_a_directory_in_use_is_refused_before_anything_is_loaded(recipe, trained, capsys):

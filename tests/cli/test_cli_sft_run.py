@@ -147,9 +147,9 @@ def test_a_run_goes_on_where_it_stopped(project):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert "continue with: --resume" in err
+    assert "continue with: trainkit sft --resume" in err
     assert status(project / "parts")["state"] == "interrupted"
-    code, _, err = trainkit(project, *options, "--resume")
+    code, _, err = trainkit(project, "--resume", "parts")
     assert code == 0, err
     assert status(project / "parts")["state"] == "done"
     whole, parts = (

@@ -10,7 +10,10 @@ import typer
 
 def sft(
     context: typer.Context,
-    config: Annotated[Path, typer.Option("--config", "-c", help="The recipe, a YAML file.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="The recipe (YAML); by default a resumed run's own."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that win over the recipe's."),
@@ -61,7 +64,7 @@ def sft(
         "--pretrain": pretrain or None,
         "--output-dir": output_dir,
     }
-    loaded = load_recipe(config, overrides or (), options)
+    loaded = load_recipe(config or _recipe_of(resume), overrides or (), options)
     check_files(loaded)
     chosen_dir = loaded.recipe.training.get("output_dir")
     if chosen_dir is not None and resume is None and not dry_run:
@@ -84,6 +87,20 @@ def sft(
     )
     if directory is not None:
         typer.echo(str(directory))
+
+
+def _recipe_of(resume: str | None) -> Path:
+    """The recipe of the run that is to be continued, with every override that it was given."""
+    from trainkit.errors import RecipeError
+    from trainkit.run import RunDirectory
+
+    if resume is None or resume == "auto":
+        raise RecipeError(
+            "no recipe is given", where="--config", fix="--config FILE, or --resume RUN"
+        )
+    path = Path(resume)
+    is_checkpoint = path.name.startswith("checkpoint-")
+    return RunDirectory.open(path.parent if is_checkpoint else path).resolved
 
 
 def _check_free(output_dir: str) -> None:

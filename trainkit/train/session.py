@@ -88,7 +88,7 @@ class Session:
             saved = self.run.checkpoint(trainer.state.global_step)
             self.console.stop()
             self.console.note(f"{stop.reason}; saved {saved}")
-            self.console.note(f"continue with: --resume {self.run.root}, added to the same command")
+            self.console.note(f"continue with: trainkit sft --resume {self.run.root}")
             raise KeyboardInterrupt(stop.reason)
         self._finish(trainer, seconds)
 
