@@ -73,7 +73,7 @@ def _keep(case: str, name: str, **values: float) -> None:
     from trainkit.bench import record
 
     if rows := os.environ.get("TUTORIAL_ROWS"):
-        common = record.environment(os.environ.get("TK_COMMIT"))
+        common = record.environment()
         record.append(Path(rows), record.records("tutorial", case, name, values, common))
 
 
