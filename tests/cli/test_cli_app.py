@@ -52,7 +52,7 @@ def test_version(capsys):
     ("argv", "message"),
     [
         (["sftt"], "Did you mean 'sft'?"),
-        (["sft"], "Missing option"),
+        (["sft"], "--config FILE"),
         (["sft", "--confg", "x"], "--config"),
         (["sft", "--config"], "requires an argument"),
     ],

@@ -51,13 +51,13 @@ def step(
     from trainkit.bench import step as bench_step
     from trainkit.bench.providers import MODELS, PROVIDERS
 
-    _need_a_gpu()
     chosen = _names(models, MODELS, "--models")
     cells = [
         bench_step.Cell(model, provider, loss_chunk_tokens=loss_chunk_tokens)
         for model in chosen
         for provider in _names(providers, PROVIDERS, "--providers")
     ]
+    _need_a_gpu()
     report = _Report("step", as_json=as_json, output=output)
     report.ceilings()
     for row in bench_step.run(cells):
@@ -87,9 +87,9 @@ def ops(
     from trainkit.bench.op_cases import PROVIDERS
     from trainkit.kernels.ops import OPS
 
-    _need_a_gpu()
     chosen = _names(names, OPS, "--ops")
     peers = _names(providers, PROVIDERS, "--providers")
+    _need_a_gpu()
     report = _Report("ops", as_json=as_json, output=output)
     copy = report.ceilings()["gb_per_second"]
     for row in bench_ops.run(chosen, peers, copy):
@@ -112,7 +112,6 @@ def packing(
     from trainkit.bench import packing as bench_packing
     from trainkit.bench.providers import MODELS
 
-    _need_a_gpu()
     (name,) = _names(model, MODELS, "--model")
     pairs = [
         (provider, layout)
@@ -120,6 +119,7 @@ def packing(
         for layout in bench_packing.LAYOUTS
         if layout != "packed" or provider == "trainkit"
     ]
+    _need_a_gpu()
     report = _Report("packing", as_json=as_json, output=output)
     cells = [bench_packing.Cell(name, *pair) for pair in pairs]
     for row in bench_packing.run(cells):
@@ -140,8 +140,8 @@ def loss(
 
     from trainkit.bench import linear_loss
 
-    _need_a_gpu()
     chosen = _names(providers, linear_loss.PROVIDERS, "--providers")
+    _need_a_gpu()
     report = _Report("linear_cross_entropy", as_json=as_json, output=output)
     report.ceilings()
     for row in linear_loss.run(linear_loss.CASES, chosen, torch.device("cuda")):
@@ -244,9 +244,9 @@ def lora(
 
     from trainkit.bench import lora as bench_lora
 
-    _need_a_gpu()
     (name,) = _names(model, bench_lora.SHAPES, "--model")
     chosen = _names(providers, bench_lora.PROVIDERS, "--providers")
+    _need_a_gpu()
     report = _Report("lora", as_json=as_json, output=output)
     report.ceilings()
     with tempfile.TemporaryDirectory() as folder:
@@ -278,8 +278,8 @@ def ladder(
     from trainkit.bench import ladder as bench_ladder
     from trainkit.bench.lora import SHAPES
 
-    _need_a_gpu()
     (name,) = _names(model, SHAPES, "--model")
+    _need_a_gpu()
     report = _Report("ladder", as_json=as_json, output=output)
     rows = []
     for row in bench_ladder.run(bench_ladder.Settings(name), torch.device("cuda")):
