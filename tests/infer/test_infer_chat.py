@@ -119,6 +119,15 @@ def test_saving_adds_lines_and_refuses_other_files(tiny_tokenizer, parrot, tmp_p
     assert (tmp_path / "notes.txt").read_text() == "my notes\n"
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C means KeyboardInterrupt, also where a shell started the tests in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_stops_one_answer_which_is_then_not_trained(
     tiny_tokenizer, parrot, tmp_path, capsys
 ):
