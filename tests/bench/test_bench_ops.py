@@ -55,6 +55,18 @@ def test_the_picture_holds_every_op(records, tmp_path):
     assert path.stat().st_size > 10000
 
 
+def test_only_a_peer_may_fail(monkeypatch):
+    def failing(provider, op):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(ops, "function_of", failing)
+    monkeypatch.setattr(ops, "_copy_rows", lambda cell, copy: ())
+    for row in ops.run(["rms_norm"], ["liger"], 4000.0):
+        assert "out of order" in row["error"]
+    with pytest.raises(RuntimeError, match="out of order"):
+        list(ops.run(["rms_norm"], ["trainkit"], 4000.0))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
 def test_every_clock_of_an_op(monkeypatch):

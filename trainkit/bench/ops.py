@@ -41,7 +41,8 @@ def run(
         if cell.op not in chosen:
             continue
         for provider in names:
-            yield from _provider_rows(cell, provider, copy_gb_per_second)
+            rows = _provider_rows(cell, provider, copy_gb_per_second)
+            yield from _or_error(rows, cell, provider)
         yield from _copy_rows(cell, copy_gb_per_second)
         torch.compiler.reset()
         torch.cuda.empty_cache()
@@ -50,21 +51,34 @@ def run(
         if cell.op in chosen and cell.op not in seen:
             seen.add(cell.op)
             for provider in names:
-                yield from _host_rows(cell, provider)
+                yield from _or_error(_host_rows(cell, provider), cell, provider)
+
+
+def _or_error(
+    rows: Iterator[dict[str, Any]], cell: OpCell, provider: str
+) -> Iterator[dict[str, Any]]:
+    """The rows; a peer that fails must not end the run, so its row says why. Our own failure does.
+
+    Peers are other people's code, and what they raise cannot be listed.
+    """
+    try:
+        yield from rows
+    except Exception:
+        if provider == "trainkit":
+            raise
+        yield {**_place(cell, provider), "error": traceback.format_exc(limit=3)}
+
+
+def _place(cell: OpCell, provider: str) -> dict[str, Any]:
+    return {"op": cell.op, "case": cell.case, "provider": provider}
 
 
 def _host_rows(cell: OpCell, provider: str) -> Iterator[dict[str, Any]]:
-    common = {"op": cell.op, "case": cell.case, "provider": provider}
-    try:
-        function = function_of(provider, cell.op)
-        if function is None:
-            return
-        microseconds = _on_host(_Call(cell, function).forward)
-    except Exception:  # as in _provider_rows
-        yield {**common, "error": traceback.format_exc(limit=3)}
+    function = function_of(provider, cell.op)
+    if function is None:
         return
-    times = {"microseconds": microseconds, "share_of_copy": None}
-    yield {**common, "pass": "forward", "clock": "host", **times}
+    times = {"microseconds": _on_host(_Call(cell, function).forward), "share_of_copy": None}
+    yield {**_place(cell, provider), "pass": "forward", "clock": "host", **times}
 
 
 def _on_host(function: Callable[[], Any], rounds: int = 30, calls: int = 100) -> float:
@@ -94,9 +108,7 @@ def _copy_rows(cell: OpCell, copy: float) -> Iterator[dict[str, Any]]:
         torch.cuda.synchronize()
         for clock, microseconds in times.items():
             yield {
-                "op": cell.op,
-                "case": cell.case,
-                "provider": "copy",
+                **_place(cell, "copy"),
                 "pass": direction,
                 "clock": clock,
                 "microseconds": microseconds,
@@ -110,22 +122,17 @@ def _number_of_calls(size: int) -> int:
 
 
 def _provider_rows(cell: OpCell, provider: str, copy: float) -> Iterator[dict[str, Any]]:
-    common = {"op": cell.op, "case": cell.case, "provider": provider}
-    try:
-        function = function_of(provider, cell.op)
-        if function is None:
-            return
-        # Liger reads a count back to the host, which no graph can hold.
-        host_syncs = (provider, cell.op) == ("liger", "cross_entropy")
-        times = _time(cell, function, host_syncs=host_syncs)
-    except Exception:  # a peer that fails must not end the run; the row says why
-        yield {**common, "error": traceback.format_exc(limit=3)}
+    function = function_of(provider, cell.op)
+    if function is None:
         return
+    # Liger reads a count back to the host, which no graph can hold.
+    host_syncs = (provider, cell.op) == ("liger", "cross_entropy")
+    times = _time(cell, function, host_syncs=host_syncs)
     floors = {"forward": cell.forward_bytes, "backward": cell.backward_bytes}
     floors["both"] = cell.forward_bytes
     for (direction, clock), microseconds in times.items():
         yield {
-            **common,
+            **_place(cell, provider),
             "pass": direction,
             "clock": clock,
             "microseconds": microseconds,
