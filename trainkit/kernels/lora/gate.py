@@ -73,6 +73,18 @@ class GateOperands:
             0 if self.a_down is None else self.a_down.shape[0],
         )
 
+    def inner(self, *, in_place_of_none: Tensor) -> tuple[Tensor, Tensor]:
+        """xa_gate and xa_up as a kernel takes them: it never reads one of rank 0."""
+        xas = (self.xa_gate, self.xa_up)
+        gate, up = (in_place_of_none if xa is None else xa for xa in xas)
+        return gate, up
+
+    def factors(self, *, in_place_of_none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """b_gate, b_up and a_down likewise."""
+        given = (self.b_gate, self.b_up, self.a_down)
+        gate, up, down = (in_place_of_none if factor is None else factor for factor in given)
+        return gate, up, down
+
     def xa_stride(self) -> int:
         """Row stride of the inner products, which are views of one stack; 0 where there is none."""
         return max(0 if xa is None else xa.stride(0) for xa in (self.xa_gate, self.xa_up))
@@ -99,11 +111,8 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
             kernel.gate_forward_kernel[(num_blocks, splits)](
                 ops.gate,
                 ops.up,
-                ops.xa_gate if ops.xa_gate is not None else h,
-                ops.xa_up if ops.xa_up is not None else h,
-                ops.b_gate if ops.b_gate is not None else h,
-                ops.b_up if ops.b_up is not None else h,
-                ops.a_down if ops.a_down is not None else h,
+                *ops.inner(in_place_of_none=h),
+                *ops.factors(in_place_of_none=h),
                 h,
                 parts,
                 ops.gate.stride(0),
@@ -173,12 +182,9 @@ def gate_backward(
             ops.gate,
             ops.up,
             dh,
-            ops.xa_gate if ops.xa_gate is not None else dh,
-            ops.xa_up if ops.xa_up is not None else dh,
+            *ops.inner(in_place_of_none=dh),
             p_down if p_down is not None else dh,
-            ops.b_gate if ops.b_gate is not None else dh,
-            ops.b_up if ops.b_up is not None else dh,
-            ops.a_down if ops.a_down is not None else dh,
+            *ops.factors(in_place_of_none=dh),
             dgate,
             dup,
             parts,
