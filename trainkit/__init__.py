@@ -1,6 +1,7 @@
 """trainkit: fine-tune causal language models end to end.
 
-``trainkit.patch(model)`` swaps trainkit's kernels into a loaded model. Importing the package itself
+``trainkit.patch(model)`` swaps trainkit's kernels into a loaded model
+and fuses its adapters. Importing the package itself
 imports neither torch nor transformers; ``patch`` is looked up on first use.
 """
 
@@ -13,7 +14,7 @@ __all__ = ["__version__", "patch"]
 
 def __getattr__(name: str) -> Any:
     if name == "patch":
-        from trainkit.models.patch import patch
+        from trainkit.patching import patch
 
         return patch
     raise AttributeError(f"module 'trainkit' has no attribute {name!r}")

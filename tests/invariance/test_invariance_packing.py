@@ -7,7 +7,7 @@ from tiny import make_qwen2
 
 from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.models import attention
-from trainkit.models.patch import patch
+from trainkit.patching import patch
 
 STEPS = 4
 ROW = 48

@@ -6,8 +6,8 @@ import torch
 from families.family_models import make, make_batch
 from torch.nn.parallel import DistributedDataParallel
 
-import trainkit
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config
+from trainkit.models.patch import patch_kernels
 
 STEPS = 3
 LEARNING_RATE = 0.1
@@ -27,7 +27,7 @@ def train(name, stage, checkpointing=None):
     _steps(plain, batch)
 
     model = adapted(name)
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     if checkpointing:
         model.enable_input_require_grads()
@@ -103,7 +103,7 @@ def quantized(folder, stage):
     )
     torch.manual_seed(0)
     model = attach(base, LoraOptions(r=4))
-    trainkit.patch(model)
+    patch_kernels(model)
     report = fuse(model)
     assert report.row("lora_mlp").status == "on", report
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -7,10 +7,10 @@ from lora.lora_models import adapt, largest_difference
 from peft import PeftModel
 from safetensors.torch import load_file
 
-import trainkit
 from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, attach, fuse, load_adapter
 from trainkit.models.families import FAMILIES
+from trainkit.models.patch import patch_kernels
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 PACKED_ATTENTION = {"phi3"}
@@ -31,7 +31,7 @@ def total_error(found, truth):
 def test_equals_peft_in_fp64(name, patched):
     model = exact(adapt(make(name)))
     if patched:
-        trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
+        patch_kernels(model, {"rms_norm": False, "add_rms_norm": False})
     expected = run(model, make_batch(name))
     report = fuse(model)
     assert report.row("lora_mlp").num_modules == 2
@@ -50,7 +50,7 @@ def test_no_less_exact_than_peft_in_bf16(name):
     truth = run(exact(adapt(make(name)).to(torch.bfloat16)), make_batch(name))
     model = adapt(make(name)).to(torch.bfloat16)
     peft = run(model, make_batch(name))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     fused = run(model, make_batch(name))
     # The loss is one number, whose error may happen to cancel: it gets its own bound, one bf16
@@ -74,7 +74,7 @@ def test_fp32_adapters_under_autocast_compute_in_bf16():
         return {"loss": loss.detach()} | grads
 
     peft = step()
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     fused = step()
     assert all(g.dtype == torch.float32 for key, g in fused.items() if "lora" in key)
@@ -86,7 +86,7 @@ def test_fp32_adapters_under_autocast_compute_in_bf16():
 def test_fp32_adapters_never_upcast_an_activation_or_a_weight(monkeypatch):
     """bf16 base without autocast: nothing as large as the input or a weight becomes fp32."""
     model = adapt(make("qwen2", dtype=torch.bfloat16))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     seen = []
 
@@ -111,7 +111,7 @@ def test_fp32_adapters_never_upcast_an_activation_or_a_weight(monkeypatch):
 @every_family
 def test_checkpointing_changes_nothing(name, reentrant):
     model = adapt(make(name))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     expected = run(model, make_batch(name), want_logits=False)
     model.enable_input_require_grads()
@@ -128,7 +128,7 @@ def test_checkpointing_computes_down_once(monkeypatch):
     forward = mlp._Down.forward
     monkeypatch.setattr(mlp._Down, "forward", lambda *args: (calls.append(1), forward(*args))[1])
     model = adapt(make("qwen2"))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     run(model, make_batch("qwen2"), want_logits=False)
@@ -139,7 +139,7 @@ def test_saves_and_reloads_bit_for_bit(tmp_path):
     plain = adapt(make("qwen2"))
     plain.save_pretrained(tmp_path / "plain")
     model = adapt(make("qwen2"))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     model.save_pretrained(tmp_path / "fused")
     saved = {
@@ -160,7 +160,7 @@ def test_generation_is_pefts_after_the_prompt():
     model = adapt(make("qwen2", use_cache=True)).eval()
     ids = make_batch("qwen2")["input_ids"].to(DEVICE)[:1]
     expected = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     assert torch.equal(model.generate(input_ids=ids, max_new_tokens=5, do_sample=False), expected)
 
@@ -168,14 +168,14 @@ def test_generation_is_pefts_after_the_prompt():
 def test_the_loss_comes_out_of_the_head_under_peft():
     """peft passes arguments that are None; they must not cost the logits."""
     model = adapt(make("qwen2"))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     assert model(**like_model(make_batch("qwen2"), model)).logits is None
 
 
 def test_packed_rows_are_fused_too():
     model = exact(adapt(make("qwen2")))
-    trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
+    patch_kernels(model, {"rms_norm": False, "add_rms_norm": False})
     torch.manual_seed(2)
     ids = torch.randint(3, 119, (1, 12))
     batch = {
@@ -192,7 +192,7 @@ def test_refusals_and_the_report():
     with pytest.raises(PatchError, match="no LoRA adapter"):
         fuse(make("qwen2"))
     model = adapt(make("qwen2"))
-    trainkit.patch(model)
+    patch_kernels(model)
     report = fuse(model)
     with pytest.raises(PatchError, match="already"):
         fuse(model)

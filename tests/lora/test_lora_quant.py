@@ -15,10 +15,10 @@ from families.family_models import (
 )
 from transformers import AutoModelForCausalLM
 
-import trainkit
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config
 from trainkit.lora.adapter import count_parameters
 from trainkit.lora.quant import unpacker
+from trainkit.models.patch import patch_kernels
 from trainkit.train.flops import training_flops_per_token
 
 
@@ -68,7 +68,7 @@ def test_loss_and_gradients_equal_a_plain_model_with_dequantised_weights(folder,
     truth = run(exact(adapt(with_dequantised_weights(quantized, dtype))), make_batch("qwen2"))
     plain = run(adapt(with_dequantised_weights(quantized, dtype)), make_batch("qwen2"))
     model = adapt(quantized)
-    trainkit.patch(model)
+    patch_kernels(model)
     report = fuse(model)
     assert report.row("lora_mlp").num_modules == 2
     assert report.row("lora_qkv").num_modules == 2
@@ -82,7 +82,7 @@ def test_a_weight_is_unpacked_straight_into_the_dtype_and_once_a_use(folder, mon
     from trainkit.lora import quant
 
     model = adapt(load_quantized(folder, torch.bfloat16))
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     unpacked = []
 

@@ -6,12 +6,12 @@ from families.family_models import DEVICE, exact, like_model, make, make_batch, 
 from lora.lora_models import adapt, largest_difference, lively
 from torch import nn
 
-import trainkit
 from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, fuse
 from trainkit.lora.adapter import adapted_layers
 from trainkit.lora.fused import why_unfused
 from trainkit.models.families import FAMILIES
+from trainkit.models.patch import patch_kernels
 from trainkit.models.self_check import make_replica, self_check
 
 
@@ -60,7 +60,7 @@ def test_states_that_take_pefts_path(change, reason, fused_first):
 )
 def test_adapters_that_take_pefts_path(options, reason):
     model = adapt(make("qwen2"), **options)
-    trainkit.patch(model)
+    patch_kernels(model)
     torch.manual_seed(5)
     expected = run(model, make_batch("qwen2"))
     report = fuse(model)
@@ -77,7 +77,7 @@ def test_adapters_on_the_head_and_the_embeddings_take_pefts_path(patched):
     model = adapt(make("qwen2", tie_word_embeddings=False), target_modules=targets)
     expected = run(model, make_batch("qwen2"))
     if patched:
-        trainkit.patch(model)
+        patch_kernels(model)
     before = type(model.get_base_model().lm_head)
     report = fuse(model)
     row = report.row("lora_linear")
@@ -93,7 +93,7 @@ def test_adapters_on_the_head_and_the_embeddings_take_pefts_path(patched):
 )
 def test_each_projection_is_optional(targets):
     model = exact(adapt(make("qwen2"), target_modules=targets))
-    trainkit.patch(model, {"rms_norm": False, "add_rms_norm": False})
+    patch_kernels(model, {"rms_norm": False, "add_rms_norm": False})
     expected = run(model, make_batch("qwen2"))
     fuse(model)
     assert largest_difference(run(model, make_batch("qwen2")), expected) < 1e-12
@@ -133,7 +133,7 @@ def test_a_resized_vocabulary_is_fused_too(tied):
     batch = make_batch("qwen2")
     batch["input_ids"][:, 2] = 130  # a token that the old vocabulary did not have
     expected = run(model, batch, want_logits=False)
-    trainkit.patch(model)
+    patch_kernels(model)
     fuse(model)
     found = run(model, batch, want_logits=False)
     assert any("embed_tokens" in key for key in found)
@@ -155,7 +155,7 @@ def test_under_torch_compile_pefts_path_runs(monkeypatch):
 
 def test_ops_can_be_chosen():
     model = adapt(make("qwen2"))
-    trainkit.patch(model)
+    patch_kernels(model)
     report = fuse(model, {"lora_mlp"})
     assert [row.status for row in report.rows] == ["on", "off", "off"]
     assert report.row("lora_qkv").reason == "switched off"
@@ -193,5 +193,5 @@ def test_the_self_check_wants_no_gradient_of_frozen_embeddings(options):
     ends = {"model.embed_tokens.weight", "lm_head.weight"}
     assert frozen == (ends if options == {} else set())
     batch = like_model(make_batch("qwen2"), model)
-    rows = self_check(model, trainkit.patch(model), batch)
+    rows = self_check(model, patch_kernels(model), batch)
     assert {row["status"] for row in rows} <= {"ok", "off", "reference", "skipped"}

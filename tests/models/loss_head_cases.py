@@ -7,7 +7,7 @@ from tiny import make_qwen2
 from torch import distributed as dist
 
 from trainkit.models import attention
-from trainkit.models.patch import patch
+from trainkit.patching import patch
 
 STEPS = 3
 LEARNING_RATE = 0.1

@@ -10,7 +10,7 @@ from trainkit.models import attend as attend_module
 from trainkit.models import attention, document_masks
 from trainkit.models.families import FAMILIES
 from trainkit.models.leak_test import leak_test, packed_bounds
-from trainkit.models.patch import patch
+from trainkit.patching import patch
 
 PACKS = sorted(set(FAMILIES) - {"qwen2_vl"})
 LENGTHS = ((7, 11, 3), (13, 5))

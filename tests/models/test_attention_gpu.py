@@ -8,7 +8,7 @@ from models.test_attention import PACKS, documents, packed_batch
 from trainkit.errors import TrainkitError
 from trainkit.models import attend, attention
 from trainkit.models.leak_test import leak_test
-from trainkit.models.patch import patch
+from trainkit.patching import patch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ from tiny import make_qwen2
 from torch import nn
 
 from trainkit.models import loss_head
-from trainkit.models.patch import patch
+from trainkit.patching import patch
 
 ONLY_THE_LOSS = {
     "rms_norm": False,

@@ -9,9 +9,10 @@ import torch
 from families.family_models import make
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import trainkit.models.patch
+import trainkit
 from trainkit.errors import PatchError
 from trainkit.models.families import FAMILIES
+from trainkit.models.swap import is_swapped
 
 PACKAGE = "trainkit.replace_kernel"
 
@@ -43,7 +44,7 @@ def saved(tmp_path_factory):
 
 
 def is_patched(model):
-    return type(model.get_decoder().norm) in trainkit.models.patch._originals
+    return is_swapped(model.get_decoder().norm)
 
 
 def test_importing_the_package_patches_every_family_loaded_later(saved, fresh_import):

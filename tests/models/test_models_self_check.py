@@ -7,11 +7,11 @@ import torch
 from families.family_models import DEVICE, make, make_batch
 from torch.nn import functional as F
 
-import trainkit
 from trainkit import kernels
 from trainkit.lora import LoraOptions, attach, fuse
 from trainkit.models import forwards, loss_head, rope_forwards
 from trainkit.models.families import FAMILIES, OPS
+from trainkit.models.patch import patch_kernels
 from trainkit.models.self_check import SelfCheckError, self_check
 
 
@@ -21,7 +21,7 @@ def batch(name="llama"):
 
 def check(name, dtype=torch.float32):
     model = make(name, dtype=dtype)
-    return self_check(model, trainkit.patch(model), batch())
+    return self_check(model, patch_kernels(model), batch())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -123,7 +123,7 @@ def test_an_op_that_is_on_and_never_runs_is_a_failure(monkeypatch):
 
 def test_the_check_leaves_no_trace():
     model = make("qwen2")
-    report = trainkit.patch(model)
+    report = patch_kernels(model)
     model.model.layers[0].eval()
     classes = [type(module) for module in model.modules()]
     flags = [module.training for module in model.modules()]
@@ -139,7 +139,7 @@ def test_the_check_leaves_no_trace():
 def test_after_fused_adapters_and_with_an_op_switched_off():
     model = make("qwen2")
     adapted = attach(model, LoraOptions(r=4))
-    report = trainkit.patch(adapted, {"rope": False})
+    report = patch_kernels(adapted, {"rope": False})
     fuse(adapted)
     classes = [type(module) for module in adapted.modules()]
     rows = {row["op"]: row for row in self_check(adapted, report, batch())}
@@ -150,7 +150,7 @@ def test_after_fused_adapters_and_with_an_op_switched_off():
 
 def test_labels_without_a_trained_token_still_check_the_loss():
     model = make("qwen2")
-    report = trainkit.patch(model)
+    report = patch_kernels(model)
     masked = batch() | {"labels": torch.full((2, 40), -100)}
     rows = {row["op"]: row for row in self_check(model, report, masked)}
     assert not rows["model"]["detail"].startswith("loss 0.0")

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.models import shared_input
-from trainkit.models.patch import patch
 from trainkit.models.shared_input import apply_linears
+from trainkit.patching import patch
 
 QKV = (8, 2, 2)
 

@@ -69,7 +69,7 @@ def make_trainer(
     from transformers import PrinterCallback
 
     from trainkit.models import attention
-    from trainkit.models.patch import patch
+    from trainkit.patching import patch
     from trainkit.recipe.training import complete_training
     from trainkit.train.arguments import training_arguments
     from trainkit.train.checkpoints import CheckpointWriter

@@ -22,7 +22,7 @@ What each row stands for:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,24 +190,18 @@ class _Climber:
     def measure(self, rung: Rung) -> dict[str, Any]:
         """Stand on a rung, train from the start, and come down again."""
         import trainkit
-        from trainkit.lora import fuse
+        from trainkit.lora import fused
+        from trainkit.models.families import OPS
 
         self._cast_frozen(torch.float32 if rung.upcast else torch.bfloat16)
         self._dequantize_to(rung.dequantize_dtype)
         self.model.get_base_model().set_attn_implementation(rung.attention)
-        undo: list[Callable[[], None]] = []
-        if rung.kernels:
-            from trainkit.models.families import OPS
-
-            switches = {op: op in rung.kernels for op in OPS}
-            undo.append(trainkit.patch(self.model, switches).revert)
-        if rung.fused:
-            undo.append(fuse(self.model, rung.fused).revert)
+        on = (*rung.kernels, *rung.fused)
+        report = trainkit.patch(self.model, {op: op in on for op in (*OPS, *fused.OPS)})
         try:
             return self._train(rung)
         finally:
-            for revert in reversed(undo):
-                revert()
+            report.revert()
 
     def _train(self, rung: Rung) -> dict[str, Any]:
         for parameter, value in zip(self.trained, self.start, strict=True):

@@ -1,11 +1,10 @@
 """Adapters: attach, save, merge, and the fused backward."""
 
 from trainkit.lora.adapter import LoraOptions, attach, load_adapter
-from trainkit.lora.fused import FuseReport, fuse
+from trainkit.lora.fused import fuse
 from trainkit.lora.quant import quantization_config
 
 __all__ = [
-    "FuseReport",
     "LoraOptions",
     "attach",
     "fuse",

@@ -1,22 +1,20 @@
 """Put the fused adapters into a model that peft has adapted, say what was done, and undo it.
 
-Three swaps, each a generated subclass as ``module.__class__`` (as in ``trainkit.models.patch``):
-every adapted linear layer computes through ``lora_linear``; a feed-forward block through
-``lora_mlp``; an attention block with trainkit's forward takes q, k and v from ``lora_qkv``.
+Three swaps: every adapted linear layer computes through ``lora_linear``; a feed-forward block
+through ``lora_mlp``; an attention block with trainkit's forward takes q, k and v from ``lora_qkv``.
 Parameters, names and the saved adapter stay peft's.
 
 Whether a layer's state can be fused is asked at every call, because adapters are merged, switched
 off and swapped at run time. What cannot runs peft's own forward, and the report says why.
 
-Call `fuse` last: after ``trainkit.patch`` and after the adapters are attached.
+``trainkit.patch`` calls `fuse`, after the kernels and after the adapters are attached.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,66 +31,13 @@ from trainkit.kernels.lora.projection import Projection
 from trainkit.lora.quant import is_quantized, unpacker
 from trainkit.models import forwards, guards, rope_forwards
 from trainkit.models.families import Unsupported
-from trainkit.models.patch import family_of
+from trainkit.models.patch import PatchReport, PatchRow, family_of, refuse_unknown
+from trainkit.models.swap import Swaps, subclass_of
 
 OPS = ("lora_mlp", "lora_qkv", "lora_linear")
 
 
-@dataclass(frozen=True)
-class FuseRow:
-    """One kind of fusion in one model.
-
-    Attributes:
-        op: one of ``OPS``.
-        status: "on" or "off".
-        reason: why it is off, or what keeps some modules on peft's path.
-        num_modules: how many modules run it.
-    """
-
-    op: str
-    status: str
-    reason: str = ""
-    num_modules: int = 0
-
-
-class FuseReport:
-    """What `fuse` did; prints as a table.
-
-    Attributes:
-        rows: one `FuseRow` per op.
-    """
-
-    def __init__(self, rows: list[FuseRow], swapped: list[tuple[nn.Module, type]]) -> None:
-        self.rows = rows
-        self._swapped = swapped
-
-    def row(self, op: str) -> FuseRow:
-        """The row of one op."""
-        return next(row for row in self.rows if row.op == op)
-
-    def revert(self) -> None:
-        """Give every module the class back that it had; a second call does nothing."""
-        for module, original in self._swapped:
-            module.__class__ = original
-        self._swapped = []
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for kernels.json."""
-        return {"ops": [asdict(row) for row in self.rows]}
-
-    def __str__(self) -> str:
-        lines = ["fused adapters"]
-        for row in self.rows:
-            detail = f"in {row.num_modules} modules" if row.status == "on" else row.reason
-            if row.status == "on" and row.reason:
-                detail += f"; {row.reason}"
-            lines.append(f"  {row.op:<11}  {row.status:<3}  {detail}")
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
-
-def fuse(model: nn.Module, ops: Collection[str] = OPS) -> FuseReport:
+def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
     """Swap the fused adapters into a model with peft adapters, in place.
 
     Args:
@@ -107,27 +52,23 @@ def fuse(model: nn.Module, ops: Collection[str] = OPS) -> FuseReport:
             family's feed-forward block does something in this transformers that the fused one
             does not know of.
     """
-    if unknown := set(ops) - set(OPS):
-        raise PatchError(f"unknown op {unknown.pop()!r}; the ops are {', '.join(OPS)}")
+    refuse_unknown(ops, OPS)
     modules = list(model.modules())
     if any(isinstance(module, _Fused) for module in modules):
         raise PatchError("the adapters are already fused", fix="call revert() on the first report")
     layers = [module for module in modules if isinstance(module, LoraLayer)]
     if not layers:
         raise PatchError("the model has no LoRA adapter to fuse", fix="attach one first")
-    rows: list[FuseRow] = []
-    plan: _Swaps = []
+    rows: list[PatchRow] = []
+    plan: dict[nn.Module, type[nn.Module]] = {}
     for op, plan_op in zip(OPS, (_plan_mlp, _plan_qkv, _plan_linear), strict=True):
         if op not in ops:
-            rows.append(FuseRow(op, "off", "switched off"))
+            rows.append(PatchRow(op, "off", "switched off"))
             continue
         row, swaps = plan_op(model, modules)
         rows.append(row)
-        plan.extend(swaps)
-    swapped = [(module, type(module)) for module, _ in plan]
-    for module, mixin in plan:
-        module.__class__ = _subclass(mixin, type(module))
-    return FuseReport(rows, swapped)
+        plan.update({module: subclass_of(type(module), mixin) for module, mixin in swaps})
+    return PatchReport(None, rows, Swaps(model, plan))
 
 
 def why_unfused(layer: Any) -> str | None:
@@ -249,19 +190,19 @@ _MLP_MIXINS: dict[type[nn.Module], type[_Fused]] = {
     forwards.GeluMLP: _FusedGeluMLP,
     forwards.PackedMLP: _FusedPackedMLP,
 }
-_Swaps = list[tuple[nn.Module, type[_Fused]]]
+_Plan = list[tuple[nn.Module, type[_Fused]]]
 
 
-def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
+def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
     try:
         family = family_of(model)
     except PatchError as error:
-        return FuseRow("lora_mlp", "off", error.what), []
+        return PatchRow("lora_mlp", "off", error.what), []
     entry = family.ops["swiglu"]
     if isinstance(entry, Unsupported):
-        return FuseRow("lora_mlp", "off", entry.reason), []
+        return PatchRow("lora_mlp", "off", entry.reason), []
     modeling = importlib.import_module(family.modeling)
-    swaps: _Swaps = []
+    swaps: _Plan = []
     reasons: Counter[str] = Counter()
     for swap in entry:
         original = guards.find_class(modeling, swap.target, family.name)
@@ -278,8 +219,8 @@ def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, 
     return _row("lora_mlp", len(swaps), reasons, "no adapter in a feed-forward block"), swaps
 
 
-def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
-    swaps: _Swaps = []
+def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
+    swaps: _Plan = []
     reasons: Counter[str] = Counter()
     for module in modules:
         if isinstance(module, rope_forwards.PackedAttention):
@@ -294,8 +235,8 @@ def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, 
     return _row("lora_qkv", len(swaps), reasons, off), swaps
 
 
-def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[FuseRow, _Swaps]:
-    swaps: _Swaps = []
+def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
+    swaps: _Plan = []
     reasons: Counter[str] = Counter()
     head = _output_layer(model)
     for module in modules:
@@ -345,30 +286,9 @@ def _first_reason(layers: Sequence[nn.Module]) -> str | None:
     return None
 
 
-def _row(op: str, number: int, reasons: Counter[str], otherwise: str) -> FuseRow:
+def _row(op: str, number: int, reasons: Counter[str], otherwise: str) -> PatchRow:
     """A row from how many modules are fused and why the others are not."""
     told = "; ".join(f"{count} on peft's path: {reason}" for reason, count in reasons.items())
     if not number:
-        return FuseRow(op, "off", "; ".join(reasons) or otherwise)
-    return FuseRow(op, "on", told, number)
-
-
-_subclasses: dict[tuple[type, type], type[nn.Module]] = {}
-
-
-def _subclass(mixin: type[_Fused], original: type[nn.Module]) -> type[nn.Module]:
-    """``mixin`` in front of ``original``, under the original's name; made once."""
-    key = (mixin, original)
-    if key not in _subclasses:
-        namespace = {
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
-        }
-        _subclasses[key] = type(original.__name__, (mixin, original), namespace)
-    return _subclasses[key]
-
-
-def fused_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that carry a fused forward."""
-    return (module for module in model.modules() if isinstance(module, _Fused))
+        return PatchRow(op, "off", "; ".join(reasons) or otherwise)
+    return PatchRow(op, "on", told, (op,), number)

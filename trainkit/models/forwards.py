@@ -18,6 +18,7 @@ The attention forwards are in ``rope_forwards.py``.
 Shapes: B batch, S sequence, H hidden, D head size, F feed-forward.
 """
 
+import sys
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,8 +46,13 @@ class KernelForward(nn.Module):
     also_knows: ClassVar[frozenset[str]] = frozenset()
     """Names from the family's row that its forward uses besides, and training can do without."""
 
-    modeling: ClassVar[Any] = None
-    """The family's modeling module in transformers."""
+    modeling_name: ClassVar[str] = ""
+    """The full name of the family's modeling module in transformers."""
+
+    @property
+    def modeling(self) -> Any:
+        """The family's modeling module."""
+        return sys.modules[self.modeling_name]
 
     @classmethod
     def known_names(cls) -> frozenset[str]:

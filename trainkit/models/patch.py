@@ -1,14 +1,12 @@
 """Swap kernels into a loaded model, say what was done, and undo it.
 
-A module is patched by giving it a generated subclass as ``__class__``: parameters, buffers, hooks,
-state dict and the names of classes stay as they are, and ``revert`` gives back the very model.
-Nothing outside the model changes.
+The family's row says which forward goes over which class; ``trainkit.models.swap`` does it. Nothing
+outside the model changes.
 """
 
 import importlib
-import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from types import ModuleType
@@ -21,6 +19,7 @@ from trainkit.errors import PatchError
 from trainkit.models import guards
 from trainkit.models.families import FAMILIES, OPS, Family, Unsupported
 from trainkit.models.forwards import KernelForward
+from trainkit.models.swap import Swaps, subclass_of
 
 
 @dataclass(frozen=True)
@@ -28,9 +27,9 @@ class PatchRow:
     """One op in one model.
 
     Args:
-        op: the switch, one of ``OPS``.
+        op: the switch: one of ``OPS``, or of the fused adapters' ops.
         status: "on" or "off".
-        reason: why it is off; empty when it is on.
+        reason: why it is off, or what keeps some of the modules on their own path.
         kernels: the public functions of ``trainkit.kernels`` that now run.
         num_modules: how many modules run them.
     """
@@ -43,20 +42,27 @@ class PatchRow:
 
 
 class PatchReport:
-    """What ``patch`` did to a model; prints as a table.
+    """What was swapped into a model; prints as a table.
 
     Attributes:
-        family: the row of the table that was used.
-        rows: one ``PatchRow`` per op, in the order of ``OPS``.
+        rows: one ``PatchRow`` per op: those of ``OPS``, then those of fused adapters.
     """
 
-    def __init__(
-        self, model: nn.Module, family: Family, rows: list[PatchRow], swapped: set[type[nn.Module]]
-    ) -> None:
-        self._model = weakref.ref(model)
-        self.family = family
+    def __init__(self, family: Family | None, rows: list[PatchRow], swaps: Swaps) -> None:
         self.rows = rows
-        self._swapped = swapped
+        self._family = family
+        self._swaps = swaps
+
+    @property
+    def family(self) -> Family:
+        """The row of the table that was used.
+
+        Raises:
+            PatchError: the report is of fused adapters alone.
+        """
+        if self._family is None:
+            raise PatchError("a report of fused adapters alone has no family")
+        return self._family
 
     @property
     def model(self) -> nn.Module:
@@ -65,84 +71,64 @@ class PatchReport:
         Raises:
             PatchError: the model is gone.
         """
-        model = self._model()
-        if model is None:
-            raise PatchError("the patched model no longer exists")
-        return model
+        return self._swaps.model
 
     @property
     def active(self) -> bool:
         """Whether the swaps are in place: False after ``revert`` or when every op is off."""
-        return bool(self._swapped)
+        return self._swaps.active
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Which of ``OPS`` are on, as ``patch_kernels`` takes them."""
+        return {row.op: row.status == "on" for row in self.rows if row.op in OPS}
 
     def row(self, op: str) -> PatchRow:
         """The row of one op."""
         return next(row for row in self.rows if row.op == op)
 
     def revert(self) -> None:
-        """Give every module its class back, copies that peft made of them included.
+        """Give every module its class back; see ``Swaps.revert``."""
+        self._swaps.revert()
 
-        The model computes bit for bit what it computed before. A second call does nothing.
+    def suspended(self) -> AbstractContextManager[None]:
+        """Within, the model runs without the swaps, and without what lies on top of them."""
+        return self._swaps.suspended()
 
-        Raises:
-            PatchError: something else has swapped a class on top; nothing is changed then.
-        """
-        for module in _patched_modules(self.model, self._swapped):
-            if type(module) not in self._swapped:
-                raise PatchError(
-                    f"{type(module).__name__} has another class swapped on top of the kernels'",
-                    fix="undo the later change first (for fused LoRA: its own revert)",
-                )
-        self._restore()
-        self._swapped = set()
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Within, the model runs without the kernels, and without what was swapped on top."""
-        before = self._restore()
-        try:
-            yield
-        finally:
-            for module, subclass in before.items():
-                module.__class__ = subclass
-
-    def _restore(self) -> dict[nn.Module, type[nn.Module]]:
-        """Give the modules their first classes back; returns what they had."""
-        before = {module: type(module) for module in _patched_modules(self.model, self._swapped)}
-        for module, subclass in before.items():
-            module.__class__ = next(_originals[c] for c in subclass.__mro__ if c in self._swapped)
-        return before
+    def joined(self, later: "PatchReport") -> "PatchReport":
+        """One report of this and of what a later one has swapped on top."""
+        swaps = self._swaps.joined(later._swaps)
+        return PatchReport(self._family or later._family, [*self.rows, *later.rows], swaps)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for kernels.json."""
         return {
-            "family": self.family.name,
+            "family": self._family.name if self._family else None,
             "transformers": transformers.__version__,
             "ops": [asdict(row) for row in self.rows],
         }
 
     def __str__(self) -> str:
-        lines = [f"kernels for {self.family.name} (transformers {transformers.__version__})"]
+        name = f" for {self._family.name}" if self._family else ""
+        lines = [f"kernels{name} (transformers {transformers.__version__})"]
         width = max(len(row.op) for row in self.rows)
         for row in self.rows:
-            if row.status == "on":
-                detail = f"{', '.join(row.kernels)} in {row.num_modules} modules"
-            else:
-                detail = row.reason
+            what = f"{', '.join(row.kernels)} in {row.num_modules} modules" if row.kernels else ""
+            detail = "; ".join(part for part in (what, row.reason) if part)
             lines.append(f"  {row.op:<{width}}  {row.status:<3}  {detail}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchReport:
-    """Swap trainkit's kernels into a loaded causal language model, in place.
+def patch_kernels(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchReport:
+    """Swap the kernels of the family's row into a loaded causal language model, in place.
 
-    The model may be bare or wrapped by peft; call it before or after ``get_peft_model``, and before
-    DeepSpeed, DDP or FSDP wrap it. Either every swap is made or none is.
+    ``trainkit.patch`` does this and fuses adapters, too.
 
     Args:
-        model: a model of one of the families in ``trainkit.models.families``.
+        model: a model of one of the families in ``trainkit.models.families``, bare or wrapped by
+            peft; before DeepSpeed, DDP or FSDP wrap it.
         kernels: True for all, False for none, or ``{"rope": False, ...}``; an op that is not
             mentioned is on.
 
@@ -157,7 +143,7 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
     family = family_of(model)
     wanted = _switches(kernels)
     modeling = importlib.import_module(family.modeling)
-    if next(_patched_modules(model, set(_originals)), None) is not None:
+    if any(isinstance(module, KernelForward) for module in model.modules()):
         raise PatchError(
             "the model is already patched", fix="call revert() on the first patch's report"
         )
@@ -175,9 +161,7 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
             raise PatchError(f"two ops of the {family.name} row claim {claimed}")
         plan.update(swaps)
         rows.append(row)
-    for module, subclass in plan.items():
-        module.__class__ = subclass
-    return PatchReport(model, family, rows, set(plan.values()))
+    return PatchReport(family, rows, Swaps(model, plan))
 
 
 def family_of(model: nn.Module) -> Family:
@@ -200,23 +184,27 @@ def family_of(model: nn.Module) -> Family:
     raise PatchError(f"{type(model).__name__} holds no Hugging Face model")
 
 
-def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module has, or had before it was patched."""
-    return _originals.get(type(module), type(module))
+def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse the name of an op that is not known, with the nearest one.
+
+    Raises:
+        PatchError: there is one.
+    """
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise PatchError(
+                f"unknown op {name!r}; the ops are {', '.join(known)}",
+                where="kernels",
+                fix=f"did you mean {near[0]!r}?" if near else None,
+            )
 
 
 def _switches(kernels: bool | Mapping[str, bool]) -> dict[str, str]:
     """Per op: "on", "off", or "named" for an op that was asked for by name."""
     if isinstance(kernels, bool):
         return dict.fromkeys(OPS, "on" if kernels else "off")
-    for name in kernels:
-        if name not in OPS:
-            near = get_close_matches(name, OPS, n=1)
-            raise PatchError(
-                f"unknown op {name!r}; the ops are {', '.join(OPS)}",
-                where="kernels",
-                fix=f"did you mean {near[0]!r}?" if near else None,
-            )
+    refuse_unknown(kernels, OPS)
     words = {True: "named", False: "off"}
     return {op: words[kernels[op]] if op in kernels else "on" for op in OPS}
 
@@ -241,7 +229,8 @@ def _plan_op(
             original = guards.find_class(modeling, swap.target, family.name)
         else:
             original = getattr(nn, swap.target)
-        subclass = _subclass(original, swap.forward, modeling, swap.settings)
+        settings = {"modeling_name": family.modeling, **swap.settings}
+        subclass = subclass_of(original, swap.forward, settings)
         guards.check_forward(original, subclass)
         modules = _modules_of(model, original, swap.at, family)
         if not modules:
@@ -269,44 +258,3 @@ def _modules_of(
         return [module for module in model.modules() if type(module) is original]
     heads = (module for module in model.modules() if type(module).__name__ == family.causal_lm)
     return [head.get_submodule(at) for head in heads]
-
-
-_originals: dict[type[nn.Module], type[nn.Module]] = {}
-"""Every generated subclass and the class it stands for."""
-
-
-_subclasses: dict[tuple[object, ...], type[KernelForward]] = {}
-
-
-def _subclass(
-    original: type[nn.Module],
-    forward: type[KernelForward],
-    modeling: ModuleType,
-    settings: Mapping[str, object],
-) -> type[KernelForward]:
-    """``forward`` in front of ``original``, under the original's name; made once.
-
-    The name stays because others look classes up by it: FSDP's wrapping policy, transformers'
-    record of outputs, ``_no_split_modules``. Building it as a subclass lets transformers' layer
-    class wrap the new forward for gradient checkpointing.
-    """
-    key = (original, forward, *sorted(settings.items()))
-    if key in _subclasses:
-        return _subclasses[key]
-    namespace = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "modeling": modeling,
-        **settings,
-    }
-    subclass = type(original.__name__, (forward, original), namespace)
-    _originals[subclass] = original
-    _subclasses[key] = subclass
-    return subclass
-
-
-def _patched_modules(model: nn.Module, generated: set[type[nn.Module]]) -> Iterator[nn.Module]:
-    """Modules whose class is one of ``generated`` or was derived from one."""
-    parents = tuple(generated)
-    return (module for module in model.modules() if isinstance(module, parents))

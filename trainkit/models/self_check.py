@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from trainkit.errors import PatchError
 from trainkit.kernels import contract
 from trainkit.models import op_check
-from trainkit.models.families import Family
+from trainkit.models.families import OPS, Family
 from trainkit.models.op_check import Call
-from trainkit.models.patch import PatchReport, PatchRow, patch, plain_class
+from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
+from trainkit.models.swap import plain_class
 
 MAX_TOKENS = 512
 """Tokens of the batch that the check reads: kernels see full rows, logits stay small."""
@@ -90,7 +91,7 @@ def self_check(
     rows = [
         CheckRow(row.op, report.family.name, "", None, None, None, "off", row.reason)
         for row in report.rows
-        if row.status == "off"
+        if row.op in OPS and row.status == "off"
     ]
     if report.active:
         replica = make_replica(model, report.family)
@@ -155,8 +156,8 @@ def _tokens_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _check_ops(
     replica: PreTrainedModel, report: PatchReport, tokens: Mapping[str, Tensor]
 ) -> list[CheckRow]:
-    on = [row for row in report.rows if row.status == "on"]
-    again = patch(replica, {row.op: row.status == "on" for row in report.rows})
+    on = [row for row in report.rows if row.op in OPS and row.status == "on"]
+    again = patch_kernels(replica, report.switches)
     try:
         with op_check.recorded([name for row in on for name in row.kernels]) as calls:
             _loss(replica, tokens)
@@ -204,7 +205,7 @@ def _check_replica(
     dtype = next(replica.parameters()).dtype
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     plain = _loss_and_gradients(replica, tokens)
-    again = patch(replica, {row.op: row.status == "on" for row in report.rows})
+    again = patch_kernels(replica, report.switches)
     patched = _loss_and_gradients(replica, tokens)
     again.revert()
     truth = _loss_and_gradients(_cast(replica, wide), tokens)

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import PatchError
 from trainkit.models.families import FAMILIES
-from trainkit.models.patch import PatchReport, patch
+from trainkit.models.patch import PatchReport
+from trainkit.patching import patch
 
 logger = logging.getLogger(__name__)
 

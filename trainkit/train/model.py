@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
 from trainkit.lora.adapter import LoraOptions, attach, count_parameters
-from trainkit.lora.fused import FuseReport, fuse
 from trainkit.lora.quant import quantization_config
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, resolve_attention
-from trainkit.models.patch import PatchReport, patch
+from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
+from trainkit.patching import patch
 from trainkit.train.loading import DTYPES, ModelSource, load_config, load_model
 
 
@@ -30,8 +30,7 @@ class BuiltModel:
     Attributes:
         model: the transformers or peft model.
         attention: what it attends with, and why.
-        report: what the kernels replaced; None when none were asked for.
-        fused: what the fused adapters replaced; None without adapters or kernels.
+        report: what kernels and fused adapters replaced; None when none were asked for.
         offload_activations: what the recipe says of checkpointed activations.
         num_trained: parameters that are trained.
         num_parameters: all of them.
@@ -40,7 +39,6 @@ class BuiltModel:
     model: PreTrainedModel | PeftModel
     attention: Attention
     report: PatchReport | None
-    fused: FuseReport | None
     offload_activations: bool | Literal["auto"]
     num_trained: int
     num_parameters: int
@@ -57,8 +55,6 @@ class BuiltModel:
         record: dict[str, Any] = {"attention": asdict(self.attention)}
         if self.report is None:
             return {**record, "ops": [], "reason": "kernels: false in the recipe"}
-        if self.fused is not None:
-            record["lora"] = [asdict(row) for row in self.fused.rows]
         checks = self_check(self.model, self.report, batch)
         return {**record, **self.report.to_dict(), "self_check": checks}
 
@@ -69,7 +65,6 @@ class BuiltModel:
             f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",
             f"attention: {self.attention.name} ({self.attention.reason})",
             str(self.report) if self.report else "kernels: none replaced (kernels: false)",
-            *([str(self.fused)] if self.fused else []),
         ]
         return "\n".join(lines)
 
@@ -114,10 +109,9 @@ def build_model(
     if lora is not None:
         model = attach(model, lora, require_input_grads=reentrant)
     report = None if kernels is False else patch(model, kernels)
-    fused = fuse(model) if report is not None and lora is not None else None
     num_trained, num_parameters = count_parameters(model)
     offload = lora is not None and lora.offload_activations
-    return BuiltModel(model, chosen, report, fused, offload, num_trained, num_parameters)
+    return BuiltModel(model, chosen, report, offload, num_trained, num_parameters)
 
 
 def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:

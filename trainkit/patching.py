@@ -1,0 +1,53 @@
+"""``trainkit.patch``: everything that trainkit can swap into a model, in one call."""
+
+from collections.abc import Mapping
+
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from trainkit.errors import PatchError
+from trainkit.lora import fused as fused_adapters
+from trainkit.lora.fused import fuse
+from trainkit.models.families import OPS
+from trainkit.models.patch import PatchReport, patch_kernels, refuse_unknown
+
+
+def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchReport:
+    """Swap trainkit's kernels into a loaded causal language model, in place.
+
+    On a model with LoRA adapters the fused backward goes in as well. Call it before DeepSpeed, DDP
+    or FSDP wrap the model. Either every swap is made or none is.
+
+    Args:
+        model: a model of one of the families in ``trainkit.models.families``, bare or wrapped by
+            peft.
+        kernels: True for all, False for none, or ``{"rope": False, ...}``; an op that is not
+            mentioned is on. The fused adapters have ops of their own: ``lora_mlp``, ``lora_qkv``,
+            ``lora_linear``.
+
+    Returns:
+        The report, with ``revert()``.
+
+    Raises:
+        PatchError: the family has no row; an op is unknown, or asked for by name and impossible; a
+            class is missing or changed in this transformers; the model is patched already (by
+            trainkit, which is refused rather than repeated, or by Liger).
+    """
+    if isinstance(kernels, bool):
+        report = patch_kernels(model, kernels)
+        fused: Mapping[str, bool] = dict.fromkeys(fused_adapters.OPS, kernels)
+    else:
+        refuse_unknown(kernels, (*OPS, *fused_adapters.OPS))
+        report = patch_kernels(model, {op: on for op, on in kernels.items() if op in OPS})
+        fused = {op: kernels.get(op, True) for op in fused_adapters.OPS}
+    if not any(isinstance(module, LoraLayer) for module in model.modules()):
+        return report
+    try:
+        report = report.joined(fuse(model, [op for op, on in fused.items() if on]))
+        for row in report.rows:
+            if row.status == "off" and not isinstance(kernels, bool) and kernels.get(row.op):
+                raise PatchError(f"{row.op} cannot be switched on: {row.reason}", where="kernels")
+    except PatchError:
+        report.revert()
+        raise
+    return report
