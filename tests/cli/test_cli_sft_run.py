@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
+from trainkit.checkpoint.base_fingerprint import check_fingerprint
+from trainkit.errors import CheckpointError
 
 RUN_FILES = {
     "README.md",
@@ -190,7 +195,10 @@ def test_a_dry_run_says_what_it_saw_and_writes_nothing(project):
 def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     from transformers import AutoModelForCausalLM
 
-    code, out, err = trainkit(project, "--config", "small.yaml", "lora.r=4", "generation_eval=null")
+    base = project / "base"
+    shutil.copytree(tiny_qwen2, base)
+    options = ["lora.r=4", "generation_eval=null", f"model.name_or_path={base}"]
+    code, out, err = trainkit(project, "--config", "small.yaml", *options)
     assert code == 0, err
     final = Path(out.splitlines()[-1]) / "final"
     assert (final / "adapter_model.safetensors").exists()
@@ -199,6 +207,18 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     adapters = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert adapters
     assert all(bool(p.any()) for p in adapters)
+    # Wherever the adapter goes on from, it goes on over its own base.
+    tensors = load_file(base / "model.safetensors")
+    tensors = {name: tensor * 1.01 for name, tensor in tensors.items()}
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    saved = [final, *final.parent.glob("checkpoint-*")]
+    assert len(saved) > 2
+    for directory in saved:
+        with pytest.raises(CheckpointError, match="other weights than the base"):
+            check_fingerprint(directory, base)
+    code, _, err = trainkit(project, "--resume", str(final.parent / "checkpoint-4"))
+    assert code != 0
+    assert "other weights than the base" in err
 
 
 @pytest.mark.parametrize(

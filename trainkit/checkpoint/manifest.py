@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ SCHEMA_VERSION = 1
 
 _CHUNK_BYTES = 8 << 20
 _MAX_NAMED = 8
+# What from_pretrained may read of a model directory; notes, pictures and optimizer states are not.
+_READ_BY_LOADERS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True)
@@ -173,10 +175,30 @@ def verify_directory(directory: Path) -> Manifest:
     Raises:
         CheckpointError: names each missing, extra or altered file.
     """
-    directory = Path(directory)
+    return _verify(Path(directory), lambda _: True)
+
+
+def verify_model(directory: Path) -> Manifest | None:
+    """Prove that the files from which a model is loaded are as they were written.
+
+    Unlike `verify_directory` it reads no optimizer state, and a note or a picture that somebody
+    put beside the model is no fault.
+
+    Returns:
+        The manifest; None for a directory that has none, because something else wrote it.
+
+    Raises:
+        CheckpointError: names each missing, extra or altered file.
+    """
+    if not (Path(directory) / MANIFEST_NAME).exists():
+        return None
+    return _verify(Path(directory), lambda path: path.endswith(_READ_BY_LOADERS))
+
+
+def _verify(directory: Path, concerns: Callable[[str], bool]) -> Manifest:
     manifest = read_manifest(directory)
-    present = set(list_files(directory))
-    listed = {entry.path: entry for entry in manifest.files}
+    present = {path for path in list_files(directory) if concerns(path)}
+    listed = {entry.path: entry for entry in manifest.files if concerns(entry.path)}
     faults = [f"{path} is missing" for path in sorted(listed.keys() - present)]
     faults += [f"{path} is not in the manifest" for path in sorted(present - listed.keys())]
     same_size = []

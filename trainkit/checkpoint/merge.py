@@ -98,7 +98,8 @@ def merge_adapter(
             where=str(base),
             fix="give the base model before it was quantised",
         )
-    is_same_base = not options.any_base and check_fingerprint(adapter.directory, base)
+    proof = origin or adapter.directory  # one that was put together from shards has none itself
+    is_same_base = not options.any_base and check_fingerprint(proof, base)
     if not is_same_base:
         progress("the base was compared by its shapes only")
     source = str(origin or adapter.directory)

@@ -103,12 +103,14 @@ class SafetensorsFile:
     def load(self, name: str) -> torch.Tensor:
         """Read one tensor into fresh memory."""
         info, _ = self._places[name]
-        return self.load_start(name, math.prod(info.shape)).reshape(info.shape)
+        return self.load_part(name, math.prod(info.shape)).reshape(info.shape)
 
-    def load_start(self, name: str, num_values: int) -> torch.Tensor:
+    def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
         """Read at most so many values of a tensor, in row-major order, flat."""
         info, offset = self._places[name]
-        num_bytes = min(num_values * info.dtype.itemsize, info.num_bytes)
+        skipped = min(start * info.dtype.itemsize, info.num_bytes)
+        offset += skipped
+        num_bytes = min(num_values * info.dtype.itemsize, info.num_bytes - skipped)
         data = torch.empty(num_bytes, dtype=torch.uint8)
         view = data.numpy().data
         done = 0
@@ -233,9 +235,9 @@ class PickledFile:
         """A copy of one tensor, contiguous."""
         return self._content[name].detach().clone(memory_format=torch.contiguous_format)
 
-    def load_start(self, name: str, num_values: int) -> torch.Tensor:
+    def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
         """A copy of at most so many values of a tensor, in row-major order, flat."""
-        return self._content[name].detach().reshape(-1)[:num_values].clone()
+        return self._content[name].detach().reshape(-1)[start : start + num_values].clone()
 
     def close(self) -> None:
         """Let go of the file."""
@@ -291,9 +293,9 @@ class WeightsReader:
         """Read one tensor into fresh memory."""
         return self._file(self._home[name]).load(name)
 
-    def load_start(self, name: str, num_values: int) -> torch.Tensor:
+    def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
         """Read at most so many values of a tensor, in row-major order, flat."""
-        return self._file(self._home[name]).load_start(name, num_values)
+        return self._file(self._home[name]).load_part(name, num_values, start)
 
     def close(self) -> None:
         """Close all files."""

@@ -1,5 +1,6 @@
 """What ``chat`` and ``generate`` share: their options, and the way to a loaded model."""
 
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,10 +43,34 @@ RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1, repeats 
 Beams = Annotated[int, typer.Option("--beams", help="Search with this many beams.")]
 Seed = Annotated[int, typer.Option(help="Of the sampling.")]
 DtypeOption = Annotated[LoadDtype, typer.Option(help="Of the weights in memory.")]
+AnyBase = Annotated[
+    bool, typer.Option("--any-base", help="Put the adapter over other weights than its own base.")
+]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify/--no-verify", help="Compare the model's files with their manifest before loading."
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; by default the GPU if there is one.")]
 
 
-def load(place: "ModelPlace", dtype: LoadDtype, device: str, system: str | None) -> "Engine":
+@dataclass(frozen=True)
+class Trust:
+    """What is taken on trust.
+
+    Attributes:
+        verify: compare the model's files with their manifest.
+        any_base: take another base than an adapter's own.
+    """
+
+    verify: bool
+    any_base: bool
+
+
+def load(
+    place: "ModelPlace", dtype: LoadDtype, device: str, system: str | None, trust: Trust
+) -> "Engine":
     """Load a found model as its run trained it."""
     from trainkit.train.quiet import quieten_libraries
 
@@ -53,4 +78,13 @@ def load(place: "ModelPlace", dtype: LoadDtype, device: str, system: str | None)
     from trainkit.infer.engine import load_engine
 
     quantize = run_settings(place.run).quantize if place.adapter is not None else None
-    return load_engine(place, dtype=dtype.value, quantize=quantize, device=device, system=system)
+    return load_engine(
+        place,
+        dtype=dtype.value,
+        quantize=quantize,
+        device=device,
+        system=system,
+        verify=trust.verify,
+        any_base=trust.any_base,
+        say=lambda line: typer.echo(line, err=True),
+    )

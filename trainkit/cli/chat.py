@@ -40,6 +40,8 @@ def chat(
     seed: shared.Seed = 0,
     dtype: shared.DtypeOption = shared.LoadDtype.auto,
     device: shared.Device = "auto",
+    any_base: shared.AnyBase = False,
+    verify: shared.Verify = True,
     show_ids: Annotated[
         bool, typer.Option("--show-ids", help="Print the prompt's token ids on stderr.")
     ] = False,
@@ -53,7 +55,7 @@ def chat(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
     place = find_place(model, adapter=adapter, base_model=base_model)
-    engine = shared.load(place, dtype, device, system)
+    engine = shared.load(place, dtype, device, system, shared.Trust(verify, any_base))
     import torch
 
     torch.manual_seed(seed)

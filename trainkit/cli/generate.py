@@ -31,6 +31,8 @@ def generate(
     seed: shared.Seed = 0,
     dtype: shared.DtypeOption = shared.LoadDtype.auto,
     device: shared.Device = "auto",
+    any_base: shared.AnyBase = False,
+    verify: shared.Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Answer every prompt of a file; the same command again goes on where it stopped."""
@@ -56,7 +58,7 @@ def generate(
         "dtype": dtype.value,
     }
     before = generate_file(
-        lambda: shared.load(place, dtype, device, system),
+        lambda: shared.load(place, dtype, device, system, shared.Trust(verify, any_base)),
         asked,
         out,
         sampling,

@@ -1,23 +1,37 @@
 """A loaded model that answers conversations as it was trained to."""
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from trainkit.checkpoint.adapter import vocabulary_rows
+from trainkit.checkpoint.manifest import verify_model
 from trainkit.data import DataOptions, PromptRenderer
 from trainkit.data.masking import MaskFinder
 from trainkit.data.messages import RowError
 from trainkit.data.template import ChatTemplate
+from trainkit.errors import CheckpointError
+from trainkit.infer.base_proof import prove_base
 from trainkit.infer.place import ModelPlace, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.lora.adapter import load_adapter
 from trainkit.lora.quant import quantization_config
-from trainkit.train.loading import DTYPES, ModelSource, check_exists, load_model, load_tokenizer
+from trainkit.train.loading import (
+    DTYPES,
+    ModelSource,
+    check_exists,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+
+logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -164,6 +178,9 @@ def load_engine(
     quantize: str | None = None,
     device: str = "auto",
     system: str | None = None,
+    verify: bool = True,
+    any_base: bool = False,
+    say: Callable[[str], None] = logger.warning,
 ) -> Engine:
     """Load what ``find_place`` found.
 
@@ -174,21 +191,29 @@ def load_engine(
         device: ``cpu``, ``cuda``, ``cuda:1``, or auto.
         system: the system prompt that the caller puts into conversations itself; it goes before a
             system policy of the run.
+        verify: compare the files with the manifests that trainkit wrote beside them.
+        any_base: put an adapter over other weights than those that it was trained over.
+        say: told in a line what could not be compared.
 
     Raises:
         ModelError: something cannot be loaded.
+        CheckpointError: files were altered, or the adapter belongs to another base.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in (place.model, place.tokenizer):
         check_exists(ModelSource(name))  # the hub's client would retry for a minute
+    if verify:
+        _verify(place)
+    if place.adapter is not None:
+        prove_base(place.adapter, place.model, say, any_base=any_base)
     tokenizer = load_tokenizer(ModelSource(place.tokenizer))
     packing = None
     if quantize is not None:
         packing = quantization_config(quantize, DTYPES.get(dtype, torch.bfloat16))
     model = load_model(
         ModelSource(place.model, dtype=dtype),
-        attention="sdpa",
+        attention=_attention(place.model),
         quantization=packing,
         device=torch.device(device),
     )
@@ -203,6 +228,27 @@ def load_engine(
     if system is not None:
         options = replace(options, system="keep")
     return Engine(model, tokenizer, options, trained_stop_ids(place.run))
+
+
+def _verify(place: ModelPlace) -> None:
+    """Compare every file that will be read with its manifest, where there is one."""
+    places = (place.adapter, place.directory, Path(place.model).expanduser())
+    for directory in dict.fromkeys(path for path in places if path is not None):
+        try:
+            verify_model(directory)
+        except CheckpointError as error:
+            fix = "put the files back, or take them as they are with --no-verify"
+            raise CheckpointError(error.what, where=error.where, fix=fix) from None
+
+
+def _attention(name: str) -> str | None:
+    """What keeps the model's own mathematics: transformers' choice for its class, as a rule.
+
+    SDPA knows no cap of the scores and drops it without a word.
+    """
+    config = load_config(ModelSource(name)).get_text_config()
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if is_capped else None
 
 
 class _AskToStop(StoppingCriteria):

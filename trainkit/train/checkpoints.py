@@ -17,6 +17,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 
 from trainkit.checkpoint.atomic import commit, discard, newest_valid, remove_directory, stage
+from trainkit.checkpoint.base_fingerprint import base_on_disk
+from trainkit.checkpoint.base_fingerprint import check_fingerprint as check_base
 from trainkit.checkpoint.manifest import Manifest, verify_directory
 from trainkit.errors import CheckpointError, ResumeRefusedError
 
@@ -217,6 +219,7 @@ def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> Non
 
     Raises:
         ResumeRefusedError: naming each value that changed.
+        CheckpointError: an adapter's base has other weights than those it was trained over so far.
     """
     saved = point.fingerprint
     changed = [
@@ -230,3 +233,15 @@ def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> Non
             where=str(point.checkpoint),
             fix="give the run's own recipe and data, or start a new run without --resume",
         )
+    _check_base(point.checkpoint, str(fingerprint.get("model")))
+
+
+def _check_base(checkpoint: Path, base: str) -> None:
+    """Compare the weights under an adapter, where they lie on this disk."""
+    try:
+        check_base(checkpoint, base_on_disk(base))
+    except CheckpointError as error:
+        fix = "put the base's weights back, or start a new run without --resume"
+        raise CheckpointError(error.what, where=error.where, fix=fix) from None
+    except OSError:
+        return  # a hub name without a local copy: loading the model will say so

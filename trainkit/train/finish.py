@@ -13,7 +13,6 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
-from trainkit.checkpoint.base_fingerprint import write_fingerprint
 from trainkit.train.checkpoints import written_together
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 from trainkit.train.trainer import SftTrainer
@@ -64,7 +63,6 @@ def save_final(
         if trainer.accelerator.is_main_process:
             settings = generation_config(trainer.model, tokenizer, stop_token_ids)
             settings.save_pretrained(inner)
-            write_fingerprint(inner)
 
 
 def generation_config(

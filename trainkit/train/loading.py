@@ -153,7 +153,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
 def load_model(
     source: ModelSource,
     *,
-    attention: str,
+    attention: str | None,
     quantization: Any | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
@@ -161,7 +161,7 @@ def load_model(
 
     Args:
         source: where from.
-        attention: transformers' ``attn_implementation``.
+        attention: transformers' ``attn_implementation``; None leaves it to transformers.
         quantization: a transformers quantization config, or None.
         device: where the weights go; None leaves them where the loader puts them.
 

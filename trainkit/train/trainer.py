@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from trainkit.checkpoint.base_fingerprint import write_fingerprint
 from trainkit.data.streaming import SampleStream
 from trainkit.errors import TrainkitError
 from trainkit.models.loss_head import LossHead
@@ -357,10 +358,15 @@ class SftTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save model and tokenizer, without the pickled arguments (they hold tokens and paths)."""
+        """Save model and tokenizer, without the pickled arguments (they hold tokens and paths).
+
+        An adapter gets the fingerprint of its base beside it, in checkpoints as in ``final/``.
+        """
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            Path(output_dir or str(self.args.output_dir), "training_args.bin").unlink(True)
+            target = Path(output_dir or str(self.args.output_dir))
+            (target / "training_args.bin").unlink(True)
+            write_fingerprint(target)
 
     # -- logging --------------------------------------------------------------------------------
 

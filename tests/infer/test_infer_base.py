@@ -1,0 +1,204 @@
+"""An adapter is put over its own base only, and weights are loaded as they were written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import make_qwen2
+from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
+
+from trainkit.checkpoint.atomic import staged_directory
+from trainkit.checkpoint.base_fingerprint import FILE_NAME, write_fingerprint
+from trainkit.cli.app import main
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_qwen2, tmp_path_factory):
+    """An adapter with its base's fingerprint beside it, as a run saves it."""
+    directory = tmp_path_factory.mktemp("adapter")
+    torch.manual_seed(1)
+    wrapped = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_qwen2),
+        LoraConfig(r=2, target_modules="all-linear"),
+    )
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    wrapped.save_pretrained(directory)
+    assert write_fingerprint(directory)
+    return directory
+
+
+def one_late_value(model):
+    model.model.layers[1].mlp.down_proj.weight.data[-1, -1] += 1
+
+
+def one_bias(model):
+    model.model.layers[0].self_attn.k_proj.bias.data += 1
+
+
+def new_head(model):
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 1.5)
+
+
+def everything(model):
+    for parameter in model.parameters():
+        parameter.data *= 1.01
+
+
+def wider(model):
+    return make_qwen2(model.config.vocab_size, intermediate_size=192)
+
+
+def glm(model):
+    sizes = model.config
+    return GlmForCausalLM(
+        GlmConfig(
+            vocab_size=sizes.vocab_size,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            pad_token_id=0,
+        )
+    )
+
+
+def other_base(tiny_qwen2, target, change):
+    shutil.copytree(tiny_qwen2, target)
+    for file in target.glob("model*.safetensors*"):
+        file.unlink()
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2)
+    (change(model) or model).save_pretrained(target)
+    return str(target)
+
+
+def command(kind, adapter, base, tmp_path, monkeypatch):
+    """The arguments with which each command puts an adapter over a base."""
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115, PTH123 - read to its end
+    (tmp_path / "p.txt").write_text("one\n")
+    few = ["--max-new-tokens", "2", "--device", "cpu"]
+    asked = ["--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")]
+    return {
+        "chat": ["chat", str(adapter), "--base-model", base, *few],
+        "chat --adapter": ["chat", base, "--adapter", str(adapter), *few],
+        "generate": ["generate", str(adapter), "--base-model", base, *asked, *few],
+        "merge": ["merge", str(adapter), str(tmp_path / "out"), "--base-model", base],
+    }[kind]
+
+
+KINDS = ["chat", "chat --adapter", "generate", "merge"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [one_late_value, one_bias, new_head, everything])
+def test_another_base_of_the_same_shapes_is_refused_unless_asked_for(
+    kind, change, adapter, tiny_qwen2, tmp_path, monkeypatch, capsys
+):
+    base = other_base(tiny_qwen2, tmp_path / "base", change)
+    arguments = command(kind, adapter, base, tmp_path, monkeypatch)
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert "other weights than the base that the adapter was trained over" in told
+    assert "--any-base" in told
+    assert not list(tmp_path.glob("out*"))
+    no_parity = ["--no-verify"] if kind == "merge" else []
+    assert main([*arguments, "--any-base", *no_parity]) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("change", [wider, glm])
+@pytest.mark.parametrize("proof", [True, False], ids=["ours", "foreign"])
+def test_a_base_that_does_not_fit_is_refused_in_any_case(
+    kind, change, proof, adapter, tiny_qwen2, tmp_path, monkeypatch, capsys
+):
+    if not proof:
+        adapter = shutil.copytree(adapter, tmp_path / "foreign")
+        (adapter / FILE_NAME).unlink()
+    base = other_base(tiny_qwen2, tmp_path / "base", change)
+    arguments = command(kind, adapter, base, tmp_path, monkeypatch)
+    assert main([*arguments, "--any-base"]) == 1
+    told = capsys.readouterr().err
+    assert "mlp" in told
+    assert "bug" not in told
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_base_is_taken_in_silence_and_a_foreign_adapter_with_a_word(
+    kind, adapter, tiny_qwen2, tmp_path, monkeypatch, capsys
+):
+    arguments = command(kind, adapter, str(tiny_qwen2), tmp_path, monkeypatch)
+    assert main(arguments) == 0
+    assert "shapes only" not in capsys.readouterr().err
+    foreign = shutil.copytree(adapter, tmp_path / "foreign")
+    (foreign / FILE_NAME).unlink()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    assert main(command(kind, foreign, str(tiny_qwen2), elsewhere, monkeypatch)) == 0
+    assert "shapes only" in capsys.readouterr().err
+
+
+def test_fingerprints_of_the_first_kind_are_still_read(adapter, tiny_qwen2, tmp_path):
+    from trainkit.checkpoint.base_fingerprint import check_fingerprint, fingerprint
+
+    old = shutil.copytree(adapter, tmp_path / "old")
+    digest = fingerprint(tiny_qwen2, 1)
+    assert digest != fingerprint(tiny_qwen2)
+    record = {"schema_version": 1, "base": "b", "sha256": digest}
+    (old / FILE_NAME).write_text(json.dumps(record))
+    assert check_fingerprint(old, tiny_qwen2)
+
+
+@pytest.fixture
+def finished(tiny_qwen2, tmp_path):
+    """A run whose final model has its manifest."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "status.json").write_text('{"state": "done"}')
+    with staged_directory(run / "final", metadata={}) as staging:
+        for file in tiny_qwen2.iterdir():
+            shutil.copy(file, staging)
+        (staging / "README.md").write_text("a card")
+    return run
+
+
+def loaded_files(directory):
+    return sorted(
+        file.name
+        for file in directory.iterdir()
+        if file.suffix in (".safetensors", ".json", ".jinja") and file.name != "manifest.json"
+    )
+
+
+@pytest.mark.parametrize("kind", ["chat", "generate"])
+def test_a_final_model_that_was_altered_is_named(kind, finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115, PTH123 - read to its end
+    (tmp_path / "p.txt").write_text("one\n")
+    asked = ["--prompts", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out.jsonl")]
+    arguments = [kind, str(finished), *(asked if kind == "generate" else [])]
+    arguments += ["--device", "cpu", "--max-new-tokens", "1"]
+    names = loaded_files(finished / "final")
+    assert "model.safetensors" in names
+    for name in names:
+        file = finished / "final" / name
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of the same length
+        assert main(arguments) == 1, name
+        told = capsys.readouterr().err
+        assert f"{name} was altered" in told
+        assert "--no-verify" in told
+        file.write_bytes(whole)
+    (finished / "final" / "README.md").write_text("another card")
+    (finished / "final" / "notes.md").write_text("mine")
+    assert main(arguments) == 0  # a card is not loaded
+    file = finished / "final" / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    (tmp_path / "out.jsonl").unlink(missing_ok=True)
+    assert main([*arguments, "--no-verify"]) == 0
