@@ -14,7 +14,7 @@ install_trainkit tracking
 
 if [ $# -eq 0 ]; then
   cd "$repository"
-  [ -e quickstart/model/config.json ] || "$python" scripts/make_quickstart_assets.py
+  [ -e quickstart/model/config.json ] || "$python" -m trainkit.quickstart
   set -- --config configs/quickstart.yaml
 fi
 

@@ -1,31 +1,18 @@
 """The quickstart's task: held-out facts are new, and no answer comes without reading them."""
 
 import collections
-import importlib.util
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "make_quickstart_assets.py"
+from trainkit import quickstart
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("make_quickstart_assets", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up while it loads.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def splits(script):
-    train = script.make_conversations(3000, 0, held_out=False)
-    held_out = script.make_conversations(script.NUM_HELD_OUT, 0, held_out=True)
+def splits():
+    train = quickstart.make_conversations(3000, 0, held_out=False)
+    held_out = quickstart.make_conversations(quickstart.NUM_HELD_OUT, 0, held_out=True)
     return train, held_out
 
 
@@ -73,10 +60,10 @@ def test_conversations_are_as_promised(splits):
     assert 0.4 < chinese < 0.6
 
 
-def test_two_runs_of_the_script_make_the_same(script):
-    first = script.make_conversations(50, 3, held_out=False)
-    assert script.make_conversations(50, 3, held_out=False) == first
-    assert script.make_conversations(50, 4, held_out=False) != first
+def test_two_runs_make_the_same():
+    first = quickstart.make_conversations(50, 3, held_out=False)
+    assert quickstart.make_conversations(50, 3, held_out=False) == first
+    assert quickstart.make_conversations(50, 4, held_out=False) != first
 
 
 def test_the_question_alone_does_not_give_the_answer(splits):
@@ -98,15 +85,15 @@ def test_the_question_alone_does_not_give_the_answer(splits):
     assert right / len(pairs) < 0.15
 
 
-def test_the_tokenizer_makes_words_of_words_and_loses_nothing(script, splits):
+def test_the_tokenizer_makes_words_of_words_and_loses_nothing(splits):
     train, held_out = splits
-    tokenizer = script.train_tokenizer(train, script.VOCAB_SIZE)
-    for language in (script.ENGLISH, script.CHINESE):
-        space = " " if language is script.ENGLISH else ""
+    tokenizer = quickstart.train_tokenizer(train, quickstart.VOCAB_SIZE)
+    for language in (quickstart.ENGLISH, quickstart.CHINESE):
+        space = " " if language is quickstart.ENGLISH else ""
         for word in (*language.words, *language.names):
             assert len(tokenizer(space + word)["input_ids"]) <= (1 if space else len(word))
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     text = tokenizer.apply_chat_template(held_out[0], tokenize=False)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    assert script.make_model(len(tokenizer), 0).num_parameters() < 600_000
+    assert quickstart.make_model(len(tokenizer), 0).num_parameters() < 600_000

@@ -27,6 +27,7 @@ class Entry:
 
 
 COMMANDS: dict[str, Entry] = {
+    "new": Entry("trainkit.cli.new:new", "Write a recipe to start from."),
     "sft": Entry("trainkit.cli.sft:sft", "Train a model as a recipe says."),
     "config": Entry("trainkit.cli.config:app", "Show what a recipe means, value by value."),
     "data": Entry("trainkit.cli.data:app", "Look at the data, judge it, measure it."),

@@ -304,7 +304,7 @@ def _need_a_gpu() -> None:
     if not torch.cuda.is_available():
         raise TrainkitError(
             "this benchmark is measured on a GPU, and there is none here",
-            fix="`trainkit bench data` runs on a CPU; docs/benchmarks has the rows of an H200",
+            fix="`trainkit bench data` runs on a CPU",
         )
 
 

@@ -179,7 +179,8 @@ def family_of(model: nn.Module) -> Family:
             raise PatchError(
                 f"trainkit has no kernels for model_type {model_type!r}; it has them for "
                 + ", ".join(FAMILIES),
-                fix="train without kernels (`kernels: false`), or add a row: CONTRIBUTING.md",
+                fix="train without kernels (`kernels: false`), or add a row to "
+                "trainkit/models/families.py",
             )
     raise PatchError(f"{type(model).__name__} holds no Hugging Face model")
 

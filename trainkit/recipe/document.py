@@ -65,7 +65,9 @@ def read_document(path: Path) -> Document:
     reader = _Reader(str(path))
     values = reader.read(text)
     if values is None:
-        raise RecipeError("the recipe is empty", where=str(path), fix="start from one of configs/")
+        raise RecipeError(
+            "the recipe is empty", where=str(path), fix="`trainkit new` writes one to start from"
+        )
     if not isinstance(values, dict):
         raise RecipeError(
             f"a recipe is a mapping of sections, not a {_kind(values)}",
@@ -117,7 +119,7 @@ def _read_text(path: Path) -> str:
         raise RecipeError(
             f"there is no recipe at {path.absolute()}",
             where=str(path),
-            fix="check the path; ready-made recipes are in configs/",
+            fix="check the path; `trainkit new` lists the recipes that come with trainkit",
         ) from error
     except OSError as error:
         raise RecipeError(f"cannot be read: {error.strerror}", where=str(path)) from error

@@ -1,7 +1,6 @@
 """The DeepSpeed configurations that have a name.
 
-The files lie beside this module, so that an installed trainkit has them; ``configs/deepspeed`` in
-the repository is a link to that directory.
+The files lie in ``trainkit/configs/deepspeed``, so that an installed trainkit has them.
 """
 
 import json
@@ -14,7 +13,7 @@ from trainkit.recipe.suggest import ask, nearest
 DEFAULT_PRESET = "zero2"
 """What a bare ``--deepspeed`` means."""
 
-_DIRECTORY = Path(__file__).with_name("deepspeed")
+_DIRECTORY = Path(__file__).parents[1] / "configs" / "deepspeed"
 
 PRESETS: Mapping[str, Path] = {
     name: _DIRECTORY / f"{name}.json" for name in ("zero1", "zero2", "zero3", "zero3_offload")

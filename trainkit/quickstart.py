@@ -11,7 +11,7 @@ The *facts* that decide an answer (a persona, a pet with its name, the words to 
 one split by their hash: the names and the words of a held-out question are familiar, but their
 combination was never seen in training. A model that learned answers by heart fails.
 
-    python scripts/make_quickstart_assets.py [--output quickstart] [--seed 0]
+    python -m trainkit.quickstart [--output quickstart] [--seed 0]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Message = dict[str, str]
 Drawn = TypeVar("Drawn")
@@ -222,7 +222,7 @@ class ConversationMaker:
         return question, language.reverse_answer.format(words=backwards)
 
 
-def train_tokenizer(conversations: list[list[Message]], vocab_size: int):  # noqa: ANN201 - transformers loads late
+def train_tokenizer(conversations: list[list[Message]], vocab_size: int) -> Any:
     """A byte-level BPE of the corpus with a ChatML template; Chinese is split by character."""
     from trainkit.train.launch import quieten_imports
 
@@ -258,7 +258,7 @@ def train_tokenizer(conversations: list[list[Message]], vocab_size: int):  # noq
     return tokenizer
 
 
-def make_model(vocab_size: int, seed: int):  # noqa: ANN201 - transformers loads late
+def make_model(vocab_size: int, seed: int) -> Any:
     """A random Qwen2 of two layers: one to look back a token, one to copy what was found there."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -316,10 +316,9 @@ def make_assets(output: Path, seed: int = 0) -> None:
     tokenizer.save_pretrained(output / "model")
     model.save_pretrained(output / "model")
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(
+    sys.stderr.write(
         f"{output}: {len(train)} conversations to train on, {len(held_out)} held out, "
-        f"a model of {num_parameters:,} parameters, a vocabulary of {len(tokenizer)}",
-        file=sys.stderr,
+        f"a model of {num_parameters:,} parameters, a vocabulary of {len(tokenizer)}\n"
     )
 
 

@@ -1,0 +1,49 @@
+"""The recipes that come with trainkit, found in an installed package as in a clone."""
+
+from pathlib import Path
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.suggest import ask, nearest
+
+_DIRECTORY = Path(__file__).parents[1] / "configs"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name to file, in alphabetical order."""
+    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
+
+
+def describe_recipe(path: Path) -> str:
+    """The first sentence of the comment at the top of a shipped recipe."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
+def write_recipe(name: str, target: Path) -> None:
+    """Write a shipped recipe to start from.
+
+    Args:
+        name: of the recipe.
+        target: the file to make.
+
+    Raises:
+        RecipeError: there is no such recipe, or the file exists.
+    """
+    recipes = shipped_recipes()
+    if name not in recipes:
+        hint = ask(nearest(name, recipes))
+        raise RecipeError(
+            f"there is no shipped recipe {name!r}",
+            fix=f"{hint or ''} The recipes are {', '.join(recipes)}".strip(),
+        )
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(recipes[name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise RecipeError(
+            "this file exists and is not overwritten",
+            where=str(target),
+            fix="name another one with --output",
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"cannot be written: {error.strerror}", where=str(target)) from error
