@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from trainkit.recipe.training import TRAINING_DEFAULTS, TRAINING_FIXED
+from trainkit.recipe.fields.table import FIXED
+from trainkit.recipe.training import TRAINING_DEFAULTS
 from trainkit.recipe.training_fields import read_training_fields, training_fields
 
 SOURCE = '''
@@ -84,7 +85,7 @@ def test_every_default_fits_its_own_type():
 
 def test_trainkits_own_values_are_fields_and_fit():
     fields = training_fields().fields
-    fixed = {name: value for name, (value, _) in TRAINING_FIXED.items()}
+    fixed = {name: value for name, (value, _) in FIXED.items()}
     for name, value in {**TRAINING_DEFAULTS, **fixed}.items():
         assert fields[name].accepts(value), name
 

@@ -10,13 +10,14 @@ from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
 from trainkit.recipe.document import Document, KeyPath, read_document
+from trainkit.recipe.fields.table import FIXED
 from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.options import option_values
 from trainkit.recipe.overrides import parse_override
 from trainkit.recipe.presets import check_deepspeed
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.settings import Origin, Settings
-from trainkit.recipe.training import TRAINING_DEFAULTS, TRAINING_FIXED
+from trainkit.recipe.training import TRAINING_DEFAULTS
 from trainkit.recipe.training_fields import training_fields
 from trainkit.recipe.validation import validate
 
@@ -211,5 +212,5 @@ def _origin_label(key: str, settings: Settings) -> str:
         return found.label
     if path[0] != "training":
         return DEFAULT
-    is_ours = path[1] in TRAINING_DEFAULTS or path[1] in TRAINING_FIXED
+    is_ours = path[1] in TRAINING_DEFAULTS or path[1] in FIXED
     return TRAINKIT_DEFAULT if is_ours else TRANSFORMERS_DEFAULT

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trainkit.recipe.fields.table import ACTS, FIXED
 from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.schema import Recipe
-from trainkit.recipe.training import TRAINING_DEFAULTS, TRAINING_FIXED
+from trainkit.recipe.training import TRAINING_DEFAULTS
 from trainkit.recipe.training_fields import training_fields
 
 _WORDS = {
@@ -91,12 +92,18 @@ def _of_training() -> Iterator[KeyReference]:
         if name in REFUSED:
             continue
         text, default = field.help, field.default
-        if name in TRAINING_FIXED:
-            default, reason = TRAINING_FIXED[name]
+        type_words = field.rule
+        if name in FIXED:
+            default, reason = FIXED[name]
             text = f"Cannot be changed: {reason}."
         elif name in TRAINING_DEFAULTS:
             default = TRAINING_DEFAULTS[name]
-        yield KeyReference(f"training.{name}", field.rule, default, False, text)
+        if name in ACTS:
+            row = ACTS[name]
+            notes = {"Needs": row.needs, "By default": row.derived}
+            text = " ".join([text, *(f"{say} {what}." for say, what in notes.items() if what)])
+            type_words = f"one of {', '.join(row.choices)}" if row.choices else type_words
+        yield KeyReference(f"training.{name}", type_words, default, False, text)
 
 
 def _type_words(annotation: Any) -> str:

@@ -1,6 +1,6 @@
 """What to say about a key that does not exist: the right place, the right name, or the nearest."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
@@ -98,6 +98,14 @@ def nearest(name: str, known: Iterable[str], cutoff: float = _SIBLING_CUTOFF) ->
     if len(matches) == 2 and closeness[0] - closeness[1] > _AS_CLOSE:
         return matches[:1]
     return matches
+
+
+def nearest_choice(word: str, choices: Sequence[str]) -> list[str]:
+    """What a mistyped word may stand for: ``adamm`` is near to adamw_torch, not to adalomo."""
+    whole = nearest(word, choices, _ANYWHERE_CUTOFF)
+    head = [] if whole else nearest(word, {choice.partition("_")[0] for choice in choices})
+    begun = [choice for choice in choices if head and choice.partition("_")[0] == head[0]]
+    return whole or begun[:2] or nearest(word, choices)
 
 
 def ask(words: Iterable[str]) -> str | None:

@@ -1,13 +1,13 @@
 """The rules of the ``training`` section: the names and types of the installed TrainingArguments."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.recipe.document import read_scalar
+from trainkit.recipe.fields.table import ACTS, FIXED, OPTIM_ARGS, Acts
 from trainkit.recipe.foreign import REFUSED
-from trainkit.recipe.suggest import ask, nearest
+from trainkit.recipe.suggest import ask, nearest, nearest_choice
 from trainkit.recipe.training_fields import TrainingField, training_fields
 
 TRAINING_DEFAULTS: Mapping[str, Any] = {
@@ -19,38 +19,6 @@ TRAINING_DEFAULTS: Mapping[str, Any] = {
     "save_total_limit": 2,
 }
 """Where trainkit's defaults for ``training`` differ from TrainingArguments' own."""
-
-TRAINING_FIXED: Mapping[str, tuple[Any, str]] = {
-    "remove_unused_columns": (False, "trainkit hands the model exactly what it takes"),
-    "logging_nan_inf_filter": (False, "a loss that is no number must be seen, not filtered out"),
-    "disable_tqdm": (True, "trainkit shows the progress itself"),
-}
-"""Fields of ``training`` that have one value here, and why."""
-
-# What torch.utils.checkpoint takes, but for functions.
-_CHECKPOINT_OPTIONS = (
-    "use_reentrant",
-    "preserve_rng_state",
-    "determinism_check",
-    "debug",
-    "early_stop",
-)
-_AT_LEAST_ONE = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-)
-_ABOVE_ZERO = ("num_train_epochs", "logging_steps", "eval_steps", "save_steps", "adam_epsilon")
-_NOT_NEGATIVE = (
-    "learning_rate",
-    "warmup_steps",
-    "weight_decay",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "dataloader_num_workers",
-    "seed",
-    "data_seed",
-)
 
 
 @dataclass(frozen=True)
@@ -70,40 +38,60 @@ class TrainingProblem:
 
 
 def check_training(training: Mapping[str, Any]) -> list[TrainingProblem]:
-    """Hold a ``training`` section against the installed TrainingArguments."""
+    """Hold a ``training`` section against the installed TrainingArguments and the table."""
     fields = training_fields().fields
     problems = []
     for name, value in training.items():
         if name not in fields or name in REFUSED:
             what = f"training has no key {name}"
             problems.append(TrainingProblem(name, what, is_unknown=True))
-        elif not fields[name].accepts(value):
-            problems.append(_wrong_type(fields[name], value))
-        elif name in TRAINING_FIXED and value != TRAINING_FIXED[name][0]:
-            what = f"training.{name} cannot be changed: {TRAINING_FIXED[name][1]}"
-            problems.append(TrainingProblem(name, what, "remove it"))
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            problems += _out_of_range(name, value)
+        elif name in FIXED:
+            problems += _changed(name, value)
+        elif name not in ACTS:
+            what = f"training.{name} is new in transformers {training_fields().version}"
+            fix = "remove it: this version of trainkit does not know what it would do"
+            problems.append(TrainingProblem(name, what, fix))
         else:
-            problems += _unknown_words(name, value)
-    if not problems and training.get("bf16") and training.get("fp16"):
-        problems.append(
-            TrainingProblem("fp16", "training.bf16 and training.fp16 are both on", "keep one")
-        )
-    return problems
+            problems += _wrong_value(fields[name], ACTS[name], value)
+    return problems or _disagreeing(training)
 
 
 def complete_training(training: Mapping[str, Any]) -> dict[str, Any]:
     """A ``training`` section with trainkit's own defaults and fixed values in it."""
-    fixed = {name: value for name, (value, _) in TRAINING_FIXED.items()}
+    fields = training_fields().fields
+    fixed = {
+        name: value
+        for name, (value, _) in FIXED.items()
+        if name in fields and value != fields[name].default
+    }
     return {**TRAINING_DEFAULTS, **fixed, **training}
+
+
+def _changed(name: str, value: Any) -> list[TrainingProblem]:
+    only, reason = FIXED[name]
+    if value == only and type(value) is type(only):
+        return []
+    what = f"training.{name} cannot be changed: {reason}"
+    return [TrainingProblem(name, what, "remove it")]
+
+
+def _wrong_value(field: TrainingField, row: Acts, value: Any) -> list[TrainingProblem]:
+    """What is wrong with a value by itself."""
+    words = _unknown_words(field.name, row, value)
+    if words or not field.accepts(value):
+        return words or [_wrong_type(field, value)]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        rule = row.broken_rule(value)
+        what = f"training.{field.name}: {value} must be {rule}"
+        return [] if rule is None else [TrainingProblem(field.name, what)]
+    return _unknown_keys(field.name, row, value)
 
 
 def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:
     fix = None
     if isinstance(value, str):
         number = read_scalar(value)
-        fix = ask(nearest(value, field.choices))
+        fix = ask(nearest_choice(value, field.choices))
         if fix is None and number is not value and field.accepts(number):
             fix = f"write {value} without quotes"
     elif isinstance(value, float) and value.is_integer() and field.accepts(int(value)):
@@ -113,37 +101,79 @@ def _wrong_type(field: TrainingField, value: Any) -> TrainingProblem:
     )
 
 
-def _unknown_words(name: str, value: Any) -> list[TrainingProblem]:
-    """Words inside a value that transformers or torch would only refuse when training starts."""
+def _unknown_words(name: str, row: Acts, value: Any) -> list[TrainingProblem]:
+    """Words inside a value that transformers would only refuse, or pass over, in training."""
+    known: tuple[str, ...] = row.choices
     if name == "report_to" and training_fields().trackers:
-        known = training_fields().trackers
-        words = [value] if isinstance(value, str) else value or []
-        unknown = [word for word in words if word not in (*known, "all", "none")]
-    elif name == "gradient_checkpointing_kwargs" and isinstance(value, dict):
-        known = _CHECKPOINT_OPTIONS
-        unknown = [word for word in value if word not in known]
-    elif name == "optim_args" and isinstance(value, str):
-        known = ()
-        unknown = [part for part in value.split(",") if part.count("=") != 1]
-    else:
-        return []
+        known = (*training_fields().trackers, "all", "none")
+    words = _words(name, value) if known else []
     problems = []
-    for word in unknown:
-        rule = f"must be one of {', '.join(known)}" if known else "must be name=value"
-        what = f"training.{name}: {word!r} {rule}"
-        problems.append(TrainingProblem(name, what, ask(nearest(str(word), known))))
+    for word in words:
+        what = f"training.{name}: {word!r} must be one of {', '.join(known)}"
+        if word in (row.without or {}):
+            what = f"training.{name}: {word} does nothing here"
+            problems.append(TrainingProblem(name, what, (row.without or {})[word]))
+        elif word not in known:
+            problems.append(TrainingProblem(name, what, ask(nearest_choice(word, known))))
     return problems
 
 
-def _out_of_range(name: str, value: float) -> list[TrainingProblem]:
-    if name in _AT_LEAST_ONE and value < 1:
-        rule = "at least 1"
-    elif name in _ABOVE_ZERO and not value > 0:
-        rule = "above 0"
-    elif name in _NOT_NEGATIVE and not value >= 0:  # nan is not
-        rule = "0 or more"
-    elif name in (*_ABOVE_ZERO, *_NOT_NEGATIVE) and math.isinf(value):
-        rule = "finite"
-    else:
+def _words(name: str, value: Any) -> list[str]:
+    if isinstance(value, str):
+        return value.split() if name == "debug" else [value]
+    return [word for word in value if isinstance(word, str)] if isinstance(value, list) else []
+
+
+def _unknown_keys(name: str, row: Acts, value: Any) -> list[TrainingProblem]:
+    """Keys of a mapping that nothing would read."""
+    if name == "optim_args" and isinstance(value, str):
+        parts = [part.strip() for part in value.split(",")]
+        return [
+            TrainingProblem(name, f"training.{name}: {part!r} must be name=value")
+            for part in parts
+            if part.count("=") != 1
+        ]
+    if not row.keys or value is None:
         return []
-    return [TrainingProblem(name, f"training.{name}: {value} must be {rule}")]
+    if not isinstance(value, dict):
+        return [TrainingProblem(name, f"training.{name}: {value!r} must be a mapping")]
+    problems = []
+    for key, item in value.items():
+        dotted = f"training.{name}.{key}"
+        if key not in row.keys:
+            what = f"training.{name}: {key!r} must be one of {', '.join(row.keys)}"
+            if name == "accelerator_config":
+                what = f"{dotted} does nothing here: trainkit deals out the rows itself"
+            problems.append(TrainingProblem(name, what, ask(nearest(str(key), row.keys))))
+        elif name == "accelerator_config" and set(item or {}) - {"sync_each_batch"}:
+            what = f"{dotted} may hold sync_each_batch only: the rest is the Trainer's own"
+            problems.append(TrainingProblem(name, what))
+    return problems
+
+
+def _disagreeing(training: Mapping[str, Any]) -> list[TrainingProblem]:
+    """Fields that contradict each other, or that act only with another one."""
+    problems = []
+    if training.get("bf16") and training.get("fp16"):
+        problems.append(("fp16", "training.bf16 and training.fp16 are both on", "keep one"))
+    optim = str(training.get("optim") or training_fields().fields["optim"].default)
+    unmet = {
+        "optim_target_modules": not optim.startswith(("galore", "apollo")),
+        "liger_kernel_config": not training.get("use_liger_kernel"),
+        "dataloader_prefetch_factor": not training.get("dataloader_num_workers"),
+        "dataloader_multiprocessing_context": not training.get("dataloader_num_workers"),
+    }
+    for name, is_unmet in unmet.items():
+        if is_unmet and training.get(name) is not None:
+            what = f"training.{name} does nothing without {ACTS[name].needs}"
+            problems.append((name, what, "remove it, or set the other one"))
+    given = training.get("optim_args")
+    family = next((start for start in OPTIM_ARGS if start in optim), "")
+    known = OPTIM_ARGS.get(family, ())
+    for part in given.replace(" ", "").split(",") if isinstance(given, str) else ():
+        word = part.partition("=")[0]
+        if word not in known:
+            what = f"training.optim_args: {word} does nothing with {optim}"
+            others = f"it takes {', '.join(known)}" if known else "it takes none: remove it"
+            problems.append(("optim_args", what, others))
+    return [TrainingProblem(*problem) for problem in problems]

@@ -46,7 +46,7 @@ class TrainingField:
         name: the field.
         annotation: its type, as written in transformers.
         default: its default; a string of source code where it is not a constant.
-        choices: the values it is limited to, where its type is an enum.
+        choices: the values it is limited to, where its type is an enum or its metadata lists them.
         help: transformers' own words about it.
     """
 
@@ -140,7 +140,7 @@ def read_training_fields(package: Path, version: str) -> TrainingFields:
                 node.target.id,
                 annotation,
                 _default(node.value, constants),
-                _choices(annotation, enums),
+                _choices(annotation, enums) or _listed_choices(node.value),
                 _help(node.value),
             )
     return TrainingFields(version, fields, _trackers(package))
@@ -212,6 +212,17 @@ def _help(value: ast.expr | None) -> str:
                     words = text.value if isinstance(text, ast.Constant) else ""
                     return " ".join(str(words).split())
     return ""
+
+
+def _listed_choices(value: ast.expr | None) -> tuple[str, ...]:
+    """The words in ``field(metadata={"choices": [...]})``."""
+    for node in ast.walk(value) if value is not None else ():
+        if isinstance(node, ast.Dict):
+            for key, words in zip(node.keys, node.values, strict=True):
+                is_list = isinstance(words, ast.List | ast.Tuple)
+                if is_list and isinstance(key, ast.Constant) and key.value == "choices":
+                    return tuple(str(word) for word in ast.literal_eval(words))
+    return ()
 
 
 def _unquoted(annotation: ast.expr) -> ast.expr:

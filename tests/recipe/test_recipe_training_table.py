@@ -1,0 +1,140 @@
+"""Every field of TrainingArguments acts, has one value, or is set elsewhere; none does nothing."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trainkit.recipe.fields.table import ACTS, FIXED, OPTIM_ARGS
+from trainkit.recipe.foreign import REFUSED, REMOVED
+from trainkit.recipe.training import check_training, complete_training
+from trainkit.recipe.training_fields import training_fields
+
+# The fields of the oldest and the newest transformers that are supported.
+SUPPORTED = {
+    version: Path(__file__).with_name(f"training_fields_{version}.txt").read_text().split()
+    for version in ("5.17", "5.23")
+}
+INSTALLED = training_fields().fields
+BOUNDED = [name for name, row in ACTS.items() if {row.at_least, row.above} != {None}]
+
+
+def problem(**training):
+    found = check_training(training)
+    assert len(found) == 1, found
+    return f"{found[0].what}; {found[0].fix}"
+
+
+def test_every_field_of_both_versions_has_one_row():
+    rows = [*ACTS, *FIXED, *REFUSED]
+    assert len(rows) == len(set(rows)), "a field has two rows"
+    assert set().union(*SUPPORTED.values()) == set(rows)
+
+
+def test_every_field_of_the_installed_version_has_a_row():
+    """A field that a new transformers adds fails here until somebody has read what it does."""
+    assert set(INSTALLED) <= {*ACTS, *FIXED, *REFUSED}
+
+
+def test_a_field_without_a_row_is_refused(monkeypatch):
+    monkeypatch.delitem(ACTS, "neftune_noise_alpha")
+    assert "is new in transformers" in problem(neftune_noise_alpha=5.0)
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_field_with_one_value_refuses_every_other(name):
+    value, reason = FIXED[name]
+    assert check_training({name: value}) == []
+    other = not value if isinstance(value, bool) else ["loss"] if value == [] else "other"
+    assert reason in problem(**{name: other})
+
+
+def test_defaults_are_accepted_so_that_a_resolved_recipe_is_one():
+    defaults = {name: INSTALLED[name].default for name in ACTS if name in INSTALLED}
+    assert check_training(complete_training(defaults)) == []
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("value", [-5, -0.5, float("nan"), float("inf"), 10**30])
+def test_numbers_that_mean_nothing_are_refused(name, value):
+    assert check_training({name: value}), f"{name}: {value}"
+
+
+def test_every_number_has_bounds():
+    numbers = {name for name, field in INSTALLED.items() if re.search("number", field.rule)}
+    assert numbers & set(ACTS) - set(BOUNDED) == set()
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ({"max_steps": 0}, "must be at least 1, or -1"),
+        ({"warmup_steps": 1.5}, "a share of all steps below 1, or a whole number"),
+        ({"seed": 2**32}, "at most 4294967295"),
+        ({"adam_beta2": 1.0}, "below 1"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "does nothing here; .*group_by_length"),
+        ({"train_sampling_strategy": "randon"}, "one of random, .*; did you mean random"),
+        ({"optim": "adamm"}, "one of adamw_torch.*; did you mean adamw_torch"),
+        ({"log_level": "quiet"}, "must be one of detail"),
+        ({"include_num_input_tokens_seen": "nonpadding"}, "did you mean non_padding"),
+        ({"ddp_backend": "ncll"}, "did you mean nccl"),
+        ({"torch_compile_backend": "induktor"}, "did you mean inductor"),
+        ({"torch_compile_mode": "max-autotun"}, "did you mean max-autotune"),
+        ({"dataloader_multiprocessing_context": "spwan"}, "did you mean spawn"),
+        ({"debug": "underflow"}, "must be one of underflow_overflow"),
+        ({"debug": ["tpu_metrics_debug"]}, "does not train on TPUs"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches does nothing here"),
+        ({"accelerator_config": "file.json"}, "must be a mapping"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, "sync_each"),
+        ({"gradient_checkpointing_kwargs": {"reentrant": True}}, "did you mean use_reentrant"),
+        ({"optim_target_modules": "all-linear"}, "does nothing without training.optim galore"),
+        ({"optim_args": "amsgrad=true"}, "amsgrad does nothing with adamw_torch"),
+        ({"optim": "sgd", "optim_args": "momentom=0.9"}, "it takes momentum"),
+        ({"dataloader_prefetch_factor": 4}, "does nothing without training.dataloader_num_w"),
+        ({"dataloader_multiprocessing_context": "spawn"}, "does nothing without"),
+        ({"liger_kernel_config": {"rope": False}}, "does nothing without training.use_liger"),
+    ],
+)
+def test_words_are_held_against_what_is_known(training, said):
+    assert re.search(said, problem(**training))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}},
+        {"optim": "sgd", "optim_args": "momentum=0.9, nesterov=true"},
+        {"debug": "underflow_overflow"},
+        {"max_steps": -1},
+        {"warmup_steps": 0.1},
+        {"save_steps": 0.25},
+        {"include_num_input_tokens_seen": True},
+        {"optim": "schedule_free_sgd", "optim_args": "r=0.5"},
+    ],
+)
+def test_what_makes_sense_is_accepted(training):
+    assert check_training(training) == []
+
+
+def test_no_advice_for_an_old_field_leads_to_a_refused_one():
+    for name, advice in REMOVED.items():
+        for target in re.findall(r"write (\w+):", advice):
+            assert target in ACTS, f"{name}: {advice}"
+
+
+def test_the_choices_of_the_table_are_transformers_own():
+    from transformers.training_args import trainer_log_levels
+
+    assert set(ACTS["log_level"].choices) == set(trainer_log_levels)
+    for name, row in ACTS.items():
+        listed = INSTALLED[name].choices if name in INSTALLED else ()
+        if listed and row.choices:
+            assert set(listed) == {*row.choices, *(row.without or {})}, name
+
+
+def test_what_an_optimizer_takes_is_what_transformers_reads():
+    from transformers import trainer_optimizer
+
+    source = Path(trainer_optimizer.__file__).read_text(encoding="utf-8")
+    for words in OPTIM_ARGS.values():
+        assert all(f'"{word}"' in source for word in words)

@@ -1,0 +1,1 @@
+"""What every field of TrainingArguments does in trainkit."""
