@@ -22,17 +22,17 @@ class Parrot:
 
     def __init__(self, tokenizer, answers, *, stop=True):
         import torch
-        from transformers import GenerationConfig
+        from transformers import GenerationConfig, Qwen2Config
 
         self.tokenizer, self.answers, self.stop = tokenizer, list(answers), stop
         self.seen = []
         self.device = torch.device("cpu")
+        self.config = Qwen2Config()
         self.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
 
     def generate(self, *, input_ids, attention_mask, generation_config, streamer, **options):
         import torch
 
-        self.config = generation_config
         answers = [self.answers.pop(0) for _ in range(len(input_ids))]
         self.seen += [
             row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)

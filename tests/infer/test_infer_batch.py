@@ -5,8 +5,9 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
-from trainkit.infer.batch import generate_file, read_prompts
+from trainkit.infer.batch import BatchOptions, generate_file
 from trainkit.infer.engine import Engine
 from trainkit.infer.sampling import SamplingOptions
 
@@ -15,7 +16,7 @@ from trainkit.infer.sampling import SamplingOptions
 def prompts(tmp_path):
     path = tmp_path / "p.txt"
     path.write_text("\n".join(["one", "a longer prompt", "", "three", "fourth prompt", "five"]))
-    return read_prompts(path)
+    return read_questions(str(path))
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,9 @@ def engine(tiny_qwen2):
 
 def run(engine, prompts, target, sampling=None, **options):
     sampling = sampling or SamplingOptions(max_new_tokens=6)
-    arguments = {"batch_size": 2, "settings": {"model": "tiny"}, **options}
-    return generate_file(lambda: engine, prompts, target, sampling, **arguments)
+    progress = options.pop("progress", None)
+    how = BatchOptions(**{"batch_size": 2, "settings": {"model": "tiny"}, **options})
+    return generate_file(lambda: engine, prompts, target, sampling, how, progress)
 
 
 def rows(path):
@@ -39,7 +41,7 @@ def test_batch_equals_one_by_one(engine, prompts, tmp_path):
     run(engine, prompts, tmp_path / "out.jsonl", batch_size=5)
     sampling = SamplingOptions(max_new_tokens=6)
     for row, prompt in zip(rows(tmp_path / "out.jsonl"), prompts, strict=True):
-        answer = engine.answer(prompt.messages, sampling)
+        answer = engine.answer(prompt.asked, sampling)
         assert row["answer"] == answer.text
         assert row["num_prompt_tokens"] == len(answer.input_ids)
         assert row["finish"] == "length"
@@ -86,8 +88,7 @@ def test_finished_file_is_left_alone(engine, prompts, tmp_path):
         prompts,
         tmp_path / "out.jsonl",
         sampling,
-        batch_size=2,
-        settings={"model": "tiny"},
+        BatchOptions(batch_size=2, settings={"model": "tiny"}),
     )
     assert found == len(prompts)
     assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before
@@ -111,7 +112,7 @@ def test_bad_turn_is_named_before_anything_is_answered(engine, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"messages": [{"role": "user"}]}\n')
     with pytest.raises(DataError, match=r"p\.jsonl:3: .*'content' is missing"):
-        run(engine, read_prompts(path), tmp_path / "out.jsonl", progress=pytest.fail)
+        run(engine, read_questions(str(path)), tmp_path / "out.jsonl", progress=pytest.fail)
 
 
 def test_place_that_cannot_be_written(engine, prompts, tmp_path):
@@ -124,7 +125,7 @@ def test_place_that_cannot_be_written(engine, prompts, tmp_path):
 @pytest.mark.parametrize("text", ["", "my notes\n"])
 def test_file_of_something_else_is_no_finished_answer(engine, prompts, tmp_path, text):
     (tmp_path / "out.jsonl").write_text(text)
-    with pytest.raises(DataError, match="made from other prompts"):
+    with pytest.raises(DataError, match="made from other questions"):
         run(engine, prompts, tmp_path / "out.jsonl")
     assert (tmp_path / "out.jsonl").read_text() == text
 
@@ -136,28 +137,29 @@ def test_prompt_files(tmp_path):
         '{"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "q"}]}\n'
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
     )
-    roles = [[m["role"] for m in prompt.messages] for prompt in read_prompts(path, "X")]
+    questions = read_questions(str(path), QuestionOptions(system="X"))
+    roles = [[m.role for m in question.asked.messages] for question in questions]
     assert roles == [["system", "user"]] * 3
-    assert read_prompts(path, "X")[1].messages[0]["content"] == "S"
+    assert questions[1].asked.messages[0].content == "S"
 
 
 @pytest.mark.parametrize(
     ("line", "word"),
     [
-        ("{", "not JSON"),
-        ("[1]", "neither"),
-        ('{"messages": [3]}', "neither"),
+        ("{", r"p\.jsonl:1: Expecting property name"),
+        ("[1]", "turn 1 is a number"),
+        ('{"messages": [3]}', "turn 1 is a number"),
         ('{"messages": []}', "no question"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no question"),
-        ("[" * 9999, "not JSON"),
-        ("", "no prompt"),
+        ("[" * 9999, "not closed|nests too deep|Expecting"),
+        ("", "no question"),
     ],
 )
 def test_bad_prompts_name_their_line(tmp_path, line, word):
     path = tmp_path / "p.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(DataError, match=word):
-        read_prompts(path)
+        read_questions(str(path))
 
 
 def test_beams_find_what_greedy_misses(engine):

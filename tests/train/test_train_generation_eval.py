@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from trainkit.data.prompt import conversation_of
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 
 CONVERSATIONS = [
@@ -18,6 +19,10 @@ CONVERSATIONS = [
     ],
     [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "三"}],
 ]
+
+
+def conversations(rows=CONVERSATIONS):
+    return [conversation_of(messages) for messages in rows]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +62,7 @@ def answers_alone(model, tokenizer, max_new_tokens):
 def test_batches_give_the_answers_of_single_prompts(model_and_tokenizer, batch_size):
     model, tokenizer = model_and_tokenizer
     result = evaluate_answers(
-        model, tokenizer, CONVERSATIONS, max_new_tokens=8, batch_size=batch_size
+        model, tokenizer, conversations(), max_new_tokens=8, batch_size=batch_size
     )
     assert [(row.conversation, row.turn) for row in result.rows] == [(0, 2), (0, 4), (1, 1)]
     assert [row.expected for row in result.rows] == ["one", "two", "三"]
@@ -72,7 +77,7 @@ def test_an_answer_is_exact_but_for_space_at_its_ends(model_and_tokenizer):
     # The last turns: earlier ones are in the prompts and would change what follows.
     copy[0][4]["content"] = f" {given[1].strip()}\n"
     copy[1][1]["content"] = given[2] + "x"
-    result = evaluate_answers(model, tokenizer, copy, max_new_tokens=8, batch_size=4)
+    result = evaluate_answers(model, tokenizer, conversations(copy), max_new_tokens=8, batch_size=4)
     assert [row.is_exact for row in result.rows] == [False, True, False]
     stored = json.loads(json.dumps(result.to_dict()))
     assert (stored["num_exact"], stored["num_total"]) == (1, 3)
@@ -85,7 +90,7 @@ def test_a_stop_token_ends_an_answer(model_and_tokenizer):
     result = evaluate_answers(
         model,
         tokenizer,
-        CONVERSATIONS,
+        conversations(),
         max_new_tokens=8,
         batch_size=4,
         stop_token_ids=tuple(every_token),

@@ -116,7 +116,7 @@ def train(run: Run, device: torch.device) -> list[float]:
 
 def _read(path: Path, max_length: int) -> list[dict[str, Any]]:
     samples = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in filter(None, path.read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
         ids = np.array(row["input_ids"][:max_length], dtype=np.int32)
         mask = (np.array(row["labels"][:max_length]) != -100).astype(np.uint8)

@@ -52,7 +52,7 @@ def run_in_processes(
             if process.returncode:
                 yield {"error": errors.strip()[-2000:]}
             else:
-                yield json.loads(output.strip().splitlines()[-1])
+                yield json.loads(output.strip().split("\n")[-1])
     finally:
         for process in processes:
             if process.poll() is None:

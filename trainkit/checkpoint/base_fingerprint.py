@@ -59,7 +59,7 @@ def _sample(reader: WeightsReader, name: str, version: int) -> bytes:
     last = max(count - size, 0)
     starts = sorted({last * place // max(places - 1, 1) for place in range(places)})
     values = torch.cat([reader.load_part(name, size, start) for start in starts])
-    return tensor_bytes(values.to(torch.bfloat16) if values.is_floating_point() else values)
+    return bytes(tensor_bytes(values.to(torch.bfloat16) if values.is_floating_point() else values))
 
 
 def write_fingerprint(adapter: Path) -> bool:

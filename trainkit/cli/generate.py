@@ -1,6 +1,7 @@
 """``trainkit generate``: answers to a file of prompts."""
 
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +11,32 @@ from trainkit.cli import answering as shared
 from trainkit.errors import RecipeError
 
 
+class TooLongChoice(str, Enum):
+    """What is done with a prompt that leaves no room for an answer."""
+
+    error = "error"
+    drop = "drop"
+    left_turns = "left_turns"
+
+
 def generate(
     model: shared.Model,
     prompts: Annotated[
         Path,
-        typer.Option(help="JSON lines with messages or a prompt each, or a text file of prompts."),
+        typer.Option(help="Rows in any format that trains, or a .txt file with a question a line."),
     ],
     out: Annotated[Path, typer.Option(help="The file to write, one JSON object a line.")],
     batch_size: Annotated[int, typer.Option(help="Prompts answered at once.")] = 8,
+    row_format: Annotated[
+        str, typer.Option("--format", help="Format of the rows, where their keys do not tell.")
+    ] = "auto",
+    too_long: Annotated[
+        TooLongChoice,
+        typer.Option(
+            help="A prompt without room for an answer: refuse the file (error), leave the row "
+            "unanswered (drop), or leave out its oldest exchanges (left_turns)."
+        ),
+    ] = TooLongChoice.error,
     adapter: shared.Adapter = None,
     base_model: shared.BaseModel = None,
     system: shared.System = None,
@@ -35,10 +54,10 @@ def generate(
     verify: shared.Verify = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Answer every prompt of a file; the same command again goes on where it stopped."""
+    """Answer every row of a file; the same command again goes on where it stopped."""
     if batch_size < 1:
         raise RecipeError("it must be at least 1", where="--batch-size")
-    from trainkit.infer.place import find_place, weights_digest
+    from trainkit.infer.place import find_place, is_trained_on_texts, weights_digest
     from trainkit.infer.sampling import SamplingOptions
 
     sampling = SamplingOptions(
@@ -48,9 +67,18 @@ def generate(
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
-    from trainkit.infer.batch import generate_file, read_prompts
+    from trainkit.data.formats import FORMAT_ALIASES, FORMATS
+    from trainkit.data.questions import QuestionOptions, read_questions
+    from trainkit.infer.batch import BatchOptions, generate_file
 
-    asked = read_prompts(prompts, system)
+    if row_format not in ("auto", *FORMATS, *FORMAT_ALIASES):
+        raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
+    asked = read_questions(
+        str(prompts),
+        QuestionOptions(
+            format=row_format, system=system, plain_prompts=is_trained_on_texts(place.run)
+        ),
+    )
     settings = {
         "model": place.model,
         "adapter": str(place.adapter),
@@ -62,8 +90,7 @@ def generate(
         asked,
         out,
         sampling,
-        batch_size=batch_size,
-        settings=settings,
+        BatchOptions(batch_size, settings, too_long.value),
         progress=lambda done, total: typer.echo(f"{done} of {total} answered", err=True),
     )
     row = {"out": str(out), "num_answers": len(asked), "num_found": before}

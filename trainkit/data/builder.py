@@ -4,8 +4,6 @@ One :class:`SampleBuilder` lives in each worker process. It never raises for a b
 ends as samples, as an entry for the ledger, or as both.
 """
 
-import codecs
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,18 +13,18 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.drafts import Draft, Drafter, Event, cut_tokens
 from trainkit.data.encode import Encoder
-from trainkit.data.formats import detect, parse_row
+from trainkit.data.formats import detect
 from trainkit.data.messages import (
     Conversation,
     Row,
     RowError,
     TextRow,
     TokenRow,
-    check_text,
     validate,
 )
 from trainkit.data.options import DataOptions, Source
-from trainkit.data.reading import RawRow, decode
+from trainkit.data.reading import RawRow
+from trainkit.data.rows import decode_row, read_row
 from trainkit.data.template import THINK_CLOSE
 
 
@@ -133,30 +131,8 @@ class SampleBuilder:
     # -- rows -----------------------------------------------------------------------------------
 
     def _parse(self, raw: RawRow, source: Source, batch: Batch) -> Row:
-        if raw.payload is None:
-            assert raw.problem is not None
-            raise RowError(*raw.problem)
-        try:
-            row = decode(raw.payload)
-        except UnicodeDecodeError as error:
-            detail = f"byte {error.start} of the row is not UTF-8"
-            begins = raw.payload[:2] if isinstance(raw.payload, bytes) else b""
-            if begins in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                detail += "; it begins as UTF-16 or UTF-32 do: iconv -f UTF-16 -t UTF-8 converts it"
-            raise RowError("not_utf8", detail) from error
-        except json.JSONDecodeError as error:
-            place = f"{error.msg} at column {error.colno}"
-            if error.lineno > 1:
-                place = f"{error.msg} at column {error.colno}, {error.lineno - 1} lines further"
-            raise RowError("bad_json", place) from error
-        except ValueError as error:
-            raise RowError("bad_json", str(error)) from error
-        except RecursionError as error:
-            raise RowError("nested_too_deep", "the JSON nests too deep to be read") from error
-        parsed = parse_row(row, source.format, source.columns)
-        if isinstance(parsed, TextRow):
-            check_text(parsed.prompt, "'prompt'")
-            check_text(parsed.text, "the text")
+        row = decode_row(raw)
+        parsed = read_row(row, source.format, source.columns)
         name = source.format
         if name == "auto":
             name = (detect(row) if isinstance(row, Mapping) else None) or "messages"

@@ -168,7 +168,7 @@ def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversati
     if 0 <= last < len(messages) - 1 and needs_assistant:
         messages = messages[: last + 1]
         repairs.append("trailing_turns_removed")
-    joined = _join_users(messages)
+    joined = join_users(messages)
     if len(joined) != len(messages):
         repairs.append("user_turns_joined")
     if tuple(repairs) == conversation.repairs:
@@ -197,7 +197,8 @@ def _check_message(message: Message, number: int) -> None:
         raise RowError("empty_user", f"{place} is empty")
 
 
-def _join_users(messages: Sequence[Message]) -> tuple[Message, ...]:
+def join_users(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Neighbouring turns of the user as one, with a blank line between them."""
     joined: list[Message] = []
     for message in messages:
         if joined and message.role == "user" == joined[-1].role:

@@ -1,111 +1,78 @@
-"""Answers to a file of prompts, in batches, going on where an earlier attempt stopped."""
+"""Answers to a file of questions, in batches, going on where an earlier attempt stopped."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from trainkit.data.messages import Conversation, Message
+from trainkit.data.questions import Question
 from trainkit.errors import DataError
-from trainkit.infer.engine import Answer, Engine
+from trainkit.infer.engine import Answer, Engine, PromptTooLongError
 from trainkit.infer.sampling import SamplingOptions
 
-Messages = list[dict[str, Any]]
-_FORM = "give one JSON object a line, or a .txt file with one prompt a line"
+TooLong = Literal["error", "drop", "left_turns"]
+"""What is done with a prompt that leaves no room for an answer: the whole file is refused, the row
+is written without an answer, or the oldest exchanges of the conversation are left out."""
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt.
+class BatchOptions:
+    """How a file is answered.
 
     Attributes:
-        id: ``file:line``.
-        messages: the conversation to be continued.
+        batch_size: questions at once.
+        too_long: what is done with a prompt that does not fit the context.
+        settings: what else the answers depend on (the model), as plain JSON values.
     """
 
-    id: str
-    messages: Messages
+    batch_size: int
+    settings: Mapping[str, Any]
+    too_long: TooLong = "error"
 
 
-def read_prompts(path: Path, system: str | None = None) -> list[Prompt]:
-    """Read prompts.
+@dataclass(frozen=True)
+class Asked:
+    """A question as the model gets it.
 
-    Args:
-        path: ``.jsonl`` with ``{"messages": [...]}`` or ``{"prompt": "..."}`` a line, or a text
-            file with a prompt a line. A trailing assistant message is left out: it is what the
-            model is asked to write.
-        system: goes before conversations that have no system prompt.
-
-    Raises:
-        DataError: with file and line.
+    Attributes:
+        question: as it was read, or shortened.
+        problem: why it is not answered, or None.
+        num_turns_dropped: messages that were left out at the left.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"the prompts cannot be read: {error}", where=str(path)) from error
-    is_text = path.suffix not in (".jsonl", ".json", ".ndjson")
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            messages = [{"role": "user", "content": line}] if is_text else _messages(line, where)
-            if system is not None and messages[0].get("role") != "system":
-                messages = [{"role": "system", "content": system}, *messages]
-            prompts.append(Prompt(f"{path.name}:{number}", messages))
-    if not prompts:
-        raise DataError("there is no prompt in it", where=str(path))
-    return prompts
 
-
-def _messages(line: str, where: str) -> Messages:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"this line is not JSON: {error}", where=where, fix=_FORM) from None
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if messages is None and isinstance(row, dict) and isinstance(row.get("prompt"), str):
-        return [{"role": "user", "content": row["prompt"]}]
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise DataError(
-            'neither {"messages": [...]} nor {"prompt": "..."}',
-            where=where,
-            fix=_FORM,
-        )
-    while messages and messages[-1].get("role") == "assistant":
-        messages = messages[:-1]
-    if not messages:
-        raise DataError("there is no question in it", where=where)
-    return messages
+    question: Question
+    problem: str | None = None
+    num_turns_dropped: int = 0
 
 
 def generate_file(
     load: Callable[[], Engine],
-    prompts: list[Prompt],
+    questions: Sequence[Question],
     target: Path,
     sampling: SamplingOptions,
-    *,
-    batch_size: int,
-    settings: Mapping[str, Any],
+    options: BatchOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Answer all prompts into a file of JSON lines.
+    """Answer all questions into a file of JSON lines.
 
+    Each line holds the fields of its question and, in their own keys, the answer and how it ended.
     Finished batches are kept in ``.<name>.partial`` beside the target, which appears when all
-    prompts are answered. A later call with the same settings goes on from there; each batch has a
+    questions are answered. A later call with the same settings goes on from there; each batch has a
     seed of its own, so the result is that of one uninterrupted call.
 
     Args:
         load: called when there is something left to do.
-        prompts: in the order of the output.
+        questions: in the order of the output.
         target: the file to appear.
         sampling: how to choose tokens.
-        batch_size: prompts at once.
-        settings: what else the answers depend on (the model), as plain JSON values.
+        options: see there.
         progress: told how many of how many are done.
 
     Returns:
@@ -113,33 +80,33 @@ def generate_file(
 
     Raises:
         DataError: a file from a call with other settings is in the way, the file cannot be written,
-            or a prompt is no conversation that the template can render.
+            or a question cannot be rendered or does not fit.
     """
-    content = [prompt.messages for prompt in prompts]
-    key = _digest([dict(settings), sampling.to_dict(), batch_size, content])
+    content = [(question.id, asdict(question.asked), question.fields) for question in questions]
+    how = [dict(options.settings), sampling.to_dict(), options.batch_size, options.too_long]
+    key = _digest([*how, content])
     partial = target.with_name(f".{target.name}.partial")
     with _writing(target):
         if target.exists():
-            _check_same(list(_rows(target)), key, target, num_rows=len(prompts))
-            return len(prompts)
-        done = _finished_rows(partial, key, batch_size, len(prompts))
+            _check_same(list(_rows(target)), key, target, num_rows=len(questions))
+            return len(questions)
+        done = _finished_rows(partial, key, options.batch_size, len(questions))
         target.parent.mkdir(parents=True, exist_ok=True)
-        _replace(partial, "".join(_line(row) for row in done))
-    engine = load() if len(done) < len(prompts) else None
-    if engine is not None:
-        _check_prompts(engine, prompts[len(done) :])
-    for start in range(len(done), len(prompts), batch_size):
-        assert engine is not None
-        batch = prompts[start : start + batch_size]
+        _replace(partial, b"".join(_line(row) for row in done))
+    if len(done) < len(questions):
+        engine = load()
+        # All are rendered before the first is answered: a bad one does not wait for its turn.
+        asked = [_fitted(engine, question, options.too_long) for question in questions[len(done) :]]
+    for start in range(len(done), len(questions), options.batch_size):
+        batch = asked[start - len(done) :][: options.batch_size]
         torch.manual_seed(sampling.seed + start)
-        answers = engine.answer_batch([prompt.messages for prompt in batch], sampling)
-        rows = [_row(p, a, key) for p, a in zip(batch, answers, strict=True)]
-        with _writing(target), partial.open("a", encoding="utf-8") as stream:
+        rows = _answered(engine, batch, sampling, key)
+        with _writing(target), partial.open("ab") as stream:
             stream.writelines(_line(row) for row in rows)
             stream.flush()
             os.fsync(stream.fileno())
         if progress is not None:
-            progress(start + len(batch), len(prompts))
+            progress(start + len(batch), len(questions))
     with _writing(target):
         partial.rename(target)
     return len(done)
@@ -154,33 +121,112 @@ def _writing(target: Path) -> Iterator[None]:
         raise DataError(f"it cannot be written: {error.strerror}", where=str(target)) from error
 
 
-def _check_prompts(engine: Engine, prompts: list[Prompt]) -> None:
-    """Render all before the first is answered, so that a bad one does not wait for its turn."""
-    for prompt in prompts:
+def _fitted(engine: Engine, question: Question, too_long: TooLong) -> Asked:
+    """The question as it fits the context.
+
+    Raises:
+        DataError: it cannot be rendered, or does not fit and nothing is to be done about that.
+    """
+    try:
+        engine.check_fit(question.asked)
+    except PromptTooLongError as error:
+        shorter = _shortened(engine, question) if too_long == "left_turns" else None
+        if shorter is not None:
+            return shorter
+        if too_long == "error":
+            fix = "shorten it, or give --too-long drop or left_turns"
+            raise DataError(error.what, where=question.id, fix=fix) from None
+        return Asked(question, problem=error.what)
+    except DataError as error:
+        raise DataError(error.what, where=question.id, fix=error.fix) from None
+    return Asked(question)
+
+
+def _shortened(engine: Engine, question: Question) -> Asked | None:
+    """The most turns from the right that fit, behind the system prompt; None where none do."""
+    conversation = question.asked
+    if not isinstance(conversation, Conversation):
+        return None
+    messages = conversation.messages
+    head = 0
+    while head < len(messages) and messages[head].role in ("system", "developer"):
+        head += 1
+    for start in range(head + 1, len(messages)):
+        if messages[start].role != "user":
+            continue
+        shorter = replace(conversation, messages=messages[:head] + messages[start:])
         try:
-            engine.prompt_ids(prompt.messages)
-        except DataError as error:
-            raise DataError(error.what, where=prompt.id, fix=error.fix) from None
+            engine.check_fit(shorter)
+        except PromptTooLongError:
+            continue
+        return Asked(replace(question, asked=shorter), num_turns_dropped=start - head)
+    return None
 
 
-def _replace(path: Path, text: str) -> None:
+def _answered(
+    engine: Engine, batch: Sequence[Asked], sampling: SamplingOptions, key: str
+) -> list[dict[str, Any]]:
+    fitting = [each.question.asked for each in batch if each.problem is None]
+    answers = iter(engine.answer_batch(fitting, sampling) if fitting else ())
+    return [_row(each, None if each.problem else next(answers), key) for each in batch]
+
+
+def _row(asked: Asked, answer: Answer | None, key: str) -> dict[str, Any]:
+    """A line of the output: the question's own fields first, whatever they are called.
+
+    Where one has the name of a key of ours and another value, it is kept under ``row``.
+    """
+    question = asked.question
+    ours: dict[str, Any] = {"id": question.fields.get("id", question.id)}
+    if isinstance(question.asked, Conversation):
+        told = [_message(message) for message in question.asked.messages]
+        if answer is not None:
+            told.append({"role": "assistant", "content": answer.text})
+        ours["messages"] = told
+        if question.fields.get("messages") == told[: len(told) - (answer is not None)]:
+            question = replace(question, fields={**question.fields, "messages": told})
+    ours["answer"] = None if answer is None else answer.text
+    ours["finish"] = "too_long" if answer is None else answer.finish
+    if asked.problem is not None:
+        ours["problem"] = asked.problem
+    if asked.num_turns_dropped:
+        ours["num_turns_dropped"] = asked.num_turns_dropped
+    if answer is not None:
+        ours["num_prompt_tokens"] = len(answer.input_ids)
+        ours["num_answer_tokens"] = len(answer.output_ids)
+    ours["settings"] = key
+    hidden = {k: v for k, v in question.fields.items() if k in ours and ours[k] != v}
+    row = {**ours, **{k: v for k, v in question.fields.items() if k not in ours}}
+    if hidden:
+        row["row"] = {**hidden, **({"row": row["row"]} if "row" in row else {})}
+    return row
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """One turn as a row of messages has it, so that the output trains again."""
+    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        told["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "type": "function",
+                **({"id": call["id"]} if call["id"] else {}),
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in message.tool_calls
+        ]
+    for key in ("name", "tool_call_id", "train"):
+        if getattr(message, key) is not None:
+            told[key] = getattr(message, key)
+    return told
+
+
+def _replace(path: Path, content: bytes) -> None:
     """Rewrite a file without a moment in which its lines could be lost."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text, encoding="utf-8")
+    fresh.write_bytes(content)
     fresh.rename(path)
-
-
-def _row(prompt: Prompt, answer: Answer, key: str) -> dict[str, Any]:
-    reply = {"role": "assistant", "content": answer.text}
-    return {
-        "id": prompt.id,
-        "messages": [*prompt.messages, reply],
-        "answer": answer.text,
-        "finish": answer.finish,
-        "num_prompt_tokens": len(answer.input_ids),
-        "num_answer_tokens": len(answer.output_ids),
-        "settings": key,
-    }
 
 
 def _finished_rows(
@@ -196,13 +242,16 @@ def _finished_rows(
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Complete lines; a kill may have cut the last one."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+    """Complete lines; a kill may have cut the last one.
+
+    Only a newline ends a line of JSON: texts may hold any other separator.
+    """
+    for line in path.read_bytes().split(b"\n")[:-1]:
         try:
             row = json.loads(line)
         except ValueError:
             return
-        if not isinstance(row, dict) or not line.endswith("\n"):
+        if not isinstance(row, dict):
             return
         yield row
 
@@ -213,14 +262,17 @@ def _check_same(
     is_whole = num_rows is None or len(rows) == num_rows
     if not is_whole or any(row.get("settings") != key for row in rows):
         raise DataError(
-            "it was made from other prompts, another model or other options",
+            "it was made from other questions, another model or other options",
             where=str(path),
             fix="give another --out, or remove it",
         )
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+def _line(row: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair in one of the row's fields
+        return json.dumps(row).encode() + b"\n"
 
 
 def _digest(value: Any) -> str:

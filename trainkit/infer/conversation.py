@@ -70,8 +70,8 @@ class ChatHistory:
         if not self.messages:
             raise DataError("there is nothing to save yet", where=str(path))
         try:
-            before = path.read_text(encoding="utf-8") if path.exists() else ""
-            lines = [line for line in before.splitlines() if line.strip()]
+            before = path.read_bytes().decode("utf-8") if path.exists() else ""
+            lines = [line for line in before.split("\n") if line.strip()]
             if not all("messages" in json.loads(line) for line in lines):
                 raise ValueError
             line = json.dumps({"messages": self.all()}, ensure_ascii=False)

@@ -1,6 +1,7 @@
 """A loaded model that answers conversations as it was trained to."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from trainkit.checkpoint.adapter import vocabulary_rows
 from trainkit.checkpoint.manifest import verify_model
 from trainkit.data import DataOptions, PromptRenderer
 from trainkit.data.masking import MaskFinder
-from trainkit.data.messages import RowError
+from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
+from trainkit.data.prompt import conversation_of
 from trainkit.data.template import ChatTemplate
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base_proof import prove_base
 from trainkit.infer.place import ModelPlace, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
@@ -34,6 +36,12 @@ from trainkit.train.loading import (
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
+Asked = Row | Messages
+"""A row without its answer, or OpenAI messages."""
+
+
+class PromptTooLongError(DataError):
+    """A prompt leaves no room for an answer in the model's context."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class Answer:
         text: without stop tokens; with the opening of its reasoning where the prompt gave it.
         input_ids: of the prompt.
         output_ids: as generated, the stop token included.
-        finish: ``stop``, ``length``, or ``interrupted``.
+        finish: ``stop``, ``length`` (of the answer), ``context`` (the model's was full), or
+            ``interrupted``.
     """
 
     text: str
@@ -67,7 +76,7 @@ class Engine:
 
         Args:
             model: a transformers or peft model, in evaluation mode.
-            tokenizer: with a chat template.
+            tokenizer: with a chat template, where conversations are answered.
             options: how training rendered conversations; the defaults otherwise.
             stop_ids: tokens that end an answer, besides those that the model, the tokenizer and
                 the chat template name.
@@ -82,6 +91,7 @@ class Engine:
         own = model.generation_config.eos_token_id
         ids = [*stop_ids, *_as_list(own), *_as_list(tokenizer.eos_token_id)]
         self.stop_ids = tuple(dict.fromkeys([*ids, *_template_ends(tokenizer, self.options)]))
+        self.context = context_length(model.config)
         pad = tokenizer.pad_token_id
         self.pad_id: int | None = pad if pad is not None else next(iter(self.stop_ids), None)
 
@@ -90,53 +100,68 @@ class Engine:
         self.options = replace(self.options, system="keep")
         self._renderer = PromptRenderer(self.tokenizer, self.options)
 
-    def prompt_ids(self, messages: Messages) -> list[int]:
-        """The token ids of a conversation with the opening of an answer, as in training.
+    def prompt_ids(self, asked: Asked) -> list[int]:
+        """The token ids of a question with the opening of an answer, as in training.
 
         Raises:
             DataError: the messages are not well formed.
         """
-        return self._renderer.input_ids(messages)
+        return self._renderer.input_ids(_as_row(asked))
+
+    def check_fit(self, asked: Asked) -> None:
+        """Refuse a question that leaves no room for an answer.
+
+        Raises:
+            PromptTooLongError: with its length and the model's.
+        """
+        length = len(self.prompt_ids(asked))
+        if self.context is not None and length >= self.context:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens; the model's context holds {self.context}, the "
+                "answer included"
+            )
 
     def answer(
         self,
-        messages: Messages,
+        asked: Asked,
         sampling: SamplingOptions,
         *,
         on_text: Callable[[str], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Answer:
-        """Answer one conversation.
+        """Answer one question.
 
         Args:
-            messages: the last one is usually the user's.
+            asked: the last of its messages is usually the user's.
             sampling: how to choose tokens.
             on_text: called with each new piece of text; with beams, once at the end.
             should_stop: asked after each token.
+
+        Raises:
+            PromptTooLongError: there is no room for an answer.
         """
+        self.check_fit(asked)
         stream = None
         if on_text is not None and sampling.num_beams == 1:
             stream = TextStream(self.tokenizer, self.stop_ids, on_text)
-        (answer,) = self._generate([list(messages)], sampling, stream, should_stop)
+        (answer,) = self._generate([asked], sampling, stream, should_stop)
         if stream is None and on_text is not None:
             on_text(answer.text)
         return answer
 
-    def answer_batch(
-        self, conversations: Sequence[Messages], sampling: SamplingOptions
-    ) -> list[Answer]:
-        """Answer several conversations at once, padded on the left."""
-        return self._generate(conversations, sampling, None, None)
+    def answer_batch(self, questions: Sequence[Asked], sampling: SamplingOptions) -> list[Answer]:
+        """Answer several questions at once, padded on the left; each of them fits the context."""
+        return self._generate(questions, sampling, None, None)
 
     @torch.inference_mode()
     def _generate(
         self,
-        conversations: Sequence[Messages],
+        questions: Sequence[Asked],
         sampling: SamplingOptions,
         stream: TextStream | None,
         should_stop: Callable[[], bool] | None,
     ) -> list[Answer]:
-        prompts = [self.prompt_ids(messages) for messages in conversations]
+        prompts = [self.prompt_ids(asked) for asked in questions]
         width = max(map(len, prompts))
         device = self.model.device
         input_ids = torch.full((len(prompts), width), self.pad_id or 0, device=device)
@@ -145,6 +170,8 @@ class Engine:
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
             attention_mask[row, width - len(prompt) :] = 1
         asked = _AskToStop(should_stop)
+        full = _ContextIsFull(self.context, [width - len(prompt) for prompt in prompts])
+        criteria = [full] if width + sampling.max_new_tokens > (self.context or math.inf) else []
         output = self.model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -152,22 +179,28 @@ class Engine:
                 self.model.generation_config, self.stop_ids, self.pad_id
             ),
             streamer=stream,
-            stopping_criteria=StoppingCriteriaList([asked] if should_stop is not None else []),
+            stopping_criteria=StoppingCriteriaList(
+                [*criteria, *([asked] if should_stop is not None else [])]
+            ),
         )
         rows = output[:, width:].tolist()
-        pairs = zip(conversations, prompts, rows, strict=True)
-        return [self._answer(m, prompt, ids, asked.was_asked) for m, prompt, ids in pairs]
+        triples = zip(questions, prompts, rows, strict=True)
+        return [self._answer(q, prompt, ids, asked.was_asked) for q, prompt, ids in triples]
 
     def _answer(
-        self, messages: Messages, prompt: Sequence[int], ids: Sequence[int], was_asked: bool
+        self, asked: Asked, prompt: Sequence[int], ids: Sequence[int], was_asked: bool
     ) -> Answer:
+        room = None if self.context is None else self.context - len(prompt)
+        ids = ids[:room]  # behind the end of a full row there is padding
         end = next((i + 1 for i, token in enumerate(ids) if token in self.stop_ids), len(ids))
         is_stopped = end > 0 and ids[end - 1] in self.stop_ids
         spoken = ids[: end - 1] if is_stopped else ids[:end]
         text = str(self.tokenizer.decode(spoken, skip_special_tokens=True))
-        if self._renderer.text(messages).rstrip().endswith("<think>"):
+        row = _as_row(asked)
+        if isinstance(row, Conversation) and self._renderer.text(row).rstrip().endswith("<think>"):
             text = f"<think>\n{text}"  # the template opened it; the message must hold it whole
-        finish = "stop" if is_stopped else "interrupted" if was_asked else "length"
+        finish = "interrupted" if was_asked else "context" if len(ids) == room else "length"
+        finish = "stop" if is_stopped else finish
         return Answer(text, tuple(prompt), tuple(ids[:end]), finish)
 
 
@@ -263,14 +296,43 @@ class _AskToStop(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.was_asked, device=input_ids.device)
 
 
+class _ContextIsFull(StoppingCriteria):
+    """Ends each row of a batch where its own tokens fill the model's context."""
+
+    def __init__(self, context: int | None, padding: Sequence[int]) -> None:
+        self._context = context or 0
+        self._padding = torch.tensor(padding)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        beams = input_ids.shape[0] // len(self._padding)
+        lengths = input_ids.shape[1] - self._padding.repeat_interleave(beams)
+        return (lengths >= self._context).to(input_ids.device)
+
+
+def context_length(config: Any) -> int | None:
+    """How many tokens a model takes at most; None where it names no limit."""
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    factor, own = rope.get("factor"), rope.get("original_max_position_embeddings")
+    # Some models name their length before it was stretched, some the one after.
+    return max(limit, int(factor * own)) if factor and own else limit
+
+
+def _as_row(asked: Asked) -> Row:
+    if isinstance(asked, Conversation | TextRow | TokenRow):
+        return asked
+    return conversation_of(asked)
+
+
 def _template_ends(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> list[int]:
     """The tokens with which the chat template ends an answer."""
-    from trainkit.data.messages import Conversation, Message
-
     turns = (Message("user", "question"), Message("assistant", "answer"))
     try:
         masked = MaskFinder(ChatTemplate(tokenizer, options)).find(Conversation(turns))
-    except RowError:
+    except (RowError, ModelError):
         return []  # a template that cannot be trained on still makes prompts
     ends = {span.end_of_turn for span in masked.spans if span.end_of_turn is not None}
     return [int(tokenizer.convert_tokens_to_ids(end)) for end in sorted(ends)]

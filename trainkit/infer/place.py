@@ -155,6 +155,19 @@ def trained_stop_ids(run: Path | None) -> tuple[int, ...]:
     return tuple(value for value in values if isinstance(value, int))
 
 
+def is_trained_on_texts(run: Path | None) -> bool:
+    """Whether the run trained on plain texts alone, so that its prompts have no template."""
+    record = _train_record(run)
+    formats = {
+        name
+        for file in record.get("files") or ()
+        if isinstance(file, dict)
+        for name in file.get("formats") or ()
+    }
+    plain = {"prompt_completion", "text", "tokens"}
+    return bool(formats) and formats <= plain and not record.get("end_of_turn")
+
+
 def _train_record(run: Path | None) -> dict[str, Any]:
     path = None if run is None else run / "data.json"
     if path is None or not path.is_file():

@@ -108,7 +108,7 @@ def _supersede_rows(path: Path, resume_step: int) -> None:
     """Move rows after ``resume_step`` to the superseded file; first there, then out of here."""
     kept: list[str] = []
     superseded: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
         row = _decode(line)
         if row is not None:
             (kept if row["step"] <= resume_step else superseded).append(line)
@@ -139,5 +139,5 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     return [row for row in map(_decode, lines) if row is not None]

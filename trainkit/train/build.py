@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from trainkit.checkpoint.ownership import refuse_foreign
+from trainkit.data.messages import Conversation
 from trainkit.errors import TrainkitError
 from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.self_check import SelfCheckError
@@ -114,7 +115,7 @@ class _Prepared:
     source: ModelSource
     tokenizer: PreTrainedTokenizerBase
     data: RunData
-    held_out: list[list[dict[str, Any]]]
+    held_out: list[Conversation]
     args: TrainingArguments
 
 
@@ -147,7 +148,7 @@ def _prepare(
     return _Prepared(source, tokenizer, data, held_out, trainer_arguments(recipe, place))
 
 
-def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[list[dict[str, Any]]]:
+def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversation]:
     """The conversations to be answered after training; read now, since bad rows are found now."""
     asked = recipe.generation_eval
     if asked is None:
@@ -196,6 +197,7 @@ def _session(
             held_out=prepared.held_out,
             max_new_tokens=asked.max_new_tokens if asked else 0,
             batch_size=asked.batch_size if asked else 0,
+            options=data_options(recipe, cache_dir=None),
         ),
     )
 

@@ -12,13 +12,13 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.data.first_look import first_look
-from trainkit.data.formats import parse_row
 from trainkit.data.ledger import Entry, Ledger
 from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.prepare import Progress, prepare
 from trainkit.data.prepared import PackedDataset, PreparedData, SampleDataset
-from trainkit.data.reading import RawRow, decode, read_rows, resolve_files
+from trainkit.data.reading import RawRow, read_rows, resolve_files
+from trainkit.data.rows import decode_row, read_row
 from trainkit.data.streaming import SampleStream
 from trainkit.errors import DataError, ModelError
 from trainkit.train.sampling import CountingCollator, EpochDataset
@@ -161,10 +161,8 @@ def prepare_run_data(
     )
 
 
-def read_conversations(
-    sources: Sequence[Source], ledger: Path
-) -> tuple[list[list[dict[str, Any]]], int]:
-    """Whole conversations as messages, for questions to a trained model.
+def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Conversation], int]:
+    """Whole conversations with their tools, for questions to a trained model.
 
     Args:
         sources: where they are.
@@ -182,7 +180,7 @@ def read_conversations(
         for file in resolve_files(source.path):
             for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
                 try:
-                    conversations.append(_messages(row, source))
+                    conversations.append(_conversation(row, source))
                 except RowError as error:
                     entries.add(Entry(str(file), row.line, "dropped", error.reason, error.detail))
     entries.close()
@@ -195,17 +193,11 @@ def read_conversations(
     return conversations, entries.num("dropped")
 
 
-def _messages(row: RawRow, source: Source) -> list[dict[str, Any]]:
-    if row.payload is None:
-        raise RowError(*(row.problem or ("unreadable", "the row cannot be read")))
-    try:
-        parsed = parse_row(decode(row.payload), source.format, source.columns)
-    except (ValueError, RecursionError) as error:
-        raise RowError("bad_json", str(error)) from error
+def _conversation(row: RawRow, source: Source) -> Conversation:
+    parsed = read_row(decode_row(row), source.format, source.columns)
     if not isinstance(parsed, Conversation):
         raise RowError("no_messages", "the row is no conversation")
-    conversation = validate(parsed, needs_assistant=True)
-    return [{"role": turn.role, "content": turn.content} for turn in conversation.messages]
+    return validate(parsed, needs_assistant=True)
 
 
 def fingerprint_of(data: PreparedData, *, packing: bool, shuffle: bool) -> str:

@@ -13,6 +13,8 @@ from transformers.integrations.deepspeed import (
     unset_hf_deepspeed_config,
 )
 
+from trainkit.data.messages import Conversation
+from trainkit.data.options import DataOptions
 from trainkit.train.checkpoints import written_together
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 from trainkit.train.trainer import SftTrainer
@@ -27,12 +29,14 @@ class AfterTraining:
         held_out: conversations to be answered; empty asks nothing.
         max_new_tokens: longest answer.
         batch_size: conversations answered at once.
+        options: how training rendered conversations.
     """
 
     base_model: str
-    held_out: Sequence[Sequence[dict[str, Any]]]
+    held_out: Sequence[Conversation]
     max_new_tokens: int
     batch_size: int
+    options: DataOptions
 
 
 def save_final(
@@ -122,6 +126,7 @@ def answer_held_out(
             max_new_tokens=after.max_new_tokens,
             batch_size=after.batch_size,
             stop_token_ids=stop_token_ids,
+            options=after.options,
         )
     if accelerator.num_processes == 1:
         return result

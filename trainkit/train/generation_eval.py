@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.messages import Conversation
+from trainkit.data.options import DataOptions
 from trainkit.data.prompt import PromptRenderer
 
 
@@ -66,31 +68,34 @@ class GenerationEvalResult:
 def evaluate_answers(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Sequence[dict[str, Any]]],
+    conversations: Sequence[Conversation],
     *,
     max_new_tokens: int,
     batch_size: int,
     stop_token_ids: Sequence[int] = (),
+    options: DataOptions | None = None,
 ) -> GenerationEvalResult:
     """Generate every assistant turn greedily from the reference turns before it.
 
-    Prompts are rendered as in training, by the tokenizer's own chat template. Batches hold prompts
-    of like length, padded on the left.
+    Prompts are rendered as in training, by the tokenizer's own chat template, tools included; a
+    turn of tool calls is compared as the template prints it. Batches hold prompts of like length,
+    padded on the left.
 
     Args:
         model: in evaluation mode.
         tokenizer: with the chat template of training.
-        conversations: messages with ``role`` and ``content``; assistant turns are the references.
+        conversations: as read from rows; their assistant turns are the references.
         max_new_tokens: longest answer.
         batch_size: prompts at once.
         stop_token_ids: what ends an answer; none takes the model's own generation settings.
+        options: how training rendered conversations; the defaults otherwise.
     """
-    renderer = PromptRenderer(tokenizer)
+    renderer = PromptRenderer(tokenizer, options)
     asked = [
-        (number, turn, renderer.input_ids(messages[:turn]))
-        for number, messages in enumerate(conversations)
-        for turn, message in enumerate(messages)
-        if message["role"] == "assistant" and turn > 0
+        (number, turn, renderer.input_ids(conversation.first(turn)))
+        for number, conversation in enumerate(conversations)
+        for turn, message in enumerate(conversation.messages)
+        if message.role == "assistant" and turn > 0
     ]
     asked.sort(key=lambda question: len(question[2]))
     answers = []
@@ -99,12 +104,24 @@ def evaluate_answers(
         prompts = [prompt for _, _, prompt in batch]
         given = _generate(model, tokenizer, prompts, max_new_tokens, stop_token_ids)
         for (number, turn, _), text in zip(batch, given, strict=True):
-            messages = conversations[number]
-            expected = str(messages[turn]["content"])
-            question = str(messages[turn - 1]["content"])
+            conversation = conversations[number]
+            expected = _expected(renderer, tokenizer, conversation.first(turn + 1))
+            question = conversation.messages[turn - 1].content
             exact = text.strip() == expected.strip()
             answers.append(Answer(number, turn, question, expected, text, exact))
     return GenerationEvalResult(tuple(sorted(answers, key=lambda a: (a.conversation, a.turn))))
+
+
+def _expected(
+    renderer: PromptRenderer, tokenizer: PreTrainedTokenizerBase, conversation: Conversation
+) -> str:
+    """The reference in the words in which the model would have to write it."""
+    message = conversation.messages[-1]
+    if not message.tool_calls:
+        return message.content
+    written = renderer.answer_text(conversation)
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _generate(
