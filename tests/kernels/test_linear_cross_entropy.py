@@ -170,10 +170,10 @@ def test_an_upper_bound_is_enough_but_too_few_is_refused():
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 def test_frozen_inputs_cost_nothing(frozen, monkeypatch):
     products = []
-    into = function._mm_into
+    into = function.add_product
     monkeypatch.setattr(
         function,
-        "_mm_into",
+        "add_product",
         lambda out, *rest, **options: products.append(out.shape) or into(out, *rest, **options),
     )
     states, weight, labels, _ = make_case(trained=1.0)
@@ -194,7 +194,7 @@ def test_frozen_inputs_cost_nothing(frozen, monkeypatch):
 
 
 def test_evaluation_computes_no_gradient(monkeypatch):
-    monkeypatch.setattr(function, "_mm_into", None)
+    monkeypatch.setattr(function, "add_product", None)
     states, weight, labels, _ = make_case()
     weight.requires_grad_()
     with torch.no_grad():
@@ -333,6 +333,6 @@ def test_chunks_are_bounded_and_equal(monkeypatch):
     assert function.default_chunk_tokens(128256, 2) == 6656
     assert function.default_chunk_tokens(151936, 4) * 151936 * 4 <= 1.65 * 2**30
     assert function.default_chunk_tokens(10**9, 2) == 256
-    assert function._chunk_rows(16384, 6000) == 5632
-    assert function._chunk_rows(16384, 100) == 100
-    assert function._chunk_rows(300, 4096) == 300
+    assert function.chunk_rows(16384, 6000) == 5632
+    assert function.chunk_rows(16384, 100) == 100
+    assert function.chunk_rows(300, 4096) == 300

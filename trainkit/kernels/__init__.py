@@ -9,6 +9,7 @@ from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
 )
+from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_losses
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.projection import Projection
@@ -26,6 +27,7 @@ __all__ = [
     "geglu_tanh",
     "linear_cross_entropy",
     "linear_cross_entropy_counted",
+    "linear_token_losses",
     "lora_linear",
     "lora_mlp",
     "lora_qkv",

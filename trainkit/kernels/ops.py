@@ -5,7 +5,7 @@ Adding an op is one folder (reference, kernel, function, spec) and one line here
 
 from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
-from trainkit.kernels.linear_cross_entropy.spec import LINEAR_CROSS_ENTROPY
+from trainkit.kernels.linear_cross_entropy.spec import LINEAR_CROSS_ENTROPY, LINEAR_TOKEN_LOSSES
 from trainkit.kernels.rms_norm.spec import ADD_RMS_NORM, RMS_NORM
 from trainkit.kernels.rope.spec import APPLY_ROPE
 from trainkit.kernels.row_reduce.spec import ROW_MAX, ROW_MIN
@@ -22,6 +22,7 @@ OPS: dict[str, OpSpec] = {
         SWIGLU_PACKED,
         CROSS_ENTROPY,
         LINEAR_CROSS_ENTROPY,
+        LINEAR_TOKEN_LOSSES,
         ROW_MAX,
         ROW_MIN,
     )

@@ -91,7 +91,7 @@ def cross_entropy_chunk(
             if want_grad.
         labels: (N,).
         losses_out: (N,), fp32 (fp64 for fp64 logits), receives the unscaled losses.
-        scale: factor of the gradients, a number or a 0-d tensor on the logits' device.
+        scale: factor of the gradients, a number or a tensor on the logits' device, 0-d or (N,).
         want_grad: make gradients.
         ignore_index: see `cross_entropy`.
         label_smoothing: see `cross_entropy`.
@@ -163,6 +163,8 @@ def _chunk_reference(
     gradient.scatter_add_(-1, target, gradient.new_full(target.shape, label_smoothing - 1))
     if slope is not None:
         gradient *= slope
+    if isinstance(scale, Tensor) and scale.dim():
+        scale = scale.unsqueeze(-1)
     logits.copy_((gradient * scale).where(trained.unsqueeze(-1), 0))
 
 

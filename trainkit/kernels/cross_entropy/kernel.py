@@ -26,6 +26,7 @@ SCALE_IS_A_NUMBER = tl.constexpr(0)
 SCALE_IS_A_TENSOR = tl.constexpr(1)
 ONE_OVER_NUM_ITEMS = tl.constexpr(2)
 ONE_OVER_TRAINED = tl.constexpr(3)
+SCALE_A_ROW = tl.constexpr(4)
 
 
 @triton.jit
@@ -269,6 +270,8 @@ def _scale(
         scale = scale_value
     elif SCALE == SCALE_IS_A_TENSOR:
         scale = tl.load(scale_ptr).to(WIDE)
+    elif SCALE == SCALE_A_ROW:
+        scale = 1.0
     else:
         if SCALE == ONE_OVER_NUM_ITEMS:
             count = tl.load(num_items_ptr).to(WIDE)
@@ -365,7 +368,10 @@ def cross_entropy_rows(
             tl.store(correct_ptr + row, correct.to(correct_ptr.dtype.element_ty))
         if WANT_GRAD:
             total = sum_others + tl.exp2(above)
-            factors = _gradient_factors(top, sum_others, total, scale, SMOOTHING, Z_LOSS, V)
+            row_scale = scale
+            if SCALE == SCALE_A_ROW:
+                row_scale = tl.load(scale_ptr + row).to(WIDE)
+            factors = _gradient_factors(top, sum_others, total, row_scale, SMOOTHING, Z_LOSS, V)
             _write_gradient(
                 row_ptr, dlogits_ptr + row * dlogits_stride, kept, label, top, factors,
                 num_streamed, trained, WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, NUM_STREAMED,

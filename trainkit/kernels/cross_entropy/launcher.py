@@ -62,7 +62,8 @@ def launch(
         logits: (N, V), unit column stride.
         labels: (N,), contiguous.
         options: the loss.
-        scale: factor of the gradients (not of the losses), a number or a 0-d tensor.
+        scale: factor of the gradients (not of the losses): a number, a 0-d tensor, or one a row
+            (N,), contiguous.
         make_scale: the scale is a tensor that receives one over num_items, or over the number of
             labels that are not ignored; 0 instead of infinity.
         num_items: of one element.
@@ -81,7 +82,8 @@ def launch(
     if not isinstance(scale, Tensor):
         kind, value = kernel.SCALE_IS_A_NUMBER, float(scale)
     elif not make_scale:
-        kind, value = kernel.SCALE_IS_A_TENSOR, 0.0
+        kind = kernel.SCALE_A_ROW if scale.dim() else kernel.SCALE_IS_A_TENSOR
+        value = 0.0
     else:
         kind, value = kernel.ONE_OVER_TRAINED, 0.0
         if num_items is not None:

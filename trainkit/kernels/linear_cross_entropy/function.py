@@ -121,17 +121,12 @@ def linear_cross_entropy_counted(
     chunk_tokens: int | None = None,
 ) -> CountedLoss:
     """As `linear_cross_entropy`, with token counts and row losses, which cost next to nothing."""
-    _check(hidden, weight, labels, bias, chunk_tokens)
-    compute_dtype = hidden.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        compute_dtype = torch.get_autocast_dtype(hidden.device.type)
-    elif hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}")
+    check_shapes(hidden, weight, labels, bias, chunk_tokens)
     labels = labels.reshape(-1)
     if num_trained is None and not labels.is_cuda:
         num_trained = int(torch.count_nonzero(labels != ignore_index))
     settings = _Settings(
-        compute_dtype=compute_dtype,
+        compute_dtype=compute_dtype_of(hidden, weight),
         ignore_index=ignore_index,
         softcap=softcap,
         label_smoothing=label_smoothing,
@@ -163,9 +158,27 @@ class _Settings:
     wants_gradients: bool
 
 
-def _check(
+def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """What the products are computed in: autocast's dtype, where it applies, else the inputs'.
+
+    Raises:
+        ValueError: the inputs have different dtypes.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and weight is {weight.dtype}")
+    return hidden.dtype
+
+
+def check_shapes(
     hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, chunk_tokens: int | None
 ) -> None:
+    """Refuse inputs that do not fit each other.
+
+    Raises:
+        ValueError: naming the shapes.
+    """
     if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"weight {tuple(weight.shape)} does not fit hidden states of {hidden.shape[-1]}"
@@ -284,16 +297,12 @@ def _compute(
     limit = settings.chunk_tokens
     if limit is None:
         limit = default_chunk_tokens(vocab_size, dtype.itemsize)
-    chunk = _chunk_rows(num_rows, limit)
-    # Rows start at multiples of 128 bytes whatever the vocabulary size, or cuBLAS goes slow.
-    buffer = rows.new_empty((chunk, -(-vocab_size // 64) * 64))
+    chunk = chunk_rows(num_rows, limit)
+    buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, num_rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, num_rows))
         logits = buffer[: part.stop - start, :vocab_size]
-        if offset is None:
-            torch.mm(rows[part], matrix.t(), out=logits)
-        else:
-            torch.addmm(offset, rows[part], matrix.t(), out=logits)
+        write_logits(logits, rows[part], matrix, offset)
         cross_entropy_chunk(
             logits,
             labels[part],
@@ -307,9 +316,9 @@ def _compute(
             correct_out=correct[part],
         )
         if dhidden is not None:
-            _mm_into(dhidden[part], logits, matrix)
+            add_product(dhidden[part], logits, matrix)
         if dweight is not None:
-            _mm_into(dweight, logits.t(), rows[part], add=start > 0)
+            add_product(dweight, logits.t(), rows[part], add=start > 0)
         if dbias is not None:
             dbias += logits.sum(0, dtype=wide)
     if dweight is not None and num_rows == 0:
@@ -353,7 +362,20 @@ def _keep_trained(
     return rows.index_select(0, chosen), labels, slots
 
 
-def _chunk_rows(num_rows: int, limit: int) -> int:
+def logits_buffer(rows: Tensor, chunk: int, vocab_size: int) -> Tensor:
+    """(chunk, V or a little more): rows start at multiples of 128 bytes, or cuBLAS goes slow."""
+    return rows.new_empty((chunk, -(-vocab_size // 64) * 64))
+
+
+def write_logits(logits: Tensor, rows: Tensor, matrix: Tensor, offset: Tensor | None) -> None:
+    """The logits (N, V) of rows (N, H), in place."""
+    if offset is None:
+        torch.mm(rows, matrix.t(), out=logits)
+    else:
+        torch.addmm(offset, rows, matrix.t(), out=logits)
+
+
+def chunk_rows(num_rows: int, limit: int) -> int:
     """The chunk size: at most the limit, and as equal as multiples of ``ROWS_MULTIPLE`` allow."""
     if num_rows <= limit:
         return num_rows
@@ -362,7 +384,7 @@ def _chunk_rows(num_rows: int, limit: int) -> int:
     return min(equal, limit)
 
 
-def _mm_into(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
+def add_product(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
     """``out (+)= left @ right``, summed in the dtype of ``out``, which may be the wider one."""
     if left.dtype == out.dtype:
         torch.addmm(out, left, right, beta=float(add), out=out)

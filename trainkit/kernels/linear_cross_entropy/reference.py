@@ -3,7 +3,10 @@
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trainkit.kernels.cross_entropy.reference import cross_entropy_reference
+from trainkit.kernels.cross_entropy.reference import (
+    cross_entropy_reference,
+    token_losses_reference,
+)
 
 
 def linear_cross_entropy_reference(
@@ -43,3 +46,24 @@ def linear_cross_entropy_reference(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
+
+
+def linear_token_losses_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Tensor:
+    """Each row's loss from the full logits; see `linear_cross_entropy_reference`.
+
+    Returns:
+        (...), 0 where a row is not trained.
+    """
+    logits = linear(hidden, weight, bias)
+    losses = token_losses_reference(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, softcap=softcap
+    )
+    return losses.view(labels.shape)

@@ -6,7 +6,11 @@ from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
 from trainkit.kernels.linear_cross_entropy.function import linear_cross_entropy
-from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from trainkit.kernels.linear_cross_entropy.reference import (
+    linear_cross_entropy_reference,
+    linear_token_losses_reference,
+)
+from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_losses
 
 
 def linear_cross_entropy_case(
@@ -97,5 +101,23 @@ LINEAR_CROSS_ENTROPY = OpSpec(
         z_loss=1e-2,
         num_items=3,
     ),
+    one_graph=False,
+)
+
+LINEAR_TOKEN_LOSSES = OpSpec(
+    name="linear_token_losses",
+    function=linear_token_losses,
+    reference=linear_token_losses_reference,
+    outputs=("losses",),
+    cases=(
+        linear_cross_entropy_case("odd", (3, 11), 123, 1999),
+        linear_cross_entropy_case("turned", (4, 8), 128, 2000, turned=True),
+        linear_cross_entropy_case("bias", (32,), 128, 5003, bias=True),
+        linear_cross_entropy_case("no rows", (0,), 8, 40),
+        linear_cross_entropy_case("nothing trained", (5,), 8, 40, ignored=1.0),
+        linear_cross_entropy_case("softcap", (32,), 128, 2000, softcap=5.0),
+        linear_cross_entropy_case("qwen2 0.5b", (3, 700), 896, 151936, large=True),
+    ),
+    tiny=linear_cross_entropy_case("tiny", (5,), 3, 7, bias=True, softcap=5.0),
     one_graph=False,
 )
