@@ -51,13 +51,16 @@ def build(builder, turns):
 
 
 def check(tokenizer, sample, pieces):
-    """Each token that the model writes whole is trained, and no other."""
+    """Each token with something that the model writes is trained, and no other.
+
+    This is what the generation tags of transformers train.
+    """
     ids, mask = sample
     written = np.concatenate([np.full(len(text.encode()), by) for text, by in pieces])
     ranges = token_ranges(tokenizer, "".join(text for text, _ in pieces), ids)
     for place, (start, end) in enumerate(ranges):
         if end > start:
-            assert bool(mask[place]) == bool(written[start:end].all()), (
+            assert bool(mask[place]) == bool(written[start:end].any()), (
                 place,
                 tokenizer.convert_ids_to_tokens(ids.tolist()),
                 mask.tolist(),
@@ -76,12 +79,10 @@ def test_exactly_what_the_model_writes_is_trained(tokenizer, name):
     kept = 0
     for turns in conversations(7):
         sample = build(builder, turns)
-        if sample is None:  # nothing but tokens that reach over a border
-            assert len(turns) <= 3
-            continue
+        assert sample is not None
         check(tokenizer, sample, render(turns))
         kept += 1
-    assert kept >= 37
+    assert kept == 40
 
 
 @pytest.mark.parametrize("name", REFUSED)

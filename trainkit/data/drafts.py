@@ -14,7 +14,7 @@ from trainkit.data.masking import MaskFinder
 from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.options import DataOptions
 from trainkit.data.preserve import find_preserving
-from trainkit.data.spans import Masked
+from trainkit.data.spans import Masked, Span
 from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError
 
@@ -133,6 +133,8 @@ class Drafter:
         if self.options.thinking == "preserve":
             find = functools.partial(find_preserving, self.finder)
         masked = find(conversation, others)
+        if self.options.append_eos:
+            masked = self._with_eos(masked, others)
         counts: Counter[str] = Counter()
         turns = [span.turn for span in masked.spans]
         last = max((turn for turn in turns if turn not in others), default=-1)
@@ -152,6 +154,42 @@ class Drafter:
             trained.add(turn)
         return Draft(row, part, conversation, roles, only_last, masked, frozenset(trained), counts)
 
+    def _with_eos(self, masked: Masked, others: frozenset[int]) -> Masked:
+        """The tokenizer's eos behind every answer that has no end-of-turn token."""
+        if not masked.spans:
+            return masked
+        eos = self.eos
+        pieces: list[str] = []
+        spans: list[Span] = []
+        copied = shift = 0
+        for span in masked.spans:
+            start, end, token = span.start + shift, span.end + shift, span.end_of_turn
+            if token is None and span.turn not in others:
+                pieces += [masked.text[copied : span.end], eos]
+                copied, token = span.end, eos
+                shift += len(eos)
+                end += len(eos)
+            spans.append(replace(span, start=start, end=end, end_of_turn=token))
+        if copied < masked.spans[-1].end or not pieces:
+            pieces.append(masked.text[copied:])  # else the conversation ends with the eos
+        return replace(masked, text="".join(pieces), spans=tuple(spans))
+
+    @functools.cached_property
+    def eos(self) -> str:
+        """The eos as text.
+
+        Raises:
+            DataError: there is none, or the tokenizer does not read it back as one token.
+        """
+        eos, index = self.tokenizer.eos_token, self.tokenizer.eos_token_id
+        if eos is None or self.template.added.get(str(eos)) != index:
+            raise DataError(
+                f"the tokenizer has no eos token to append (eos_token: {eos!r})",
+                where="data.append_eos",
+                fix="set eos_token in its tokenizer_config.json to one of its special tokens",
+            )
+        return str(eos)
+
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
         """Tokenise drafts in one batch."""
         return self.encoder.encode(
@@ -159,18 +197,12 @@ class Drafter:
         )
 
     def sample(self, draft: Draft, tokens: Encoded) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and mask of a whole conversation, with an eos where one is asked for."""
+        """Ids and mask of a whole conversation."""
         ids = tokens.input_ids
         mask = np.zeros(len(ids), dtype=np.uint8)
         for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
             if span.turn in draft.trained:
                 mask[first:last] = 1
-        spans = draft.masked.spans
-        eos = self.tokenizer.eos_token_id
-        if self.options.append_eos and eos is not None and spans and not spans[-1].end_of_turn:
-            at = tokens.ranges[-1][1]
-            ids = np.append(ids[:at], np.int32(eos))
-            mask = np.append(mask[:at], np.uint8(spans[-1].turn in draft.trained))
         if self.options.mask == "none":
             mask[:] = 1
         return ids, mask
@@ -222,9 +254,6 @@ class Drafter:
                 continue
             if span.end_of_turn is not None:
                 ends.add(span.end_of_turn)
-            elif last < len(ids) and mask[last] and ids[last] == self.tokenizer.eos_token_id:
-                counts["eos_appended"] += 1
-                ends.add(str(self.tokenizer.eos_token))
             else:
                 counts["turns_without_end"] += 1
         return counts, frozenset(ends)

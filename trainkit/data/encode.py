@@ -21,8 +21,9 @@ class Encoded:
 
     Attributes:
         input_ids: (S,) int32.
-        ranges: for each span its first token and one past its last.
-        num_straddling: tokens that reach over a span's border; they are in no range.
+        ranges: for each span its first token and one past its last. A token that reaches over a
+            border is in, as with the generation tags of transformers: else a word would be lost.
+        num_straddling: tokens that reach over a span's border.
     """
 
     input_ids: np.ndarray
@@ -46,11 +47,11 @@ class Encoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._ascii = find_ascii_bpe(self._backend)
-        # Tokens such as Phi-3's <|end|> take the blanks behind them along.
+        # Tokens such as Phi-3's <|end|> take the blanks around them along.
         self._greedy = {
-            index: len(token.content)
+            index: token.content
             for index, token in tokenizer.added_tokens_decoder.items()
-            if token.rstrip
+            if token.rstrip or token.lstrip
         }
 
     def encode(
@@ -76,27 +77,35 @@ class Encoder:
             [texts[place] for place in rest], add_special_tokens=add_special_tokens
         )
         for place, encoding in zip(rest, encodings, strict=True):
-            results[place] = self._ranges(encoding, len(texts[place]), spans[place])
+            results[place] = self._ranges(encoding, texts[place], spans[place])
         return [result for result in results if result is not None]
 
-    def _ranges(self, encoding: Encoding, length: int, spans: Sequence[tuple[int, int]]) -> Encoded:
+    def _ranges(self, encoding: Encoding, text: str, spans: Sequence[tuple[int, int]]) -> Encoded:
         ids = np.array(encoding.ids, dtype=np.int32)
         ranges: list[tuple[int, int]] = []
         straddling = 0
         for start, end in spans:
-            first, cut_first = _token_from(encoding, start, length, len(ids))
-            last, cut_last = _token_from(encoding, end, length, len(ids))
-            if cut_last and self._ends_before(encoding, last, end):
-                last, cut_last = last + 1, False
-            straddling += cut_first + cut_last
-            ranges.append((first + cut_first, last))
+            first, straddles = _token_from(encoding, start, len(text), len(ids))
+            if straddles and self._core(encoding, first, text)[1] <= start:
+                first, straddles = first + 1, False
+            last, reaches = _token_from(encoding, end, len(text), len(ids))
+            if reaches:
+                core = self._core(encoding, last, text)
+                reaches = core[0] < end < core[1]
+                last += core[0] < end
+            straddling += straddles + reaches
+            ranges.append((first, max(first, last)))
         return Encoded(ids, tuple(ranges), straddling)
 
-    def _ends_before(self, encoding: Encoding, token: int, place: int) -> bool:
-        """Whether all that a token reaches over a character is the blanks it takes along."""
-        size = self._greedy.get(encoding.ids[token])
+    def _core(self, encoding: Encoding, token: int, text: str) -> tuple[int, int]:
+        """The characters of a token, without blanks it takes along."""
         covered = encoding.token_to_chars(token)
-        return size is not None and covered is not None and covered[0] + size <= place
+        assert covered is not None
+        content = self._greedy.get(encoding.ids[token])
+        if content is None:
+            return covered
+        start = text.find(content, *covered)
+        return (start, start + len(content)) if start >= 0 else covered
 
 
 def _by_words(ascii_bpe: AsciiBpe, text: str, spans: Sequence[tuple[int, int]]) -> Encoded | None:

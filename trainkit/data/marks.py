@@ -5,10 +5,12 @@ and inside ``<think>`` tags, so a template that splits thinking off finds its ta
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainkit.data.messages import RowError
-from trainkit.data.template import REASONING_KEYS, THINK_BLOCK, Rendered
+from trainkit.data.template import REASONING_KEYS, THINK_BLOCK, ChatTemplate, Rendered
 
 MARK_PLANES = (0xF0000, 0x100000)
 """Two planes of 65,534 private-use characters; the second serves rows that use the first."""
@@ -113,3 +115,51 @@ _PATTERNS = {plane: re.compile(f"[{chr(plane)}-{chr(plane + 0xFFFD)}]") for plan
 def plane_pattern(plane: int) -> re.Pattern[str]:
     """A pattern for the marks of a plane."""
     return _PATTERNS[plane]
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A conversation as the template prints it, with its marks placed.
+
+    Attributes:
+        template: that printed it.
+        messages: in the template's style.
+        copies: the same with marks in them.
+        tools: of the conversation.
+        plain: the rendering without marks.
+        marks: in coordinates of ``plain``.
+        plane: of the marks.
+    """
+
+    template: ChatTemplate
+    messages: Sequence[Rendered]
+    copies: Sequence[Rendered]
+    tools: Any
+    plain: str
+    marks: Sequence[Mark]
+    plane: int
+
+    def behind(
+        self, count: int, *, generation: bool = False, more: Sequence[Rendered] = ()
+    ) -> tuple[Mark | None, str, str]:
+        """Render the first turns alone.
+
+        Args:
+            count: how many.
+            generation: ask for an answer.
+            more: turns behind them.
+
+        Returns:
+            their last mark (None without any), what is behind it, and all of it without marks.
+
+        Raises:
+            RowError: the template refuses them.
+        """
+        copies = [*self.copies[:count], *more]
+        text = self.template.render(copies, self.tools, generation=generation)
+        pattern = plane_pattern(self.plane)
+        found = list(pattern.finditer(text))
+        if not found:
+            return None, text, text
+        mark = self.marks[ord(found[-1][0]) - self.plane]
+        return mark, text[found[-1].end() :], pattern.sub("", text)

@@ -5,9 +5,9 @@ character (a mark) at both ends of every text in it. Taking the marks out must g
 rendering again, and the text between the marks must be the message's: then the marks say exactly
 where each turn went. From there
 
-- a turn starts where the prompt ends that inference would be given (found by rendering the turns
-  before it with ``add_generation_prompt``), so role headers are not trained;
-- it ends with its end-of-turn token, the first control token behind the text.
+- a turn starts where the prompt ends that inference would be given (the turns before it rendered
+  with ``add_generation_prompt``), so role headers are not trained;
+- it ends with its end-of-turn token, with whatever the template puts between the text and it.
 
 Anything that does not fit raises :class:`RowError` and names the turn. Measured reasons for this
 method: prefix differences fail on 11 of 27 stock templates, this on none of those that take plain
@@ -17,15 +17,16 @@ text.
 from collections.abc import Sequence
 from typing import Any
 
+from trainkit.data.ends import Ends
 from trainkit.data.headers import Headers, common_length
-from trainkit.data.marks import MARK_PLANES, Mark, Marker, plane_pattern
+from trainkit.data.marks import MARK_PLANES, Marker, Rendering, plane_pattern
 from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.spans import Masked, TurnFinder
 from trainkit.data.template import ChatTemplate, Rendered
 
 
 class MaskFinder:
-    """Finds spans; remembers the template's headers and end-of-turn tokens.
+    """Finds spans. What it knows comes from the template alone, never from rows before.
 
     Args:
         template: the template, with its probes done.
@@ -34,7 +35,7 @@ class MaskFinder:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         self.headers = Headers(template)
-        self._ends: frozenset[str] = frozenset()
+        self.ends = Ends(template)
         probe = Conversation(
             (
                 Message("user", "probe one"),
@@ -44,7 +45,8 @@ class MaskFinder:
             )
         )
         spans = self.find(probe).spans
-        self._ends = frozenset(span.end_of_turn for span in spans if span.end_of_turn is not None)
+        plain = frozenset(span.end_of_turn for span in spans if span.end_of_turn is not None)
+        self.ends = Ends(template, plain)
 
     def find(self, conversation: Conversation, others: frozenset[int] = frozenset()) -> Masked:
         """Render a conversation and find the spans of its assistant turns.
@@ -63,9 +65,8 @@ class MaskFinder:
             turn = self._refused_turn(messages, conversation.tools)
             place = f"turn {turn + 1} ({messages[turn]['role']}): "
             raise RowError(error.reason, place + error.detail) from error
-        marks = self._marked(messages, conversation.tools, plain)
-        turns = TurnFinder(self.headers, self._ends, conversation, messages, plain, marks)
-        return turns.find(others)
+        rendering = self._marked(messages, conversation.tools, plain)
+        return TurnFinder(self.headers, self.ends, conversation, rendering).find(others)
 
     def _refused_turn(self, messages: Sequence[Rendered], tools: Any) -> int:
         """The first turn with which the template stops to render the conversation."""
@@ -76,8 +77,8 @@ class MaskFinder:
                 return turn
         return len(messages) - 1
 
-    def _marked(self, messages: Sequence[Rendered], tools: Any, plain: str) -> list[Mark]:
-        """The marks of a marked rendering, placed in coordinates of the plain one."""
+    def _marked(self, messages: Sequence[Rendered], tools: Any, plain: str) -> Rendering:
+        """The rendering with the marks of a marked one, in coordinates of the plain one."""
         plane = next((p for p in MARK_PLANES if not plane_pattern(p).search(plain)), None)
         if plane is None:
             raise RowError("private_use", "the text uses both planes of private-use characters")
@@ -97,7 +98,7 @@ class MaskFinder:
                 raise
             stripped = marker.place(text)
             if stripped == plain:
-                return marker.marks
+                return Rendering(self.template, messages, copies, tools, plain, marker.marks, plane)
         at = common_length(stripped, plain)
         turn = max((m.turn for m in marker.marks if 0 <= m.place <= at), default=0)
         raise RowError(

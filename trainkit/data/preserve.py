@@ -49,16 +49,10 @@ def find_preserving(
         for turn, message in enumerate(conversation.messages)
     )
     masked = finder.find(replace(conversation, messages=hidden), others)
-    return _put_back(finder, conversation, masked, whole, names)
+    return _put_back(masked, whole, names)
 
 
-def _put_back(
-    finder: MaskFinder,
-    conversation: Conversation,
-    masked: Masked,
-    whole: dict[int, str],
-    names: dict[int, str],
-) -> Masked:
+def _put_back(masked: Masked, whole: dict[int, str], names: dict[int, str]) -> Masked:
     pieces: list[str] = []
     spans: list[Span] = []
     shift = copied = 0
@@ -74,11 +68,8 @@ def _put_back(
         text = whole[span.turn]
         at = copied + shift + len(before)  # where the text goes
         start = min(span.start + shift, at)
-        role = conversation.messages[span.turn - 1].role if span.turn else "none"
-        header = finder.headers.known(role)
-        opening = header.text[len(header.base) :]
-        if start == at and opening and text.startswith(opening):
-            start += len(opening)  # the prompt of inference opens the thinking itself
+        if start == at and text.startswith(span.opening):
+            start += len(span.opening)  # the prompt of inference opens the thinking itself
         pieces += [before, text]
         copied = place + len(names[span.turn])
         shift = at + len(text) - copied

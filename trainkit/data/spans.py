@@ -1,18 +1,15 @@
 """Where each turn went in a rendering: proved texts, starts and ends."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainkit.data.headers import Headers, common_length
-from trainkit.data.marks import Mark
+from trainkit.data.ends import Ends
+from trainkit.data.headers import Headers, Start
+from trainkit.data.marks import Mark, Rendering
 from trainkit.data.messages import Conversation, RowError
 from trainkit.data.template import Rendered
 
-THINK_OPENED = re.compile(r"<think>\s*\Z")
-EMPTY_THINK = re.compile(
-    r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>)\s*", re.DOTALL
-)
+EMPTY_THINK = re.compile(r"\s*(?:<think>\s*</think>|<\|channel>thought\s*<channel\|>)")
 
 
 @dataclass(frozen=True)
@@ -24,12 +21,15 @@ class Span:
         start: first trained character.
         end: one past the last trained character.
         end_of_turn: the token that ends the turn, or None where the template has none.
+        opening: what the prompt of inference has behind ``start``, but this turn has not: the
+            thinking that it opens.
     """
 
     turn: int
     start: int
     end: int
     end_of_turn: str | None
+    opening: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,36 +52,29 @@ class TurnFinder:
 
     Args:
         headers: of the template.
-        ends: end-of-turn tokens of plain turns.
+        ends: of the template.
         conversation: what was rendered.
-        messages: the same in the template's style.
-        plain: the rendering.
-        marks: of the marked rendering, in coordinates of the plain one.
+        rendering: of it, with its marks.
     """
 
     def __init__(
-        self,
-        headers: Headers,
-        ends: frozenset[str],
-        conversation: Conversation,
-        messages: Sequence[Rendered],
-        plain: str,
-        marks: Sequence[Mark],
+        self, headers: Headers, ends: Ends, conversation: Conversation, rendering: Rendering
     ) -> None:
         self.headers = headers
         self.ends = ends
         self.template = headers.template
         self.mask_empty_think = self.template.options.mask_empty_think
         self.conversation = conversation
-        self.messages = messages
-        self.plain = plain
-        self.marks = marks
+        self.rendering = rendering
+        self.messages = rendering.messages
+        self.plain = plain = rendering.plain
+        self.marks = rendering.marks
         self.by_turn: dict[int, list[Mark]] = {}
         for mark in self.marks:
             self.by_turn.setdefault(mark.turn, []).append(mark)
         # next_place[turn]: the first mark of any later turn.
-        self.next_place = [len(plain)] * len(messages)
-        for turn in range(len(messages) - 2, -1, -1):
+        self.next_place = [len(plain)] * len(self.messages)
+        for turn in range(len(self.messages) - 2, -1, -1):
             found = [
                 m.place for m in self.by_turn.get(turn + 1, ()) if m.count and m.kind != "call"
             ]
@@ -96,7 +89,9 @@ class TurnFinder:
             if message["role"] != "assistant":
                 begin, end = self._check_context(turn)
                 if turn in others and end > begin:
-                    stop, token = self._end_of_text(end, self._limit(turn, end))
+                    stop, token = self.ends.of_text(
+                        self.rendering, turn, end, self._limit(turn, end)
+                    )
                     spans.append(Span(turn, begin, stop, token))
                     end = stop
                 done = max(done, end)
@@ -166,88 +161,36 @@ class TurnFinder:
             core = text_of(self.messages[before]).strip()
             at = self.plain.rfind(core, done, first) if core else -1
             done = max(done, at + len(core)) if at >= 0 else done
-        start = self._start(turn, done, first)
+        start = self.headers.find(self.rendering, turn, done, first)
+        if start is None:
+            detail = "the prompt that inference would be given is not before this turn's text"
+            raise self._fail(turn, "mask_unproved", detail)
         limit = self._limit(turn, last)
         if any(mark.kind == "call" for mark in found):
-            end, token = self._end_of_call(turn, last, limit)
-        else:
-            end, token = self._end_of_text(last, limit)
-        return Span(turn, start, end, token)
-
-    def _start(self, turn: int, done: int, first: int) -> int:
-        role = self.messages[turn - 1]["role"] if turn else "none"
-        opened = THINK_OPENED.search(self.plain, done, first)
-        rest = self.plain[: opened.start() if opened else first]
-        message = self.messages[turn]
-        if "reasoning_content" not in message:  # else the turn does not begin with its text
-            rest = self.headers.without_own_blanks(rest, text_of(message))
-        header = self.headers.find(role, self.messages[:turn], self.conversation.tools, rest)
-        if not header.text:
-            return len(rest) - len(header.lead)
-        at = self.plain.rfind(header.base, done, first)
-        if at < 0:
-            raise self._fail(
-                turn,
-                "mask_unproved",
-                f"the generation prompt {header.text!r} is not before this turn's text",
-            )
-        base_end = at + len(header.base)
-        whole = header.text != header.base and self.plain.startswith(header.text, at)
-        start = min(at + len(header.text), first) if whole else base_end
-        empty = EMPTY_THINK.match(self.plain, base_end, first)
-        if self.mask_empty_think and empty:
-            return empty.end()
-        return start
-
-    def _end_of_text(self, last: int, limit: int) -> tuple[int, str | None]:
-        """The end-of-turn token after text.
-
-        It is the first stop token of the run of control tokens that follows, or the run's first
-        that does not begin a text.
-        """
-        place = last
-        while place < limit and self.plain[place].isspace():
-            place += 1
-        first: tuple[int, str] | None = None
-        while match := self.template.added_pattern.match(self.plain, place):
-            if match.end() > limit:
-                break
-            if first is None and match[0] != self.template.bos:
-                first = (match.end(), match[0])
-            if self.template.added[match[0]] in self.template.stop_ids:
-                return match.end(), match[0]
-            place = match.end()
-        return first or (last, None)
-
-    def _end_of_call(self, turn: int, last: int, limit: int) -> tuple[int, str | None]:
-        """The end-of-turn token after tool calls, whose text the template makes up."""
-        ends = self.ends | {
-            token for token, index in self.template.added.items() if index in self.template.stop_ids
-        }
-        found = [(self.plain.find(token, last, limit), token) for token in ends]
-        found = [(place, token) for place, token in found if place >= 0]
-        if found:
-            place, token = min(found)
-            return place + len(token), token
-        # The turn ends otherwise than a plain one. Its own text is what does not change when the
-        # turns after it are taken away.
-        alone = self.template.render(self.messages[: turn + 1], self.conversation.tools)
-        common = common_length(alone[last:limit], self.plain[last:limit])
-        end = last + common
-        if end < len(alone.rstrip()):
-            tokens = list(self.template.added_pattern.finditer(self.plain, last, end))
-            if not tokens:
+            ended = self.ends.of_call(self.rendering, turn, last, limit)
+            if ended is None:
                 raise self._fail(turn, "mask_unproved", "the end of the tool call is not found")
-            end = tokens[-1].end()
-        follows = self.template.added_pattern.match(self.plain, end)
-        if follows and self.template.added[follows[0]] in self.template.stop_ids:
-            return follows.end(), follows[0]
-        for token in self.template.special:
-            if self.plain.endswith(token, last, end):
-                return end, token
-        if follows and follows[0] in self.template.special:
-            return follows.end(), follows[0]
-        return end, None
+        else:
+            ended = self.ends.of_text(self.rendering, turn, last, limit)
+        place = self._behind_empty_think(turn, start, first)
+        opening = start.opening if place == start.place else ""
+        return Span(turn, place, *ended, opening=opening)
+
+    def _behind_empty_think(self, turn: int, start: Start, first: int) -> int:
+        """The start without an empty thought; the blanks that the answer begins with stay in."""
+        empty = EMPTY_THINK.match(self.plain, start.base, first) if self.mask_empty_think else None
+        if empty is None:
+            return start.place
+        blanks = num_blanks(self.plain[empty.end() : first])
+        text = text_of(self.messages[turn])
+        if text != text.lstrip() and "reasoning_content" not in self.messages[turn]:
+            # How many blanks are the template's own shows the same answer without its blanks.
+            bare = with_text(self.messages[turn], text.lstrip())
+            messages = [*self.messages[:turn], bare, *self.messages[turn + 1 :]]
+            other = self.template.render(messages, self.conversation.tools)
+            if other.startswith(self.plain[: empty.end()]):
+                blanks = min(blanks, num_blanks(other[empty.end() :]))
+        return empty.end() + blanks
 
 
 def _order(mark: Mark) -> int:
@@ -260,3 +203,16 @@ def text_of(message: Rendered) -> str:
     if isinstance(content, list):
         return str(content[0]["text"])
     return content or ""
+
+
+def num_blanks(text: str) -> int:
+    """How many blanks a text begins with."""
+    return len(text) - len(text.lstrip())
+
+
+def with_text(message: Rendered, text: str) -> Rendered:
+    """A copy of a message with another text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [{**content[0], "text": text}]}
+    return {**message, "content": text}

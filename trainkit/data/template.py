@@ -331,7 +331,12 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def join_reasoning(reasoning: str, content: str) -> str:
     """Write reasoning into the content, as the models that think in plain text do."""
-    return f"{THINK_OPEN}\n{reasoning.strip()}\n{THINK_CLOSE}\n\n{content.lstrip()}"
+    return f"{THINK_OPEN}\n{reasoning.strip()}\n{THINK_CLOSE}\n\n{without_blank_lines(content)}"
+
+
+def without_blank_lines(text: str) -> str:
+    """A text without the empty lines it begins with; the first line keeps its indentation."""
+    return text[max(text.rfind("\n", 0, len(text) - len(text.lstrip())) + 1, 0) :]
 
 
 def split_thinking(message: Message) -> Message:
@@ -341,7 +346,7 @@ def split_thinking(message: Message) -> Message:
     block = THINK_BLOCK.fullmatch(message.content)
     if block is None or not block[2].strip():
         return message
-    return replace(message, reasoning=block[2].strip(), content=block[4].lstrip())
+    return replace(message, reasoning=block[2].strip(), content=without_blank_lines(block[4]))
 
 
 def _in_parts(messages: Sequence[Rendered], parts: bool) -> list[Rendered]:
