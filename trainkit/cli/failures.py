@@ -22,12 +22,19 @@ _NO_NETWORK = (
     "the model hub cannot be reached. Check the network; set training.push_to_hub: false, or give "
     "directories for the model and the data, to do without it"
 )
+_NOT_COMPILED = (
+    "torch.compile could not compile the model. Leave out training.torch_compile, or take another "
+    "training.torch_compile_backend"
+)
 # By name: comparing with the classes would import torch or a client of the network.
 _EXPLAINED = {
     "OutOfMemoryError": _OUT_OF_MEMORY,
     "ConnectError": _NO_NETWORK,
     "ConnectTimeout": _NO_NETWORK,
     "OfflineModeIsEnabled": _NO_NETWORK,
+    "BackendCompilerFailed": _NOT_COMPILED,
+    "InductorError": _NOT_COMPILED,
+    "TorchRuntimeError": _NOT_COMPILED,
 }
 _BUG = (
     "this is a bug in trainkit or in a library below it. Please report it with the lines above and "

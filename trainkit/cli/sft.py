@@ -50,7 +50,8 @@ def sft(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Check recipe, data and model with one step on the longest sample."
+            "--dry-run",
+            help="Train one real step on the longest batch in a place that is thrown away.",
         ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,

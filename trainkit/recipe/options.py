@@ -13,7 +13,7 @@ class SftOptions:
     Attributes:
         resume: None for a new run, ``"auto"`` for the last checkpoint, or a run directory or
             checkpoint.
-        dry_run: check everything up to one forward and backward, then stop.
+        dry_run: train one optimizer step in a place that is thrown away, then stop.
         output_dir: the run directory to make, or None for a new one under ``train_model/``.
         command: the command line, to be kept in ``command.sh``.
         json: print one JSON object a line instead of text for people.

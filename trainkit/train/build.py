@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -23,7 +22,6 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trainkit.checkpoint.ownership import refuse_foreign
 from trainkit.data.messages import Conversation
 from trainkit.errors import TrainkitError
-from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.self_check import SelfCheckError
 from trainkit.recipe import (
     LoadedRecipe,
@@ -42,7 +40,7 @@ from trainkit.run import (
 )
 from trainkit.train.checkpoints import ResumePoint, check_fingerprint, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
-from trainkit.train.dry_run import describe_dry_run, run_longest_batch
+from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.finish import AfterTraining
 from trainkit.train.launch import (
     ProcessPlace,
@@ -93,7 +91,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         temporary = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
         prepared = _prepare(loaded, place, console, temporary / "dropped.jsonl", options.dry_run)
         if options.dry_run:
-            _dry_run(loaded.recipe, prepared, console)
+            _dry_run(loaded, prepared, place, console, temporary)
             return None
         fingerprint = _fingerprint(loaded.recipe, prepared, place)
         point = _resume_point(loaded, options, place, fingerprint, console)
@@ -221,7 +219,7 @@ def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
 
 def _relaunch_on_all_gpus(options: SftOptions) -> None:
     """Start once for each GPU of this host when nobody has; Trainer would split batches instead."""
-    if "RANK" in os.environ or options.dry_run:
+    if "RANK" in os.environ:
         return
     num_gpus = count_local_gpus()
     if num_gpus < 2:
@@ -329,19 +327,13 @@ def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> di
     }
 
 
-def _dry_run(recipe: Recipe, prepared: _Prepared, console: Console) -> None:
-    """Report what one step on the longest batch did; nothing is written."""
-    args = prepared.args
-    built = _build(recipe, prepared)
-    if args.gradient_checkpointing:
-        built.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        offload_where_it_pays(built.model, built.model.config, built.offload_activations)
-    verdict = run_longest_batch(
-        built.model,
-        prepared.data.train,
-        batch_size=args.per_device_train_batch_size,
-        device=args.device,
-        autocast_dtype=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
-    )
-    console.note(built.describe())
-    console.finish(describe_dry_run(verdict, prepared.data, args), title="dry run: ready to train")
+def _dry_run(
+    loaded: LoadedRecipe, prepared: _Prepared, place: ProcessPlace, console: Console, scratch: Path
+) -> None:
+    """Train one step in a directory that is thrown away, and report what it cost."""
+    run = RunDirectory.create_at(scratch / "run")
+    prepared.args.output_dir = str(run.root)
+    fingerprint = _fingerprint(loaded.recipe, prepared, place)
+    verdict = run_one_step(_session(loaded, prepared, run, place, console, fingerprint))
+    figures = describe_dry_run(verdict, prepared.data, prepared.args)
+    console.finish(figures, title="dry run: ready to train")

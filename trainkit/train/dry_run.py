@@ -1,114 +1,207 @@
-"""One forward and backward on the longest batch, so that a run does not fail at hour nine."""
+"""``--dry-run``: one optimizer step of the real Trainer, in a place that is thrown away.
 
+Everything is the run's own: arguments, model, self-check, loaders, optimizer, schedule, logs,
+evaluation, checkpoint. Only what would cost time or leave something behind is cut short: the first
+micro-batch is the longest there is, training ends after one step, evaluation after the longest
+batch, a checkpoint is written where it is small; trackers and the hub hear nothing.
+"""
+
+import itertools
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import nn
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from trainkit.errors import TrainkitError
 from trainkit.train.data import RunData
-from trainkit.train.sampling import take_counts
-from trainkit.train.trainer import TrainingData
+from trainkit.train.finish import generation_config
+from trainkit.train.session import Session
+from trainkit.train.trainer import SftTrainer, StopRequest, TrainingData
+
+LARGEST_CHECKPOINT = 2**30
+"""Bytes of weights and optimizer states up to which a checkpoint is written to see that it can."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class DryRunVerdict:
-    """What one step on the longest batch cost.
+    """What one optimizer step cost.
 
     Attributes:
-        num_tokens: in the batch, padding left out.
+        num_tokens: in the longest micro-batch, padding left out.
         num_trained_tokens: labels in it.
-        loss: mean over them.
-        seconds: for forward and backward, kernels already compiled.
-        peak_memory_gib: of the GPU; None on a CPU. The optimizer's states come on top.
+        num_micro_batches: of the step, on one process.
+        loss: mean over the step's trained tokens.
+        eval_loss: of the longest evaluation batch; None without evaluation data.
+        seconds: the step took, kernels compiled on the way.
+        peak_memory_gib: of the GPU; None on a CPU.
+        optimizer_gib: the optimizer's states and fp32 masters, on one process.
+        checkpoint_gib: weights and states that a checkpoint holds.
+        has_saved: whether one was written, and thrown away.
     """
 
-    num_tokens: int
-    num_trained_tokens: int
-    loss: float
-    seconds: float
-    peak_memory_gib: float | None
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_micro_batches: int = 0
+    loss: float = float("nan")
+    eval_loss: float | None = None
+    seconds: float = 0.0
+    peak_memory_gib: float | None = None
+    optimizer_gib: float = 0.0
+    checkpoint_gib: float = 0.0
+    has_saved: bool = False
 
 
-def run_longest_batch(
-    model: nn.Module,
-    data: TrainingData,
-    *,
-    batch_size: int,
-    device: torch.device,
-    autocast_dtype: torch.dtype | None,
-) -> DryRunVerdict:
-    """Train one step on the ``batch_size`` longest samples, without an optimizer.
+@dataclass
+class _OneBatch:
+    """A loader of one batch, for the evaluation."""
+
+    batch: dict[str, Any]
+    dataset: Any
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield dict(self.batch)
+
+    def __len__(self) -> int:
+        return 1
+
+
+class OneStepTrainer(SftTrainer):
+    """The real Trainer, shown the longest batch first, and silent towards the hub."""
+
+    longest: dict[str, Any] | None = None
+    num_micro_batches = 0
+
+    def _make_hub_repository(self, *_: Any, **__: Any) -> None:
+        """Ask the hub who we are, which needs network and login; make nothing there."""
+        from huggingface_hub import HfApi
+
+        HfApi().whoami(token=self.args.hub_token)
+
+    def push_to_hub(self, *_: Any, **__: Any) -> None:
+        """Push nothing."""
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push nothing."""
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """The longest micro-batch, then those that the run begins with."""
+        if self.longest is None:
+            self.longest = _longest_batch(self._train_data, self._train_batch_size)
+            epoch_iterator = itertools.chain([dict(self.longest)], epoch_iterator)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.num_micro_batches = self.num_micro_batches or len(batches)
+        return batches, num_items
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The longest batch alone."""
+        loader = super().get_eval_dataloader(eval_dataset)
+        assert self._eval_data is not None
+        return _OneBatch(_longest_batch(self._eval_data, self.args.eval_batch_size), loader.dataset)
+
+
+@dataclass
+class _OneStep(TrainerCallback):
+    """Times one step, looks at what it holds in memory, and ends the training."""
+
+    trainer: OneStepTrainer
+    verdict: DryRunVerdict = field(default_factory=DryRunVerdict)
+    _started: float = 0.0
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Start the clock."""
+        _wait_for(args.device)
+        self._started = time.perf_counter()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Stop it; then log, evaluate and save once, as the run would some time."""
+        _wait_for(args.device)
+        found = self.verdict
+        found.seconds = time.perf_counter() - self._started
+        found.optimizer_gib = _optimizer_bytes(self.trainer) / 2**30
+        num_bytes = _checkpoint_bytes(self.trainer)
+        found.checkpoint_gib = num_bytes / 2**30
+        control.should_log = True
+        control.should_evaluate = self.trainer.eval_dataset is not None
+        # One process decides for all: they write together.
+        decided = broadcast_object_list([num_bytes <= LARGEST_CHECKPOINT])
+        control.should_save = args.save_strategy != "no" and bool(decided[0])
+        control.should_training_stop = True
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Nothing a second time."""
+        control.should_log = control.should_evaluate = control.should_save = False
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Keep the figures."""
+        if logs and "loss" in logs:
+            self.verdict.loss = logs["loss"]
+        if logs and "eval_loss" in logs:
+            self.verdict.eval_loss = logs["eval_loss"]
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """A checkpoint could be written."""
+        self.verdict.has_saved = True
+
+
+def run_one_step(session: Session) -> DryRunVerdict:
+    """Train one optimizer step as the run would.
 
     Args:
-        model: as it will be trained.
-        data: the prepared training data.
-        batch_size: samples (or packs) per micro-batch.
-        device: where to run.
-        autocast_dtype: what training computes in, where that is not the weights' dtype.
+        session: of the run; its run directory is one to be thrown away.
 
     Raises:
-        TrainkitError: out of memory (naming the sizes), or the loss or a gradient is no number.
+        RecipeError: the Trainer, the optimizer or the schedule refuses the settings.
+        TrainkitError: out of memory (naming the sizes), or a figure is no number.
     """
-    lengths = data.samples.lengths
-    longest = np.argsort(-lengths, kind="stable")[:batch_size]
-    model.to(device)
-    model.train()
-    is_cuda = device.type == "cuda"
-    counts: dict[str, int] = {}
-    loss, seconds = float("nan"), 0.0
+    trainer = session.trainer(StopRequest(), OneStepTrainer)
+    assert isinstance(trainer, OneStepTrainer)
+    for tracker in get_reporting_integration_callbacks(session.args.report_to):
+        trainer.remove_callback(tracker)
+    step = _OneStep(trainer)
+    trainer.add_callback(step)
+    is_cuda = session.args.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
     try:
-        for _ in range(2):  # the first one compiles kernels
-            batch = data.collator([data.samples[int(index)] for index in longest])
-            counts = dict(take_counts(batch))
-            batch.pop("source_ids", None)  # for the log of a run, not for the model
-            inputs = {
-                name: value.to(device) if isinstance(value, torch.Tensor) else value
-                for name, value in batch.items()
-            }
-            model.zero_grad(set_to_none=True)
-            if is_cuda:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            started = time.perf_counter()
-            num_items = torch.tensor(counts["num_trained_tokens"], device=device)
-            with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
-                output = model(**inputs, num_items_in_batch=num_items)
-            output["loss"].backward()
-            loss = output["loss"].item()
-            seconds = time.perf_counter() - started
+        trainer.train()
     except torch.OutOfMemoryError as error:
-        raise TrainkitError(
-            f"out of memory on the longest batch: {batch_size} x up to "
-            f"{int(lengths[longest].max())} tokens",
-            where="training.per_device_train_batch_size",
-            fix="halve it (global_batch_size keeps the step the same), lower data.max_length, or "
-            "set training.gradient_checkpointing: true",
-        ) from error
-    bad = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-    ]
-    if not np.isfinite(loss) or bad:
-        raise TrainkitError(
-            f"the loss is {loss} and {len(bad)} gradients are not finite"
-            + (f", the first {bad[0]}" if bad else ""),
-            fix="try kernels: false and model.dtype: float32 to find the operation",
-        )
-    model.zero_grad(set_to_none=True)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if is_cuda else None
-    return DryRunVerdict(
-        num_tokens=counts["num_tokens"],
-        num_trained_tokens=counts["num_trained_tokens"],
-        loss=loss,
-        seconds=seconds,
-        peak_memory_gib=peak,
-    )
+        raise _out_of_memory(session) from error
+    verdict = step.verdict
+    if is_cuda:
+        verdict.peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30
+    assert trainer.longest is not None
+    verdict.num_tokens = int(trainer.longest["num_tokens"])
+    verdict.num_trained_tokens = int(trainer.longest["num_trained_tokens"])
+    verdict.num_micro_batches = trainer.num_micro_batches
+    # Settings for generating that contradict each other are refused when final/ is written.
+    settings = generation_config(trainer.model, session.tokenizer, session.data.stop_token_ids)
+    settings.save_pretrained(session.run.root)
+    return verdict
 
 
 def describe_dry_run(
@@ -120,14 +213,90 @@ def describe_dry_run(
     per_step = micro * args.gradient_accumulation_steps
     steps = -(-rows // per_step)
     total = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
-    memory = (
-        {} if verdict.peak_memory_gib is None else {"peak": f"{verdict.peak_memory_gib:.1f} GiB"}
-    )
-    return {
+    figures: dict[str, object] = {
         "longest batch": f"{verdict.num_tokens} tokens, {verdict.num_trained_tokens} trained",
         "loss": f"{verdict.loss:.4f}",
-        "forward+backward": f"{verdict.seconds:.2f} s",
-        **memory,
-        "rows": f"{rows}, {per_step} a step" if data.train.stream is None else "streamed",
-        "steps": f"{total} ({steps} an epoch)" if data.train.stream is None else f"{total}",
     }
+    if verdict.eval_loss is not None:
+        figures["eval loss"] = f"{verdict.eval_loss:.4f} of its longest batch"
+    plural = "es" if verdict.num_micro_batches > 1 else ""
+    figures["one step"] = (
+        f"{verdict.seconds:.2f} s, {verdict.num_micro_batches} micro-batch{plural}"
+    )
+    if verdict.peak_memory_gib is not None:
+        figures["peak"] = f"{verdict.peak_memory_gib:.1f} GiB"
+    figures["optimizer"] = f"{_size(verdict.optimizer_gib)} of states"
+    size = _size(verdict.checkpoint_gib)
+    if verdict.has_saved:
+        figures["checkpoint"] = f"{size}, written and thrown away"
+    elif args.save_strategy == "no":
+        figures["checkpoint"] = "none is asked for"
+    else:
+        figures["checkpoint"] = f"about {size}; not written here"
+    streamed = data.train.stream is not None
+    figures["rows"] = "streamed" if streamed else f"{rows}, {per_step} a step"
+    figures["steps"] = f"{total}" if streamed else f"{total} ({steps} an epoch)"
+    return figures
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 2**10:.1f} MiB"
+
+
+def _longest_batch(data: TrainingData, batch_size: int) -> dict[str, Any]:
+    longest = np.argsort(-data.samples.lengths, kind="stable")[:batch_size]
+    return data.collator([data.samples[int(index)] for index in longest])
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _optimizers(trainer: SftTrainer) -> Iterator[Any]:
+    """The optimizer and those inside it: accelerate's, DeepSpeed's and ours wrap one another."""
+    optimizer = trainer.optimizer
+    while optimizer is not None:
+        yield optimizer
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if inner is not optimizer else None
+
+
+def _optimizer_bytes(trainer: SftTrainer) -> int:
+    """Bytes of everything that the optimizer keeps and the model does not."""
+    of_model = {id(parameter) for parameter in trainer.model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+    for optimizer in _optimizers(trainer):
+        groups = [group["params"] for group in optimizer.param_groups]
+        values = [tuple(entry.values()) for entry in optimizer.state.values() if entry]
+        for tensor in itertools.chain(*groups, *values):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in of_model:
+                held[id(tensor)] = tensor
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+
+
+def _checkpoint_bytes(trainer: SftTrainer) -> int:
+    """Bytes that a checkpoint holds, over all processes: weights, or adapters, and states."""
+    is_peft = hasattr(trainer.model, "peft_config")
+    saved = [p for p in trainer.model.parameters() if p.requires_grad or not is_peft]
+    weights = sum(_numel(parameter) * parameter.element_size() for parameter in saved)
+    if trainer.args.save_only_model:
+        return weights
+    sharded = trainer.args.world_size if trainer.is_deepspeed_enabled else 1
+    return weights + _optimizer_bytes(trainer) * sharded
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    """Elements of the whole parameter; ZeRO-3 leaves an empty one behind on each process."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _out_of_memory(session: Session) -> TrainkitError:
+    lengths = session.data.train.samples.lengths
+    return TrainkitError(
+        f"out of memory in the first step: {session.args.per_device_train_batch_size} x up to "
+        f"{int(lengths.max())} tokens",
+        where="training.per_device_train_batch_size",
+        fix="halve it (global_batch_size keeps the step the same), lower data.max_length, or "
+        "set training.gradient_checkpointing: true",
+    )

@@ -26,6 +26,7 @@ from trainkit.train.data import RunData
 from trainkit.train.finish import AfterTraining, answer_held_out, save_final
 from trainkit.train.flops import peak_flops, training_flops_per_token
 from trainkit.train.model import BuiltModel
+from trainkit.train.refusals import settings_refused_by
 from trainkit.train.trainer import SftTrainer, StopRequest
 
 
@@ -69,7 +70,7 @@ class Session:
             ResumeRefusedError: ``point`` is beyond the recipe's last step.
         """
         stop = StopRequest()
-        trainer = self._trainer(stop)
+        trainer = self.trainer(stop)
         if point is not None:
             trainer.add_callback(KeepToThePlan(point, self.console))
         recorder = self._recorder(point)
@@ -92,24 +93,30 @@ class Session:
             raise KeyboardInterrupt(stop.reason)
         self._finish(trainer, seconds)
 
-    def _trainer(self, stop: StopRequest) -> SftTrainer:
+    def trainer(self, stop: StopRequest, kind: type[SftTrainer] = SftTrainer) -> SftTrainer:
+        """The Trainer with the callbacks that every run has.
+
+        Raises:
+            RecipeError: transformers refuses the settings.
+        """
         config = self.built.model.config
         if self.args.ddp_find_unused_parameters is None:
             # Only a tower beside the text model has weights that no text reaches; looking for
             # such weights costs a walk of the graph every step.
             self.args.ddp_find_unused_parameters = config.get_text_config() is not config
-        trainer = SftTrainer(
-            model=self.built.model,
-            args=self.args,
-            tokenizer=self.tokenizer,
-            train_data=self.data.train,
-            eval_data=self.data.eval,
-            checkpoints=CheckpointWriter(self.run.root, self.fingerprint),
-            stop=stop,
-            lora_plus_ratio=self.lora_plus_ratio,
-            flops_per_token=training_flops_per_token(self.built.model, self.max_length),
-            peak_flops=peak_flops(),
-        )
+        with settings_refused_by("the Trainer", "training"):
+            trainer = kind(
+                model=self.built.model,
+                args=self.args,
+                tokenizer=self.tokenizer,
+                train_data=self.data.train,
+                eval_data=self.data.eval,
+                checkpoints=CheckpointWriter(self.run.root, self.fingerprint),
+                stop=stop,
+                lora_plus_ratio=self.lora_plus_ratio,
+                flops_per_token=training_flops_per_token(self.built.model, self.max_length),
+                peak_flops=peak_flops(),
+            )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(StopWhenAsked(stop))
         trainer.add_callback(OffloadActivations(self.built.model, self.built.offload_activations))

@@ -26,6 +26,7 @@ from trainkit.models.loss_head import LossHead
 from trainkit.train.checkpoints import CheckpointWriter, folder_name
 from trainkit.train.meter import Meter
 from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
+from trainkit.train.refusals import settings_refused_by
 from trainkit.train.sampling import (
     CountingCollator,
     EpochDataLoader,
@@ -267,6 +268,7 @@ class SftTrainer(Trainer):
 
     # -- optimizer ------------------------------------------------------------------------------
 
+    @settings_refused_by("the optimizer", "training.optim")
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Transformers' choice of optimizer, with fp32 masters where nobody else keeps them."""
         target = self.model if model is None else model
@@ -289,6 +291,11 @@ class SftTrainer(Trainer):
         made = MasterWeightOptimizer(groups, make) if wants_masters else make(groups)
         self.optimizer = made
         return made
+
+    @settings_refused_by("the schedule", "training.lr_scheduler_type")
+    def create_scheduler(self, *arguments: Any, **keywords: Any) -> Any:
+        """Transformers' schedule; what it refuses is said with the key."""
+        return super().create_scheduler(*arguments, **keywords)
 
     # -- evaluation -----------------------------------------------------------------------------
 
@@ -335,6 +342,16 @@ class SftTrainer(Trainer):
         if per_source is not None:
             metrics |= per_source.rows(sums, f"{metric_key_prefix}_")
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
+
+    # -- the hub --------------------------------------------------------------------------------
+
+    @settings_refused_by("the repository on the hub", "training.push_to_hub")
+    def init_hf_repo(self, *arguments: Any, **keywords: Any) -> None:
+        """Make the repository; a hub out of reach or no login is said with the key."""
+        self._make_hub_repository(*arguments, **keywords)
+
+    def _make_hub_repository(self, *arguments: Any, **keywords: Any) -> None:
+        super().init_hf_repo(*arguments, **keywords)
 
     # -- checkpoints ----------------------------------------------------------------------------
 
