@@ -7,8 +7,6 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainkit.errors import CheckpointError, ModelError, RecipeError
-
-logger = logging.getLogger(__name__)
-
-ALL_LINEAR = "all-linear"
+from trainkit.errors import CheckpointError, RecipeError
+from trainkit.lora.initial import changes_base, start_from_base
+from trainkit.lora.targets import (
+    ALL_LINEAR,
+    Targets,
+    check_names,
+    refuse_with_experts,
+    resolve_targets,
+)
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,16 @@ class LoraOptions:
         dropout: probability of dropping an input of A. Above 0 the fused backward steps aside.
         target_modules: ``"all-linear"`` (every linear layer but the output one), a regular
             expression over full module names, or module names (matched as suffixes).
+        target_parameters: parameters that belong to no linear layer, such as
+            ``experts.gate_up_proj``; ``all-linear`` adds the experts by itself.
         exclude_modules: names to leave out of ``target_modules``.
         use_rslora: rank-stabilised scaling.
         use_dora: weight-decomposed adapters (peft's own path).
         modules_to_save: modules trained and saved whole beside the adapters. Tied embeddings
             named here stay tied.
-        init_lora_weights: peft's initialisation: True, "gaussian", "pissa", "olora", ...
+        init_lora_weights: peft's initialisation: True, False, "gaussian", "orthogonal", "mica",
+            or one that takes the base apart and is saved as plain LoRA of twice the rank: "pissa",
+            "pissa_niter_N", "olora" (see `trainkit.lora.initial`).
         lora_bias: give B a bias (peft's own path).
         adapter_dtype: "float32" keeps the adapters in fp32 over a 16-bit base (peft's default,
             stable with Adam); "model" stores them in the base's dtype.
@@ -54,6 +60,7 @@ class LoraOptions:
     alpha: float = 32
     dropout: float = 0.0
     target_modules: str | Sequence[str] = ALL_LINEAR
+    target_parameters: Sequence[str] = ()
     exclude_modules: str | Sequence[str] | None = None
     use_rslora: bool = False
     use_dora: bool = False
@@ -74,24 +81,28 @@ class LoraOptions:
                 where="lora.adapter_dtype",
             )
 
-    def to_peft(self, *, tied: bool = False) -> LoraConfig:
+    def to_peft(self, targets: Targets, *, tied: bool = False) -> LoraConfig:
         """Build peft's configuration.
 
         Args:
+            targets: what of the model is adapted.
             tied: the model ties its output weight to its embeddings, and one of them is trained.
         """
-        targets = self.target_modules
         excluded = self.exclude_modules
         return LoraConfig(
             r=self.r,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=targets if isinstance(targets, str) else list(targets),
+            target_modules=targets.modules
+            if isinstance(targets.modules, str)
+            else list(targets.modules),
+            target_parameters=list(targets.parameters) or None,
             exclude_modules=list(excluded) if isinstance(excluded, (list, tuple)) else excluded,
             use_rslora=self.use_rslora,
             use_dora=self.use_dora,
             modules_to_save=list(self.modules_to_save) or None,
-            init_lora_weights=self.init_lora_weights,
+            # What takes the base apart is done after the adapters have their dtype.
+            init_lora_weights=changes_base(self.init_lora_weights) or self.init_lora_weights,
             lora_bias=self.lora_bias,
             ensure_weight_tying=tied,
             task_type=TaskType.CAUSAL_LM,
@@ -118,18 +129,32 @@ def attach(
         adapter_name: peft's name for the adapter.
 
     Raises:
-        ModelError: a name in ``target_modules`` or ``modules_to_save`` matches nothing.
+        ModelError: a name in ``target_modules``, ``target_parameters`` or ``modules_to_save``
+            matches nothing.
+        RecipeError: the options do not go together, or not with what is adapted.
     """
-    _check_names(model, options)
-    config = options.to_peft(tied=_trains_tied_weights(model, options))
-    wrapped = get_peft_model(
-        model,
-        config,
-        adapter_name=adapter_name,
-        autocast_adapter_dtype=options.adapter_dtype == "float32",
+    targets = resolve_targets(
+        model, options.target_modules, options.target_parameters, options.exclude_modules
     )
-    if options.adapter_dtype == "model":
+    check_names("modules_to_save", options.modules_to_save, [n for n, _ in model.named_modules()])
+    refuse_with_experts(
+        targets, dropout=options.dropout, bias=options.lora_bias, dora=options.use_dora
+    )
+    in_float32 = options.adapter_dtype == "float32"
+    try:
+        config = options.to_peft(targets, tied=_trains_tied_weights(model, options))
+        wrapped = get_peft_model(
+            model, config, adapter_name=adapter_name, autocast_adapter_dtype=in_float32
+        )
+    except (ValueError, TypeError, NotImplementedError) as error:
+        # peft refuses combinations of its options in these ways.
+        raise RecipeError(f"peft cannot attach such an adapter: {error}", where="lora") from error
+    if not in_float32:
         _cast_trainable(wrapped, model.dtype)
+    if changes_base(options.init_lora_weights):
+        start_from_base(
+            wrapped, str(options.init_lora_weights), dtype=None if in_float32 else model.dtype
+        )
     if require_input_grads:
         wrapped.enable_input_require_grads()
     return wrapped
@@ -181,34 +206,6 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
         total += number
         trainable += number if parameter.requires_grad else 0
     return trainable, total
-
-
-def _check_names(model: nn.Module, options: LoraOptions) -> None:
-    """Refuse a name that matches no module: peft only objects when none of them does."""
-    names = [name for name, _ in model.named_modules()]
-    targets = options.target_modules
-    if isinstance(targets, str):
-        if targets != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in names):
-            raise ModelError(
-                f"target_modules {targets!r} matches no module (a string is a regular expression "
-                "over full module names)",
-                where="lora.target_modules",
-                fix=f"use {ALL_LINEAR!r} or a list of names such as [q_proj, v_proj]",
-            )
-        targets = ()
-    for key, wanted in (("target_modules", targets), ("modules_to_save", options.modules_to_save)):
-        for item in wanted:
-            if not any(name == item or name.endswith(f".{item}") for name in names):
-                last = sorted({name.rpartition(".")[2] for name in names if name} - _digits(names))
-                raise ModelError(
-                    f"{key}: no module is called {item!r}",
-                    where=f"lora.{key}",
-                    fix=f"the names in this model are {', '.join(last)}",
-                )
-
-
-def _digits(names: Sequence[str]) -> set[str]:
-    return {last for name in names if (last := name.rpartition(".")[2]).isdigit()}
 
 
 def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainkit.recipe.adapters import why_not_initialisation
 from trainkit.recipe.document import read_scalar
 from trainkit.recipe.training import check_training, complete_training
 
@@ -195,6 +196,10 @@ class LoraSection(Section):
     target_modules: str | list[str] = Field(
         "all-linear", description="all-linear (without lm_head), names, or a regular expression."
     )
+    target_parameters: list[str] = Field(
+        default_factory=list,
+        description="Parameters to adapt, as experts.down_proj; all-linear adds the experts.",
+    )
     exclude_modules: str | list[str] | None = Field(None, description="Names to leave out.")
     quantize: Literal["nf4"] | None = Field(
         None, description="nf4 keeps the frozen base in 4 bits (QLoRA)."
@@ -204,7 +209,11 @@ class LoraSection(Section):
     modules_to_save: list[str] = Field(
         default_factory=list, description="Modules trained and saved whole beside the adapters."
     )
-    init_lora_weights: bool | str = Field(True, description="true, gaussian, pissa, olora, ...")
+    init_lora_weights: bool | str = Field(
+        True,
+        description="true, false, gaussian, orthogonal, mica; pissa, pissa_niter_N and olora take "
+        "the base apart and are saved as plain LoRA of twice the rank.",
+    )
     lora_bias: bool = Field(False, description="Give the adapter's second matrix a bias.")
     adapter_dtype: Literal["float32", "model"] = Field(
         "float32", description="Of the adapters: float32, or the base's dtype."
@@ -217,6 +226,35 @@ class LoraSection(Section):
         description="Checkpointed activations wait in host memory; auto does on a GPU where the "
         "model is wide enough to hide the copies.",
     )
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _known_initialisation(cls, value: bool | str) -> bool | str:
+        if reason := why_not_initialisation(value):
+            raise ValueError(reason)
+        return value
+
+    @model_validator(mode="after")
+    def _initialisation_fits(self) -> "LoraSection":
+        init = self.init_lora_weights
+        if isinstance(init, bool):
+            return self
+        key = "lora.init_lora_weights"
+        if self.quantize and init.startswith(("pissa", "olora", "mica")):
+            raise broken_rule(
+                key,
+                f"init_lora_weights: {init} needs the base's own weights, and they are in 4 bits",
+                "remove lora.quantize, or set init_lora_weights: true",
+            )
+        if self.lora_bias:
+            raise broken_rule(
+                key,
+                "lora_bias goes with init_lora_weights true or false only",
+                "remove one of the two",
+            )
+        if init == "orthogonal" and self.r % 2:
+            raise broken_rule(key, "orthogonal needs an even rank", f"set lora.r: {self.r + 1}")
+        return self
 
 
 class GenerationEvalSection(Section):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
+from trainkit.recipe.adapters import NOT_TAKEN
 from trainkit.recipe.document import KeyPath
 from trainkit.recipe.foreign import FOREIGN, REFUSED, REMOVED
 from trainkit.recipe.problems import Problem
@@ -66,6 +67,8 @@ def explain_unknown_key(
             where,
             REMOVED[name].format(value=shown),
         )
+    if section == "lora" and name in NOT_TAKEN:
+        return Problem(f"{dotted}: peft's {name} is not taken", where, NOT_TAKEN[name])
     if name in FOREIGN:
         return _explain_foreign(name, shown, where)
     places = vocabulary.places(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import (
     is_deepspeed_zero3_enabled,
     unset_hf_deepspeed_config,
@@ -15,6 +15,7 @@ from transformers.integrations.deepspeed import (
 
 from trainkit.data.messages import Conversation
 from trainkit.data.options import DataOptions
+from trainkit.models.auto import auto_class
 from trainkit.train.checkpoints import written_together
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 from trainkit.train.trainer import SftTrainer
@@ -138,7 +139,8 @@ def _whole_model(trainer: SftTrainer, final: Path) -> Any:
         return trainer.accelerator.unwrap_model(trainer.model)
     unset_hf_deepspeed_config()
     dtype = next(trainer.model.parameters()).dtype
-    model = AutoModelForCausalLM.from_pretrained(final, dtype=dtype)
+    loader = auto_class(trainer.accelerator.unwrap_model(trainer.model).config)
+    model = loader.from_pretrained(final, dtype=dtype)
     return model.to(trainer.args.device)
 
 

@@ -13,7 +13,6 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     GgufConfig,
@@ -23,6 +22,7 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from trainkit.errors import ModelError
+from trainkit.models.auto import auto_class
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -173,15 +173,14 @@ def load_model(
     if "gguf_file" in options and quantization is None:
         quantization = GgufConfig(dequantize=True)
     with _explained(source, "model"):
+        config = load_config(source)
+        loader = auto_class(config)
         if source.random_weights:
-            config = load_config(source)
             if dtype == "auto":
                 dtype = config.dtype or torch.float32
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=attention
-            )
+            model = loader.from_config(config, dtype=dtype, attn_implementation=attention)
         else:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = loader.from_pretrained(
                 place,
                 dtype=dtype,
                 attn_implementation=attention,

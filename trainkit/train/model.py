@@ -13,8 +13,10 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
-from trainkit.lora.adapter import LoraOptions, attach, count_parameters
-from trainkit.lora.quant import quantization_config
+from trainkit.lora.adapter import LoraOptions, attach, count_parameters, num_weights
+from trainkit.lora.quant import quantization_config, refuse_unpacked_experts
+from trainkit.lora.report import adapter_lines, describe_adapters
+from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, resolve_attention
 from trainkit.models.patch import PatchReport
@@ -34,6 +36,8 @@ class BuiltModel:
         offload_activations: what the recipe says of checkpointed activations.
         num_trained: parameters that are trained.
         num_parameters: all of them.
+        adapters: what is adapted and what is quantised; None for full fine-tuning.
+        num_towers: frozen parameters of towers that no text reaches.
     """
 
     model: PreTrainedModel | PeftModel
@@ -42,6 +46,8 @@ class BuiltModel:
     offload_activations: bool | Literal["auto"]
     num_trained: int
     num_parameters: int
+    adapters: dict[str, Any] | None = None
+    num_towers: int = 0
 
     def check_kernels(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Hold the kernels against plain torch and say what runs, as ``kernels.json`` does.
@@ -53,6 +59,10 @@ class BuiltModel:
             TrainkitError: an op is less exact than plain torch; it is named.
         """
         record: dict[str, Any] = {"attention": asdict(self.attention)}
+        if self.adapters is not None:
+            record["adapters"] = self.adapters
+        if self.num_towers:
+            record["frozen_towers"] = {"parameters": self.num_towers}
         if self.report is None:
             return {**record, "ops": [], "reason": "kernels: false in the recipe"}
         checks = self_check(self.model, self.report, batch)
@@ -63,6 +73,12 @@ class BuiltModel:
         share = self.num_trained / max(self.num_parameters, 1)
         lines = [
             f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",
+            *([] if self.adapters is None else adapter_lines(self.adapters)),
+            *(
+                [f"frozen: {self.num_towers / 1e6:.1f} M parameters for images, video or sound"]
+                if self.num_towers
+                else []
+            ),
             f"attention: {self.attention.name} ({self.attention.reason})",
             str(self.report) if self.report else "kernels: none replaced (kernels: false)",
         ]
@@ -102,16 +118,31 @@ def build_model(
     quantization = None
     if quantize is not None:
         quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
+        refuse_unpacked_experts(load_config(source), source.name_or_path)
     chosen = _attention(source, attention, packing=packing)
     model: Any = load_model(source, attention=chosen.name, quantization=quantization, device=device)
     if chosen.name == own_attention.NAME:
         own_attention.install(model, chosen.engine)
+    towers = outside_text(model)
+    for parameter in towers.values():
+        parameter.requires_grad_(False)
+    adapters = None
     if lora is not None:
         model = attach(model, lora, require_input_grads=reentrant)
+        adapters = describe_adapters(model)
     report = None if kernels is False else patch(model, kernels)
     num_trained, num_parameters = count_parameters(model)
     offload = lora is not None and lora.offload_activations
-    return BuiltModel(model, chosen, report, offload, num_trained, num_parameters)
+    return BuiltModel(
+        model,
+        chosen,
+        report,
+        offload,
+        num_trained,
+        num_parameters,
+        adapters,
+        sum(num_weights(parameter) for parameter in towers.values()),
+    )
 
 
 def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:

@@ -98,6 +98,7 @@ def lora_options(recipe: Recipe) -> LoraOptions | None:
         alpha=lora.alpha,
         dropout=lora.dropout,
         target_modules=lora.target_modules,
+        target_parameters=tuple(lora.target_parameters),
         exclude_modules=lora.exclude_modules,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,

@@ -1,0 +1,99 @@
+"""What of a model is adapted, and what is quantised, kind by kind, for people and programs."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from trainkit.lora.quant import is_quantized
+from trainkit.lora.targets import expert_parameters
+
+_LAYER = re.compile(r"\.\d+(?=\.)")
+
+
+def describe_adapters(model: nn.Module) -> dict[str, Any]:
+    """What is adapted, by kind: a module's or parameter's name without its layer's number.
+
+    Returns:
+        ``adapted``: a list of {kind, what ("module" or "parameter"), number, r, scaling};
+        ``not_adapted``: the kinds of linear layers and expert weights without an adapter, each
+        with its number; ``storage``: for each dtype that the frozen base is kept in ("nf4"
+        included) {weights, gib}.
+    """
+    adapted: dict[tuple[Any, ...], int] = defaultdict(int)
+    covered: set[int] = set()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        parameter = getattr(layer, "parameter_name", None)
+        base = layer.get_base_layer()
+        covered.add(id(base) if parameter is None else id(layer.get_param()))
+        (adapter,) = layer.active_adapters
+        kind = _kind(name) if parameter is None else f"{_kind(name)}.{parameter}"
+        what = "module" if parameter is None else "parameter"
+        adapted[kind, what, layer.r[adapter], layer.scaling[adapter]] += 1
+    return {
+        "adapted": [
+            {"kind": kind, "what": what, "number": number, "r": lora_rank, "scaling": scaling}
+            for (kind, what, lora_rank, scaling), number in adapted.items()
+        ],
+        "not_adapted": _not_adapted(model, covered),
+        "storage": _storage(model),
+    }
+
+
+def adapter_lines(report: dict[str, Any]) -> list[str]:
+    """The same in a few lines for the console."""
+    lines = []
+    for what in ("module", "parameter"):
+        rows = [row for row in report["adapted"] if row["what"] == what]
+        kinds = ", ".join(f"{row['kind']} x{row['number']} (r {row['r']})" for row in rows)
+        lines += [f"adapted {what}s: {kinds}"] if rows else []
+    rest = ", ".join(f"{kind} x{number}" for kind, number in report["not_adapted"].items())
+    lines += [f"not adapted: {rest}"] if rest else []
+    stored = report["storage"].items()
+    lines.append(
+        "frozen base: " + ", ".join(f"{at['gib']:.2f} GiB in {name}" for name, at in stored)
+    )
+    return lines
+
+
+def _kind(name: str) -> str:
+    """``model.layers.3.mlp.experts`` is of the kind ``mlp.experts``."""
+    name = name.replace(".base_layer", "")
+    found = list(_LAYER.finditer(name))
+    tail = name[found[0].end() + 1 :] if found else name.removeprefix("base_model.model.")
+    return _LAYER.sub("", tail)
+
+
+def _not_adapted(model: nn.Module, covered: set[int]) -> dict[str, int]:
+    """Linear layers, routers and expert weights that carry no adapter."""
+    left: dict[str, int] = defaultdict(int)
+    for name, module in model.named_modules():
+        is_router = name.endswith((".router", ".gate")) and not isinstance(module, BaseTunerLayer)
+        if ".lora_" not in name and (isinstance(module, nn.Linear) or is_router):
+            left[_kind(name)] += id(module) not in covered
+    for name, parameter in expert_parameters(model).items():
+        left[_kind(name)] += id(parameter) not in covered
+    return {kind: number for kind, number in left.items() if number}
+
+
+def _storage(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """How the frozen weights are kept; packed weights are counted as what they stand for."""
+    from trainkit.lora.adapter import num_weights
+
+    packed = {id(module.weight) for module in model.modules() if is_quantized(module)}
+    totals: dict[str, dict[str, Any]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            continue
+        kind = "nf4" if id(parameter) in packed else str(parameter.dtype).removeprefix("torch.")
+        total = totals.setdefault(kind, {"weights": 0, "gib": 0.0})
+        total["weights"] += num_weights(parameter)
+        number = getattr(parameter, "ds_numel", parameter.numel())
+        total["gib"] += number * parameter.element_size() / 2**30
+    return totals

@@ -1,0 +1,204 @@
+"""What adapters go on: names checked against the model, and the meaning of ``all-linear``.
+
+peft's ``all-linear`` is every linear module. Two kinds of model need more care:
+
+- mixture of experts: the experts are no modules but parameters of three dimensions, (experts, out,
+  in). For some families peft adapts them and the router unasked, gate and up together at twice the
+  rank, and loses linear layers of the same name; for others it leaves the experts out. Here every
+  family gets the same: linear layers and experts at the recipe's rank, and the router stays.
+- a text model with a vision tower: only the text model is adapted, since text trains nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from peft import LoraConfig, TaskType
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainkit.errors import ModelError, RecipeError
+
+ALL_LINEAR = "all-linear"
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What peft is told to adapt.
+
+    Attributes:
+        modules: peft's ``target_modules``: a string or names.
+        parameters: peft's ``target_parameters``.
+    """
+
+    modules: str | tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights that hold all experts of a layer, by full name: (experts, out, in) or its transpose.
+
+    Biases of experts, (experts, out), are not among them.
+    """
+    return {
+        f"{name}.{key}": parameter
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3 or len(getattr(parameter, "ds_shape", ())) == 3
+    }
+
+
+def text_model(model: PreTrainedModel) -> nn.Module | None:
+    """The text model inside a model that also takes images or sound; None if it is all text."""
+    if model.config.get_text_config() is model.config:
+        return None
+    decoder = model.get_decoder()
+    return None if decoder is None or decoder is model else decoder
+
+
+def outside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters that no text reaches, by name: towers for images and sound."""
+    decoder = text_model(model)
+    if decoder is None:
+        return {}
+    reached = {id(parameter) for parameter in decoder.parameters()}
+    for end in (model.get_output_embeddings(), model.get_input_embeddings()):
+        reached |= set() if end is None else {id(parameter) for parameter in end.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in reached}
+
+
+def resolve_targets(
+    model: PreTrainedModel,
+    targets: str | Sequence[str],
+    parameters: Sequence[str],
+    excluded: str | Sequence[str] | None,
+) -> Targets:
+    """Turn the recipe's targets into what peft is told.
+
+    Args:
+        model: before adapters.
+        targets: ``target_modules`` of the recipe.
+        parameters: ``target_parameters`` of the recipe.
+        excluded: ``exclude_modules`` of the recipe.
+
+    Raises:
+        ModelError: a name matches nothing, or ``all-linear`` finds nothing.
+    """
+    _check_targets(model, targets, parameters)
+    listed = tuple(parameters)
+    if targets != ALL_LINEAR:
+        return Targets(targets if isinstance(targets, str) else tuple(targets), listed)
+    experts = [name for name in expert_parameters(model) if not is_named(name, excluded)]
+    if not experts and not expert_parameters(model) and text_model(model) is None:
+        return Targets(ALL_LINEAR, listed)
+    names = [name for name in _text_linears(model) if not is_named(name, excluded)]
+    if expert_parameters(model):
+        names = [name for name in names if name.rpartition(".")[2] not in _ROUTERS]
+        names = [name for name in names if _stays_a_module(model, name)]
+    if not names and not experts:
+        raise ModelError(
+            "all-linear finds nothing to adapt", where="lora.target_modules", fix="name modules"
+        )
+    # experts.gate_up_proj: the last two parts of a name, which all layers share
+    short = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)
+    return Targets(tuple(names), tuple(dict.fromkeys((*listed, *short))))
+
+
+def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:
+    """Whether a module, or one that it is part of, is named: a regular expression, or names."""
+    if wanted is None:
+        return False
+    parts = name.split(".")
+    prefixes = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    if isinstance(wanted, str):
+        return any(re.fullmatch(wanted, prefix) for prefix in prefixes)
+    return any(p == item or p.endswith(f".{item}") for p in prefixes for item in wanted)
+
+
+def _text_linears(model: PreTrainedModel) -> Iterator[str]:
+    """Names of the linear layers that text passes through, but for the output layer."""
+    inside = text_model(model)
+    wanted = None if inside is None else set(inside.modules())
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+        if is_linear and (wanted is None or module in wanted):
+            yield name
+
+
+def _stays_a_module(model: PreTrainedModel, name: str) -> bool:
+    """Whether peft takes a name for the module that it names.
+
+    In families whose experts were modules once, peft takes ``gate_proj`` for the experts' even
+    where a layer of that name exists beside them (a shared expert, a dense first layer), also when
+    it loads the adapter. Such a layer cannot be adapted; the report names it.
+    """
+    from peft.utils import transformers_weight_conversion as conversion
+
+    trial = LoraConfig(task_type=TaskType.CAUSAL_LM, target_modules=[copy.copy(name)])
+    try:
+        conversion.convert_peft_config_for_transformers(trial, model, None)
+    except ValueError:  # "cannot convert gate_proj without up_proj"
+        return False
+    return trial.target_modules == {name}
+
+
+def _check_targets(
+    model: nn.Module, targets: str | Sequence[str], parameters: Sequence[str]
+) -> None:
+    """Refuse a name that matches nothing: peft only objects when none of them does."""
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(targets, str):
+        if targets != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in names):
+            raise ModelError(
+                f"target_modules {targets!r} matches no module (a string is a regular expression "
+                "over full module names)",
+                where="lora.target_modules",
+                fix=f"use {ALL_LINEAR!r} or a list of names such as [q_proj, v_proj]",
+            )
+    else:
+        check_names("target_modules", targets, names)
+    check_names("target_parameters", parameters, [name for name, _ in model.named_parameters()])
+
+
+def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse a name that is the end of no full name.
+
+    Raises:
+        ModelError: it is none; the message lists what there is.
+    """
+    for item in wanted:
+        if not any(name == item or name.endswith(f".{item}") for name in names):
+            lasts = {name.rpartition(".")[2] for name in names if name}
+            known = sorted(last for last in lasts if not last.isdigit())
+            raise ModelError(
+                f"{key}: nothing is called {item!r}",
+                where=f"lora.{key}",
+                fix=f"the names in this model are {', '.join(known)}",
+            )
+
+
+def refuse_with_experts(targets: Targets, *, dropout: float, bias: bool, dora: bool) -> None:
+    """Refuse what peft's adapters of parameters cannot do.
+
+    Raises:
+        RecipeError: naming the key.
+    """
+    if not targets.parameters:
+        return
+    for key, value, off in (
+        ("dropout", dropout, "0"),
+        ("lora_bias", bias, "false"),
+        ("use_dora", dora, "false"),
+    ):
+        if value:
+            raise RecipeError(
+                f"{key}: {value} cannot be used on parameters, and {', '.join(targets.parameters)} "
+                "are no modules",
+                where=f"lora.{key}",
+                fix=f"set lora.{key}: {off}, or leave the experts out: exclude_modules: [experts]",
+            )
