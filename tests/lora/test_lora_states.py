@@ -10,6 +10,7 @@ from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, fuse
 from trainkit.lora.adapter import adapted_layers
 from trainkit.lora.fused import why_unfused
+from trainkit.lora.targets import Targets
 from trainkit.models.families import FAMILIES
 from trainkit.models.patch import patch_kernels
 from trainkit.models.self_check import make_replica, self_check
@@ -17,7 +18,7 @@ from trainkit.models.self_check import make_replica, self_check
 
 def add_second(model):
     torch.manual_seed(7)
-    model.add_adapter("second", LoraOptions(r=2).to_peft())
+    model.add_adapter("second", LoraOptions(r=2).to_peft(Targets("all-linear")))
     lively(model)
     model.base_model.set_adapter(["default", "second"])
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import CheckpointError, RecipeError
-from trainkit.lora.initial import changes_base, start_from_base
+from trainkit.lora.initial import changes_base, is_known, start_from_base
 from trainkit.lora.targets import (
     ALL_LINEAR,
     Targets,
@@ -75,6 +75,12 @@ class LoraOptions:
             raise RecipeError(f"lora rank r={self.r} must be at least 1", where="lora.r")
         if not 0.0 <= self.dropout < 1.0:
             raise RecipeError(f"dropout {self.dropout} must be in [0, 1)", where="lora.dropout")
+        if not is_known(self.init_lora_weights):
+            raise RecipeError(
+                f"init_lora_weights {self.init_lora_weights!r} is not known, or it needs a pass "
+                "over data or another base",
+                where="lora.init_lora_weights",
+            )
         if self.adapter_dtype not in ("float32", "model"):
             raise RecipeError(
                 f"adapter_dtype {self.adapter_dtype!r} must be 'float32' or 'model'",

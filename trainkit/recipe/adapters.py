@@ -30,7 +30,7 @@ def why_not_initialisation(value: bool | str) -> str | None:
         return None
     known = f"true, false, {', '.join(INITIALISATIONS)}"
     reason = REFUSED_INITIALISATIONS.get(value.lower(), "it is not known")
-    return f"is {value!r}: {reason}; it can be {known}"
+    return f"{reason}; it can be {known}"
 
 
 _VARIANT = "trainkit trains plain LoRA, rsLoRA, DoRA and LoRA+"

@@ -1,0 +1,115 @@
+"""Mixture-of-experts models: what all-linear adapts, what is refused, and what the report says."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainkit.errors import RecipeError
+from trainkit.lora import LoraOptions, attach
+from trainkit.lora.quant import refuse_unpacked_experts
+from trainkit.lora.report import adapter_lines, describe_adapters
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "pad_token_id": 0,
+}
+FAMILIES = ("gpt_oss", "qwen3_moe", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v3")
+ROUTERS = {"mlp.gate", "mlp.router", "mlp.shared_expert_gate"}
+
+
+def config(family):
+    return AutoConfig.for_model(family, **SIZES)
+
+
+def make(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(family))
+    with torch.no_grad():  # gpt_oss leaves its experts' weights uninitialised
+        for parameter in model.parameters():
+            parameter.nan_to_num_(0.0).clamp_(-1, 1)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_adapts_the_experts_at_the_recipe_s_rank_and_not_the_router(family, tmp_path):
+    model = attach(make(family), LoraOptions(r=4))
+    report = describe_adapters(model)
+    rows = {row["kind"]: row for row in report["adapted"]}
+    assert {row["r"] for row in rows.values()} == {4}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= rows.keys()
+    assert rows["mlp.experts.down_proj"]["what"] == "parameter"
+    assert not ROUTERS & rows.keys()
+    # Whatever carries no adapter is named; nothing is in both lists.
+    assert ROUTERS & report["not_adapted"].keys()
+    assert "lm_head" in report["not_adapted"]
+    assert not rows.keys() & report["not_adapted"].keys() - {"mlp.gate_proj"}
+    text = "\n".join(adapter_lines(report))
+    assert "mlp.experts.down_proj" in text
+    # It trains, and plain peft puts it over the plain base.
+    ids = torch.randint(0, 96, (2, 9))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    moved = [p for n, p in model.named_parameters() if "experts" in n and "lora_B" in n]
+    assert all(bool(p.any()) for p in moved)
+    trained = model.eval()(input_ids=ids).logits
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make(family), tmp_path).eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, trained)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_four_bits_that_would_leave_the_experts_are_refused(family):
+    with pytest.raises(RecipeError, match=r"experts of it, .*GiB"):
+        refuse_unpacked_experts(config(family), "it")
+
+
+def test_a_dense_model_may_be_packed():
+    refuse_unpacked_experts(AutoConfig.for_model("qwen2", **SIZES), "it")
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout": 0.1}, {"lora_bias": True}, {"use_dora": True}], ids=str
+)
+def test_what_peft_cannot_do_on_experts_is_refused_with_the_way_out(options):
+    with pytest.raises(RecipeError, match=r"exclude_modules: \[experts\]") as error:
+        attach(make("qwen3_moe"), LoraOptions(r=4, **options))
+    assert error.value.where == f"lora.{next(iter(options))}"
+    rest = attach(make("qwen3_moe"), LoraOptions(r=4, exclude_modules=("experts",), **options))
+    report = describe_adapters(rest)
+    assert {row["what"] for row in report["adapted"]} == {"module"}
+    assert "mlp.experts.down_proj" in report["not_adapted"]
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_start_from_the_base_is_refused_on_experts(init):
+    with pytest.raises(RecipeError, match="exclude"):
+        attach(make("qwen3_moe"), LoraOptions(r=4, init_lora_weights=init))
+
+
+def test_experts_can_be_named_alone():
+    options = LoraOptions(r=4, target_modules=("q_proj",), target_parameters=("experts.down_proj",))
+    report = describe_adapters(attach(make("gpt_oss"), options))
+    kinds = {row["kind"] for row in report["adapted"]}
+    assert kinds == {"self_attn.q_proj", "mlp.experts.down_proj"}
