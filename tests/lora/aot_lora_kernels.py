@@ -4,67 +4,62 @@ Prints one line a kernel, architecture and rank; fails on an error or on more sh
 architecture has.
 """
 
-import sys
-
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trainkit.kernels.lora import gate, kernel, products
-from trainkit.kernels.lora.tma import kernel as tma_kernel
-from trainkit.kernels.lora.tma import launcher
+from trainkit.kernels.lora import gate, gate_kernel, kernel, products
 
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
 SUMS = {"xa_down_ptr", "parts_ptr"}
 
 
-def constants_of(name, lora_rank):
-    """What the launchers pass for bf16, by kernel."""
+def skinny(name, lora_rank):
+    """Constants and warps of the launchers of ``products``, for bf16."""
     padded = products.pad_rank(lora_rank)
-    shared = {"R_PAD": padded, "PRECISION": "tf32"}
-    ranks = {"R_GATE": lora_rank, "R_UP": lora_rank, "R_DOWN": lora_rank, "TANH_GELU": False}
-    if name == "cast_kernel":
-        return {"BLOCK": 1024}, 4
+    shared = {"R_PAD": padded, "PRECISION": "tf32", "R": lora_rank}
     if name == "rows_kernel":
-        block = 64 if padded <= 64 else 128
-        stages = 4 if padded <= 64 else 3
-        values = {"R": lora_rank, "BLOCK_M": block, "BLOCK_K": 128, "STAGES": stages}
-        return shared | values, 4 if block == 64 else 8
-    if name == "columns_kernel":
-        stages = 4 if padded <= 64 else 2
-        return shared | {"R": lora_rank, "BLOCK_N": 128, "BLOCK_M": 64, "STAGES": stages}, 4
-    forward = name.startswith("gate_forward")
-    if is_for_hopper(name):
-        tile = launcher.FORWARD if forward else launcher.BACKWARD
-    else:
-        tile = (gate.FORWARD_TILES if forward else gate.BACKWARD_TILES)[2]
-    values = {"BLOCK_F": tile.features, "BLOCK_M": tile.tokens, "STAGES": tile.stages}
-    if not forward:
-        values["R_MAX"] = lora_rank
-    return shared | ranks | values, tile.warps
+        block, stages = (64, 4) if padded <= 64 else (128, 3)
+        constants = {"BLOCK_M": block, "BLOCK_K": 128, "STAGES": stages}
+        return shared | constants, 4 if block == 64 else 8
+    stages = 4 if padded <= 64 else 2
+    return shared | {"BLOCK_N": 128, "BLOCK_M": 64, "STAGES": stages}, 4
 
 
-def is_for_hopper(name):
-    return "tma" in name
+def gated(name, lora_rank, way):
+    """Constants and warps of the launchers of ``gate``, for bf16."""
+    tile = way.forward if name == "gate_forward_kernel" else way.backward
+    constants = {
+        **dict.fromkeys(("R_GATE", "R_UP", "R_DOWN"), lora_rank),
+        "R_PAD": products.pad_rank(lora_rank),
+        "TANH_GELU": False,
+        "PRECISION": "tf32",
+        "BLOCK_F": tile.features,
+        "BLOCK_M": tile.tokens,
+        "STAGES": tile.stages,
+        "TILES": way.tiles,
+    }
+    if name == "gate_backward_kernel":
+        constants["R_MAX"] = lora_rank
+    return constants, tile.warps
 
 
-def compile_for(arch, name, lora_rank):
-    jitted = getattr(tma_kernel if is_for_hopper(name) else kernel, name)
-    constants, warps = constants_of(name, lora_rank)
+def compile_for(arch, jitted, constants, warps):
+    name = jitted.__name__
     signature, attributes = {}, {}
     for index, argument in enumerate(jitted.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
-        elif argument.endswith("_tiles"):
+        elif argument.endswith("_wide") and constants["TILES"]:
             signature[argument] = f"tensordesc<bf16[{constants['BLOCK_M']},{constants['BLOCK_F']}]>"
         elif argument.startswith("ptr_"):
             signature[argument] = "*fp32"
-        elif argument.endswith("_ptr"):
+        elif argument.endswith(("_ptr", "_wide")):
             is_sum = argument in SUMS or (name == "columns_kernel" and argument == "out_ptr")
             signature[argument] = "*fp32" if is_sum else "*bf16"
         else:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
-        if argument.endswith("_ptr") or argument in ("gate_stride", "x_stride", "num_cols"):
+        if signature[argument].startswith("*") or argument.endswith("_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     places = {(jitted.arg_names.index(key),): value for key, value in constants.items()}
     source = ASTSource(fn=jitted, signature=signature, constexprs=places, attrs=attributes)
@@ -73,15 +68,18 @@ def compile_for(arch, name, lora_rank):
     )
     assert compiled.metadata.shared <= SHARED_BYTES[arch], (name, compiled.metadata.shared)
     assert compiled.asm["cubin"]
-    print(arch, name, lora_rank, flush=True)
+    print(arch, name, constants, flush=True)
 
 
 if __name__ == "__main__":
+    gates = (gate_kernel.gate_forward_kernel, gate_kernel.gate_backward_kernel)
     for arch in SHARED_BYTES:
-        for name in sys.argv[1:]:
-            if is_for_hopper(name):
-                ranks = (8, launcher.MAX_RANK) if arch == 90 else ()
-            else:
-                ranks = (16, gate.MAX_GATE_RANK if name.startswith("gate") else products.MAX_RANK)
-            for lora_rank in ranks:
-                compile_for(arch, name, lora_rank)
+        compile_for(arch, kernel.cast_kernel, {"BLOCK": 1024}, 4)
+        for jitted in (kernel.rows_kernel, kernel.columns_kernel):
+            for lora_rank in (16, products.MAX_RANK):
+                compile_for(arch, jitted, *skinny(jitted.__name__, lora_rank))
+        for jitted in gates:
+            for lora_rank in (16, gate.MAX_GATE_RANK):
+                compile_for(arch, jitted, *gated(jitted.__name__, lora_rank, gate.POINTERS[2]))
+            for lora_rank in (8, gate.MAX_TILES_RANK) if arch == 90 else ():
+                compile_for(arch, jitted, *gated(jitted.__name__, lora_rank, gate.BLOCKS))

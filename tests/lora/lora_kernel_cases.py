@@ -124,11 +124,10 @@ def too_far(name, dtype, device="cpu", tokens=(2, 37)):
 
 def interpreted(dtype):
     """What is wrong under the interpreter, by problem; every kernel must have run."""
-    from trainkit.kernels.lora import kernel, products
-    from trainkit.kernels.lora.tma import kernel as tma_kernel
+    from trainkit.kernels.lora import gate_kernel, kernel, products
 
     ran = set()
-    for module in (kernel, tma_kernel):
+    for module in (kernel, gate_kernel):
         for each in [name for name in vars(module) if name.endswith("_kernel")]:
             setattr(module, each, _Noting(getattr(module, each), each, ran))
     bad = {name: far for name in PROBLEMS if (far := too_far(name, dtype))}
@@ -160,5 +159,11 @@ class _Noting:
         self.kernel, self.name, self.ran = kernel, name, ran
 
     def __getitem__(self, grid):
-        self.ran.add(self.name)
-        return self.kernel[grid]
+        launch = self.kernel[grid]
+
+        def noting(*arguments, **constants):
+            way = {True: " of tiles", False: " of pointers", None: ""}[constants.get("TILES")]
+            self.ran.add(self.name + way)
+            return launch(*arguments, **constants)
+
+        return noting

@@ -6,39 +6,64 @@ M tokens, F feed-forward, R rank. Only the kernels fold; `folds` says whether th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainkit.kernels.launch import HAS_TRITON, INTERPRETING, device_of
-from trainkit.kernels.lora.products import pad_rank, precision, split_rows, takes_kernel, total
-from trainkit.kernels.lora.tma.launcher import gate_backward_tma, gate_forward_tma, takes_tiles
+from trainkit.kernels.launch import (
+    HAS_TRITON,
+    INTERPRETING,
+    device_of,
+    num_multiprocessors,
+    remembered,
+)
+from trainkit.kernels.lora.products import pad_rank, precision, takes_kernel, total
 
 if HAS_TRITON:
-    from trainkit.kernels.lora import kernel
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from trainkit.kernels.lora import gate_kernel
 
 MAX_GATE_RANK = 64
 """Above it the three sums of the backward pass no longer fit the registers."""
 
+MAX_TILES_RANK = 16
+"""Above it they crowd the registers beside tiles that the copy engine fetches; not measured."""
+
+_MAX_SPLITS = 16
+_GOOD_FILL = 0.95
+
 
 class Tile(NamedTuple):
-    """One way to run a kernel of the gate: features and tokens a tile, warps, loads ahead."""
+    """One way to run a kernel: features and tokens a tile, warps, loads ahead, programs an SM."""
 
     features: int
     tokens: int
     warps: int
     stages: int
+    programs: int
 
 
-FORWARD_TILES = {2: Tile(64, 32, 4, 3), 4: Tile(32, 32, 4, 2)}
-BACKWARD_TILES = {2: Tile(64, 16, 4, 2), 4: Tile(32, 32, 4, 2)}
-"""By bytes of an element. Under the interpreter a program costs milliseconds, so few large ones."""
-_INTERPRETED = Tile(256, 128, 4, 1)
+class Way(NamedTuple):
+    """How the wide operands travel, and the tiles for it."""
+
+    tiles: bool
+    forward: Tile
+    backward: Tile
 
 
-def _tile(tiles: dict[int, Tile], like: Tensor) -> Tile:
-    return _INTERPRETED if INTERPRETING else tiles[like.element_size()]
+BLOCKS = Way(True, Tile(128, 64, 4, 2, 2), Tile(128, 32, 8, 3, 2))
+"""By a Hopper GPU's copy engine, 16 bits an element."""
+
+POINTERS = {
+    2: Way(False, Tile(64, 32, 4, 3, 3), Tile(64, 16, 4, 2, 3)),
+    4: Way(False, Tile(32, 32, 4, 2, 3), Tile(32, 32, 4, 2, 3)),
+}
+"""By ordinary loads, by bytes of an element."""
+
+_INTERPRETED = {True: Tile(64, 128, 4, 1, 1), False: Tile(256, 128, 4, 1, 1)}
+"""Under the interpreter a program costs milliseconds, so few large ones."""
 
 
 @dataclass(frozen=True)
@@ -95,41 +120,81 @@ def folds(largest_rank: int, x: Tensor, dtype: torch.dtype) -> bool:
     return largest_rank <= MAX_GATE_RANK and takes_kernel(largest_rank, dtype, x)
 
 
+def way_for(largest_rank: int, *wide: Tensor) -> Way:
+    """How these wide operands travel: as blocks where a GPU was tuned for it, else by pointers."""
+    element_size = wide[0].element_size()
+    way = BLOCKS if _takes_blocks(largest_rank, wide) else POINTERS[element_size]
+    if INTERPRETING:
+        return Way(way.tiles, _INTERPRETED[way.tiles], _INTERPRETED[way.tiles])
+    return way
+
+
+def _takes_blocks(largest_rank: int, wide: tuple[Tensor, ...]) -> bool:
+    """Whether the copy engine can address the operands, on a GPU these tiles were tuned for."""
+    if largest_rank > MAX_TILES_RANK:
+        return False
+    for tensor in wide:
+        if tensor.element_size() != 2 or tensor.numel() == 0 or tensor.stride(1) != 1:
+            return False
+        if tensor.stride(0) % 8 or tensor.data_ptr() % 16:  # in units of 16 bytes
+            return False
+    return INTERPRETING or (wide[0].is_cuda and _is_hopper(wide[0].get_device()))
+
+
+@remembered
+def _is_hopper(device_index: int) -> bool:
+    return torch.cuda.get_device_capability(device_index)[0] == 9
+
+
+def split(num_blocks: int, num_tiles: int, slots: int) -> tuple[int, int]:
+    """(splits, tiles a split) that fill whole rounds of the GPU.
+
+    The fewest splits that leave at most a twentieth of the last round idle, else what idles least.
+    It depends on shapes and the GPU only, so the order of sums never changes.
+
+    Args:
+        num_blocks: programs of one split.
+        num_tiles: to be divided.
+        slots: programs that the GPU runs at once.
+    """
+    best, best_fill = 1, 0.0
+    for splits in range(1, max(1, min(_MAX_SPLITS, num_tiles // 4)) + 1):
+        programs = num_blocks * splits
+        share = programs / (-(-programs // slots) * slots)
+        if share > best_fill:
+            best, best_fill = splits, share
+        if share >= _GOOD_FILL:
+            break
+    per_split = max(1, -(-num_tiles // best))
+    return max(1, -(-num_tiles // per_split)), per_split
+
+
 def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
     """(h, h a_down^T): (M, F) contiguous and (M, R), or None without a down adapter."""
     r_gate, r_up, r_down = ops.ranks()
-    if takes_tiles(max(r_gate, r_up, r_down), ops.gate, ops.up):
-        return gate_forward_tma(ops)
     num_rows, num_cols = ops.gate.shape
     h = ops.gate.new_empty((num_rows, num_cols))
-    tile = _tile(FORWARD_TILES, h)
-    num_blocks = -(-num_rows // tile.tokens)
-    splits, per_split = split_rows(num_cols, num_blocks, tile.features, h)
+    way = way_for(max(r_gate, r_up, r_down), ops.gate, ops.up)
+    tile = way.forward
+    num_blocks, num_tiles = -(-num_rows // tile.tokens), -(-num_cols // tile.features)
+    slots = tile.programs * num_multiprocessors(h)
+    splits, per_split = split(max(num_blocks, 1), num_tiles, slots)
     parts = h.new_empty((splits, num_rows, r_down), dtype=torch.float32) if r_down else h
     if h.numel():
         with device_of(h):
-            kernel.gate_forward_kernel[(num_blocks, splits)](
-                ops.gate,
-                ops.up,
+            gate_kernel.gate_forward_kernel[(num_blocks, splits)](
+                _wide(ops.gate, tile, way),
+                _wide(ops.up, tile, way),
                 *ops.inner(in_place_of_none=h),
                 *ops.factors(in_place_of_none=h),
-                h,
+                _wide(h, tile, way),
                 parts,
                 ops.gate.stride(0),
                 ops.xa_stride(),
                 num_cols,
                 num_rows,
-                per_split // tile.features,
-                R_GATE=r_gate,
-                R_UP=r_up,
-                R_DOWN=r_down,
-                R_PAD=pad_rank(max(r_gate, r_up, r_down)),
-                TANH_GELU=ops.tanh_gelu,
-                PRECISION=precision(h.dtype),
-                BLOCK_M=tile.tokens,
-                BLOCK_F=tile.features,
-                STAGES=tile.stages,
-                num_warps=tile.warps,
+                per_split,
+                **_constants(ops, tile, way),
             )
     return h, total(parts).to(h.dtype) if r_down else None
 
@@ -167,26 +232,25 @@ def gate_backward(
         dup: (M, F) of dgate's row stride, written; may be dh itself.
         scales: scalings of the gate's and up's adapters.
     """
-    r_gate, r_up, r_down = ops.ranks()
-    if takes_tiles(max(r_gate, r_up, r_down), ops.gate, ops.up, dh, dgate, dup):
-        return _gradients(gate_backward_tma(ops, dh, p_down, dgate, dup, scales), ops)
+    widest = max(ops.ranks())
     num_rows, num_cols = ops.gate.shape
-    tile = _tile(BACKWARD_TILES, dh)
-    num_blocks = -(-num_cols // tile.features)
-    splits, per_split = split_rows(num_rows, num_blocks, tile.tokens, dh)
-    widest = max(r_gate, r_up, r_down)
+    way = way_for(widest, ops.gate, ops.up, dh, dgate, dup)
+    tile = way.backward
+    num_blocks, num_tiles = -(-num_cols // tile.features), -(-num_rows // tile.tokens)
+    slots = tile.programs * num_multiprocessors(dh)
+    splits, per_split = split(num_blocks, num_tiles, slots)
     # With no rows the kernel still runs, and writes zero sums.
     parts = dh.new_empty((splits, 3, num_cols, widest), dtype=torch.float32)
     with device_of(dh):
-        kernel.gate_backward_kernel[(num_blocks, splits)](
-            ops.gate,
-            ops.up,
-            dh,
+        gate_kernel.gate_backward_kernel[(num_blocks, splits)](
+            _wide(ops.gate, tile, way),
+            _wide(ops.up, tile, way),
+            _wide(dh, tile, way),
             *ops.inner(in_place_of_none=dh),
             p_down if p_down is not None else dh,
             *ops.factors(in_place_of_none=dh),
-            dgate,
-            dup,
+            _wide(dgate, tile, way),
+            _wide(dup, tile, way),
             parts,
             ops.gate.stride(0),
             dgate.stride(0),
@@ -194,22 +258,39 @@ def gate_backward(
             ops.xa_stride(),
             num_cols,
             num_rows,
-            per_split,
+            per_split * tile.tokens,
             float(scales[0]),
             float(scales[1]),
-            R_GATE=r_gate,
-            R_UP=r_up,
-            R_DOWN=r_down,
             R_MAX=widest,
-            R_PAD=pad_rank(max(r_gate, r_up, r_down)),
-            TANH_GELU=ops.tanh_gelu,
-            PRECISION=precision(dh.dtype),
-            BLOCK_F=tile.features,
-            BLOCK_M=tile.tokens,
-            STAGES=tile.stages,
-            num_warps=tile.warps,
+            **_constants(ops, tile, way),
         )
     return _gradients(total(parts), ops)
+
+
+def _wide(tensor: Tensor, tile: Tile, way: Way) -> Tensor | TensorDescriptor:
+    """A wide operand as the kernels take it."""
+    if not way.tiles:
+        return tensor
+    block = [tile.tokens, tile.features]
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block)
+
+
+def _constants(ops: GateOperands, tile: Tile, way: Way) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    r_gate, r_up, r_down = ops.ranks()
+    return {
+        "R_GATE": r_gate,
+        "R_UP": r_up,
+        "R_DOWN": r_down,
+        "R_PAD": pad_rank(max(r_gate, r_up, r_down)),
+        "TANH_GELU": ops.tanh_gelu,
+        "PRECISION": precision(ops.gate.dtype),
+        "BLOCK_M": tile.tokens,
+        "BLOCK_F": tile.features,
+        "STAGES": tile.stages,
+        "TILES": way.tiles,
+        "num_warps": tile.warps,
+    }
 
 
 def _gradients(sums: Tensor, ops: GateOperands) -> GateGradients:

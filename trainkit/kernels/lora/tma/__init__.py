@@ -1,1 +1,0 @@
-"""The gate with its adapters, for GPUs whose copy engine moves whole tiles (Hopper)."""
