@@ -9,13 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainkit.checkpoint.adapter import read_adapter
 from trainkit.checkpoint.atomic import verify_directory
+from trainkit.checkpoint.companions import carry_record
 from trainkit.checkpoint.convert import ConvertOptions, convert_model
 from trainkit.checkpoint.glm_formats import FORMATS
+from trainkit.checkpoint.glm_source import head_and_embedding
+from trainkit.checkpoint.merge import MergeOptions, merge_adapter
 from trainkit.checkpoint.proof import prove_same_function
 from trainkit.errors import CheckpointError
 
@@ -233,7 +238,8 @@ def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
         ({"post_layer_norm": False}, "norm after the last layer"),
         ({"apply_residual_connection_post_layernorm": True}, "residual"),
         ({"add_bias_linear": True}, "no such bias"),
-        ({"add_qkv_bias": False}, "biases"),
+        ({"add_qkv_bias": False}, "would not use them"),
+        ({"add_qkv_bias": 1}, "not a switch"),
         ({"num_layers": "many"}, "not a number"),
         ({"ffn_hidden_size": 81}, "does not fit the sizes"),
         ({"padded_vocab_size": 97}, "would have shape"),
@@ -256,6 +262,118 @@ def test_refused_with_the_reason(glm, tmp_path, change, word):
     with pytest.raises(CheckpointError, match=word):
         convert_model(tmp_path / "source", tmp_path / "target", "qwen2", ConvertOptions())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def written_twice(directory, names):
+    """Store the output matrix of a tied model as well, as other trainers do."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors[names[0]] = tensors[names[1]].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def without_bias(directory, layout):
+    file = directory / "model.safetensors"
+    tensors = {n: t for n, t in load_file(file).items() if not n.endswith(".bias")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    key = {"glm": "attention_bias", "chatglm": "add_qkv_bias"}[layout]
+    change_config(directory, {key: False})
+
+
+def change_config(directory, change):
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+CODE = """from transformers import GlmConfig, GlmForCausalLM
+class ChatGLMConfig(GlmConfig):
+    model_type = "chatglm"
+class ChatGLMForConditionalGeneration(GlmForCausalLM):
+    config_class = ChatGLMConfig
+"""
+
+
+@pytest.mark.parametrize("layout", ["glm", "chatglm"])
+@pytest.mark.parametrize("kind", ["no-bias", "swish", "tied-and-stored"])
+def test_what_is_exact_is_converted_and_goes_back_to_its_bytes(layout, kind, tmp_path):
+    model = glm_model(num_hidden_layers=1, tie_word_embeddings=kind == "tied-and-stored")
+    source = tmp_path / "source"
+    if layout == "glm":
+        model.save_pretrained(source)
+    else:
+        write_chatglm(model, source)
+    if kind == "no-bias":
+        without_bias(source, layout)
+        for layer in model.model.layers:
+            for part in "qkv":
+                getattr(layer.self_attn, f"{part}_proj").bias.data.zero_()
+    elif kind == "tied-and-stored":
+        written_twice(source, head_and_embedding(layout))
+        change_config(source, {"tie_word_embeddings": True})
+    else:
+        change_config(source, {"hidden_act": "swish"})
+    convert_model(source, tmp_path / "qwen2", "qwen2", ConvertOptions())
+    assert largest_difference(model, tmp_path / "qwen2", [0, 5, FAR - 1]) <= TOLERANCE
+    convert_model(tmp_path / "qwen2", tmp_path / "back", layout, ConvertOptions())
+    assert_same_bits(tensors_of(tmp_path / "back"), tensors_of(source))
+    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(
+        (source / "config.json").read_text()
+    )
+
+
+@pytest.mark.parametrize("layout", ["glm", "chatglm"])
+def test_biases_that_training_gave_stay(layout, tmp_path):
+    model = glm_model(num_hidden_layers=1)
+    source = tmp_path / "source"
+    if layout == "glm":
+        model.save_pretrained(source)
+    else:
+        write_chatglm(model, source)
+    without_bias(source, layout)
+    convert_model(source, tmp_path / "qwen2", "qwen2", ConvertOptions())
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
+    trained.model.layers[0].self_attn.v_proj.bias.data += 1
+    trained.save_pretrained(tmp_path / "trained")
+    assert carry_record(tmp_path / "qwen2", tmp_path / "trained")
+    convert_model(tmp_path / "trained", tmp_path / "back", layout, ConvertOptions())
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config[{"glm": "attention_bias", "chatglm": "add_qkv_bias"}[layout]] is True
+
+
+def test_config_and_files_that_contradict_each_other(glm, tmp_path):
+    source = write_chatglm(glm, tmp_path / "source")
+    change_config(source, {"tie_word_embeddings": True})
+    with pytest.raises(CheckpointError, match="differs from"):
+        convert_model(source, tmp_path / "qwen2", "qwen2", ConvertOptions())
+
+
+def test_the_way_back_after_training_through_final_and_merge(glm, tmp_path):
+    """The record of the conversion goes along, and with it the config and the code it names."""
+    source = write_chatglm(glm, tmp_path / "source")
+    maps = {
+        "AutoConfig": "modeling_chatglm.ChatGLMConfig",
+        "AutoModelForCausalLM": "modeling_chatglm.ChatGLMForConditionalGeneration",
+    }
+    change_config(source, {"auto_map": maps})
+    (source / "modeling_chatglm.py").write_text(CODE)
+    convert_model(source, tmp_path / "qwen2", "qwen2", ConvertOptions())
+    assert not list((tmp_path / "qwen2").glob("*.py"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2")
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge_adapter(
+        read_adapter(tmp_path / "adapter"), tmp_path / "qwen2", tmp_path / "m", MergeOptions()
+    )
+    convert_model(tmp_path / "m", tmp_path / "back", "chatglm", ConvertOptions())
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    assert config == json.loads((source / "config.json").read_text())
+    assert (tmp_path / "back" / "modeling_chatglm.py").read_text() == CODE
+    loaded = AutoConfig.from_pretrained(tmp_path / "back", trust_remote_code=True)
+    assert loaded.model_type == "chatglm"
 
 
 HEAD = "transformer.output_layer.weight"

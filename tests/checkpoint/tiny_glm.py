@@ -63,7 +63,7 @@ def chatglm_tensors(model):
             ("post_attention_layernorm", "post_attention_layernorm"),
         ):
             tensors[f"{new}{theirs}.weight"] = state[f"{old}{ours}.weight"]
-    return {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
 
 
 def chatglm_config(model):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint.atomic import free_space_check, staged_directory
-from trainkit.checkpoint.companions import carry_companions
+from trainkit.checkpoint.companions import RECORD_NAME, carry_companions, code_of, write_code
 from trainkit.checkpoint.export import DTYPES, cast, dtype_named
 from trainkit.checkpoint.glm4_to_qwen2 import keymap_to_qwen2, qwen2_shape
 from trainkit.checkpoint.glm_formats import FORMATS, Geometry, detect_format
+from trainkit.checkpoint.glm_source import GlmSource, biases_of, has_biases, head_and_embedding
 from trainkit.checkpoint.keymap import Keymap, Step
 from trainkit.checkpoint.plain_files import plain_file, read_config, read_json
 from trainkit.checkpoint.proof import Proof, prove_same_function
@@ -29,7 +30,6 @@ from trainkit.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-RECORD_NAME = "conversion.json"
 _MAX_KEPT_BYTES = 1 << 16
 _PLAIN_DTYPES = (*DTYPES.values(), torch.float64)
 
@@ -90,20 +90,25 @@ def convert_model(
     geometry = FORMATS[source_format].geometry(config)
     keymap = keymap_between(source_format, target_format, geometry)
     old_record = _read_record(source)
-    with WeightsReader(source) as reader:
+    with WeightsReader(source) as files:
+        reader = GlmSource(files, source_format, config, geometry)
         steps = keymap.steps(geometry.num_layers, reader.tensors)
         plan = _plan(steps, reader, dtype_named(options.dtype))
         _check_shapes(plan if target_format == "qwen2" else reader.tensors.values(), geometry)
-        kept = _kept_before(old_record, target_format)
+        original = _original_config(old_record, target_format, geometry)
+        steps, plan = _without_biases(steps, plan, reader, target_format, geometry, original)
+        kept = _kept_before(old_record, target_format, reader)
         plan += [TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in kept]
         free_space_check(target, sum(info.num_bytes for info in plan))
         metadata = {"kind": "conversion", "from": source_format, "to": target_format}
         with staged_directory(target, metadata=metadata) as staging:
             progress(f"writing {len(plan)} tensors")
             rows = _write(steps, kept, reader, staging, plan, options.max_shard_bytes)
-            new_config = _new_config(config, old_record, target_format, geometry, plan)
+            new_config = _new_config(config, original, target_format, geometry, plan)
             (staging / "config.json").write_text(_pretty(new_config), encoding="utf-8")
             companions = carry_companions(source, staging, config, new_config)
+            code = code_of(source, config)
+            write_code(staging, old_record, new_config)
             proof = None
             if options.verify:
                 sides = (source, staging) if target_format == "qwen2" else (staging, source)
@@ -114,7 +119,8 @@ def convert_model(
                 "to": target_format,
                 "dtype": options.dtype or "as in the source",
                 "source_config": config,
-                "left_out": _left_out(keymap, reader),
+                "left_out": _left_out(keymap, files, reader.doubled, source_format),
+                "remote_code": code,
                 "companions": companions,
                 "proof": proof.to_dict() if proof else None,
                 "tensors": rows,
@@ -136,9 +142,7 @@ def keymap_between(source_format: str, target_format: str, geometry: Geometry) -
     raise CheckpointError(f"from {source_format} to {target_format} there is nothing to convert")
 
 
-def _plan(
-    steps: Sequence[Step], reader: WeightsReader, dtype: torch.dtype | None
-) -> list[TensorInfo]:
+def _plan(steps: Sequence[Step], reader: GlmSource, dtype: torch.dtype | None) -> list[TensorInfo]:
     """The shapes of the result, from the shapes of the source.
 
     Raises:
@@ -190,7 +194,7 @@ def _check_shapes(qwen2_side: Iterable[TensorInfo], geometry: Geometry) -> None:
 def _write(
     steps: Sequence[Step],
     kept: Sequence[tuple[str, torch.Tensor]],
-    reader: WeightsReader,
+    reader: GlmSource,
     staging: Path,
     plan: Sequence[TensorInfo],
     max_shard_bytes: int,
@@ -221,21 +225,19 @@ def _write(
 
 def _new_config(
     config: Mapping[str, Any],
-    old_record: Mapping[str, Any] | None,
+    original: dict[str, Any] | None,
     target_format: str,
     geometry: Geometry,
     plan: Sequence[TensorInfo],
 ) -> dict[str, Any]:
     """The result's config: the source's original one on the way back, else a fresh one."""
-    row = FORMATS[target_format]
-    original = (old_record or {}).get("source_config")
-    if (
-        isinstance(original, dict)
-        and original.get("model_type") == target_format
-        and row.geometry(original) == geometry
-    ):
+    names = {info.name for info in plan}
+    has_biases_now = bool(names & biases_of(target_format, geometry))
+    if original is not None and has_biases(target_format, original) in (has_biases_now, None):
         return original
-    fresh = row.config(geometry)
+    fresh = FORMATS[target_format].config(geometry)
+    if original is not None:  # of a model without biases; training has given it some
+        fresh = {**original, **FORMATS[target_format].written}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if config.get(key) is not None:
             fresh[key] = _token_ids(config, key)
@@ -258,9 +260,42 @@ def _token_ids(config: Mapping[str, Any], key: str) -> int | list[int]:
     return value if isinstance(value, int) else ids
 
 
-def _left_out(keymap: Keymap, reader: WeightsReader) -> list[dict[str, Any]]:
+def _original_config(
+    record: Mapping[str, Any] | None, target_format: str, geometry: Geometry
+) -> dict[str, Any] | None:
+    """The config of the model that was converted to this one, where this is the way back."""
+    original = (record or {}).get("source_config")
+    if not isinstance(original, dict) or original.get("model_type") != target_format:
+        return None
+    return original if FORMATS[target_format].geometry(original) == geometry else None
+
+
+def _without_biases(
+    steps: list[Step],
+    plan: list[TensorInfo],
+    reader: GlmSource,
+    target_format: str,
+    geometry: Geometry,
+    original: Mapping[str, Any] | None,
+) -> tuple[list[Step], list[TensorInfo]]:
+    """Leave the biases out again that the original had none of, unless training changed them."""
+    if original is None or has_biases(target_format, original) is not False:
+        return steps, plan
+    names = biases_of(target_format, geometry)
+    sources = [name for step in steps if names & set(step.target) for name in step.source]
+    if any(reader.load(name).any() for name in sources):
+        return steps, plan
+    kept = [step for step in steps if not names & set(step.target)]
+    return kept, [info for info in plan if info.name not in names]
+
+
+def _left_out(
+    keymap: Keymap, reader: WeightsReader, doubled: str | None, layout: str
+) -> list[dict[str, Any]]:
     """The source's tensors without a place in the target, with their bytes."""
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if doubled is not None:
+        rows.append({"name": doubled, "reason": "tied", "same_as": head_and_embedding(layout)[1]})
     for name, info in reader.tensors.items():
         reason = keymap.left_reason(name)
         if reason is None:
@@ -275,7 +310,7 @@ def _left_out(keymap: Keymap, reader: WeightsReader) -> list[dict[str, Any]]:
 
 
 def _kept_before(
-    record: Mapping[str, Any] | None, target_format: str
+    record: Mapping[str, Any] | None, target_format: str, reader: GlmSource
 ) -> list[tuple[str, torch.Tensor]]:
     """What an earlier conversion left out of its source, when this one goes back to it."""
     if record is None or record.get("from") != target_format:
@@ -283,6 +318,10 @@ def _kept_before(
     kept = []
     try:
         for row in record["left_out"]:
+            if "same_as" in row:
+                embedding = head_and_embedding("qwen2")[1]
+                kept.append((str(row["name"]), reader.load(embedding)))
+                continue
             data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
             dtype = DTYPES[row["dtype"]]
             kept.append((str(row["name"]), data.view(dtype).reshape(row["shape"])))

@@ -7,7 +7,7 @@ spells the sizes and which of its switches must stand where. Any row's config re
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainkit.checkpoint.partial_rope import full_base, read_back, rope_scaling
@@ -45,9 +45,9 @@ class Geometry:
 
     def __post_init__(self) -> None:
         """Refuse sizes that no such model can have."""
-        for field in fields(self):
-            if field.type is int and getattr(self, field.name) <= 0:
-                raise CheckpointError(f"config.json: {field.name} must be positive")
+        for size in fields(self):
+            if size.type is int and getattr(self, size.name) <= 0:
+                raise CheckpointError(f"config.json: {size.name} must be positive")
         for name, largest in _LARGEST.items():
             if getattr(self, name) > largest:
                 raise CheckpointError(f"config.json: {name} is {getattr(self, name)}, not possible")
@@ -75,6 +75,7 @@ class Format:
         architecture: transformers' class, or the remote code's.
         keys: Geometry field to config key, for those that are a plain number.
         required: config key to (the value it must have, the value when absent, why).
+        written: further entries of a fresh config.json.
         read_rope: config and head_dim to ``(theta, rotary_dim)``.
         write_rope: Geometry to config entries.
     """
@@ -85,6 +86,7 @@ class Format:
     required: Mapping[str, tuple[Any, Any, str]]
     read_rope: Callable[[Mapping[str, Any], int], tuple[float, int]]
     write_rope: Callable[[Geometry], dict[str, Any]]
+    written: Mapping[str, Any] = field(default_factory=dict)
 
     def geometry(self, config: Mapping[str, Any]) -> Geometry:
         """Read the sizes.
@@ -103,17 +105,18 @@ class Format:
             raise CheckpointError(f"config.json: tie_word_embeddings is {is_tied!r}, not a switch")
         for key, (wanted, default, why) in self.required.items():
             value = config.get(key, default)
-            if value != wanted:
+            same = _SAME_VALUE.get(value, value) if isinstance(value, str) else value
+            if same != wanted:
                 raise CheckpointError(f"config.json: {key} is {value!r}, not {wanted!r}: {why}")
         found: dict[str, Any] = {}
-        for field, key in self.keys.items():
+        for size, key in self.keys.items():
             value = config.get(key)
-            if field == "head_dim" and value is None and found["num_heads"] > 0:
+            if size == "head_dim" and value is None and found["num_heads"] > 0:
                 value = found["hidden_size"] // found["num_heads"]
-            kinds = (int, float) if field == "rms_norm_eps" else (int,)
+            kinds = (int, float) if size == "rms_norm_eps" else (int,)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise CheckpointError(f"config.json: {key} is {value!r}, not a number")
-            found[field] = float(value) if field == "rms_norm_eps" else value
+            found[size] = float(value) if size == "rms_norm_eps" else value
         theta, rotary_dim = self.read_rope(config, found["head_dim"])
         return Geometry(
             **found,
@@ -131,6 +134,7 @@ class Format:
             "model_type": self.model_type,
             **sizes,
             **switches,
+            **self.written,
             **self.write_rope(geometry),
             "tie_word_embeddings": geometry.is_tied,
             "use_cache": True,
@@ -206,6 +210,7 @@ _SIZES = {
     "max_positions": "max_position_embeddings",
     "rms_norm_eps": "rms_norm_eps",
 }
+_SAME_VALUE = {"swish": "silu"}  # two names of one function
 _NO_BIAS = "Qwen2 has no such bias"
 
 FORMATS: Mapping[str, Format] = {
@@ -231,23 +236,23 @@ FORMATS: Mapping[str, Format] = {
                 False,
                 "Qwen2's residual branches off before the norm",
             ),
-            "add_qkv_bias": (True, False, "Qwen2's q, k and v have biases"),
             "add_bias_linear": (False, False, _NO_BIAS),
             "multi_query_attention": (True, False, "only grouped key-value heads are known here"),
         },
         read_rope=_read_chatglm_rope,
         write_rope=_write_chatglm_rope,
+        written={"add_qkv_bias": True},
     ),
     "glm": Format(
         model_type="glm",
         architecture="GlmForCausalLM",
         keys={**_SIZES, "head_dim": "head_dim"},
         required={
-            "attention_bias": (True, True, "Qwen2's q, k and v have biases"),
             "hidden_act": ("silu", "silu", "Qwen2's gate is SiLU"),
         },
         read_rope=_read_glm_rope,
         write_rope=_write_glm_rope,
+        written={"attention_bias": True},
     ),
     "qwen2": Format(
         model_type="qwen2",

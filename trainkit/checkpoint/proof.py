@@ -96,7 +96,10 @@ def prove_same_function(
     tokens = torch.randint(geometry.vocab_size, positions.shape, generator=generator)
     with WeightsReader(glm) as source, WeightsReader(qwen2) as result, torch.inference_mode():
         is_chatglm = _NAMES["chatglm"]["embed"] in source.tensors
-        ours = _GlmSide(_loader(source, rounded_to), is_chatglm, geometry, positions)
+        biases = (".query_key_value.bias", ".q_proj.bias")
+        has_bias = any(name.endswith(biases) for name in source.tensors)
+        load = _loader(source, rounded_to)
+        ours = _GlmSide(load, is_chatglm, geometry, positions, has_bias=has_bias)
         theirs = _Qwen2Side(qwen2, _loader(result, rounded_to), positions)
         x = ours.embed(tokens)
         y = theirs.embed(tokens)
@@ -195,8 +198,10 @@ class _GlmSide:
         is_chatglm: bool,
         geometry: Geometry,
         positions: Tensor,
+        *,
+        has_bias: bool,
     ) -> None:
-        self._load, self._sizes = load, geometry
+        self._load, self._sizes, self._has_bias = load, geometry, has_bias
         self._names = _NAMES["chatglm" if is_chatglm else "glm"]
         self._is_fused = is_chatglm
         exponents = torch.arange(0, geometry.rotary_dim, 2, dtype=torch.float) / geometry.rotary_dim
@@ -230,13 +235,15 @@ class _GlmSide:
     def _project(self, x: Tensor, weight: Callable[[str], Tensor]) -> Sequence[Tensor]:
         if self._is_fused:
             fused = x @ weight("self_attention.query_key_value.weight").T
-            fused = fused + weight("self_attention.query_key_value.bias")
+            if self._has_bias:
+                fused = fused + weight("self_attention.query_key_value.bias")
             keys = self._sizes.num_kv_heads * self._sizes.head_dim
             return fused.split((self._sizes.num_heads * self._sizes.head_dim, keys, keys), dim=-1)
-        return [
-            x @ weight(f"self_attn.{part}_proj.weight").T + weight(f"self_attn.{part}_proj.bias")
-            for part in "qkv"
-        ]
+        projected = [x @ weight(f"self_attn.{part}_proj.weight").T for part in "qkv"]
+        if not self._has_bias:
+            return projected
+        biases = [weight(f"self_attn.{part}_proj.bias") for part in "qkv"]
+        return [each + bias for each, bias in zip(projected, biases, strict=True)]
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         sizes = self._sizes

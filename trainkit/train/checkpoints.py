@@ -17,8 +17,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 
 from trainkit.checkpoint.atomic import commit, discard, newest_valid, remove_directory, stage
-from trainkit.checkpoint.base_fingerprint import base_on_disk
+from trainkit.checkpoint.base_fingerprint import base_on_disk, write_fingerprint
 from trainkit.checkpoint.base_fingerprint import check_fingerprint as check_base
+from trainkit.checkpoint.companions import carry_record
 from trainkit.checkpoint.manifest import Manifest, verify_directory
 from trainkit.errors import CheckpointError, ResumeRefusedError
 
@@ -114,6 +115,16 @@ class CheckpointWriter:
         spare = [path for path in found[:-1] if str(path) != best]
         for path in spare[: max(len(found) - limit, 0)]:
             remove_directory(path)
+
+
+def remember_origin(directory: Path, base: Path) -> None:
+    """Write down where saved weights come from, in checkpoints as in ``final/``.
+
+    An adapter gets the fingerprint of its base beside it, and a model what a conversion knew about
+    the model that it was made from.
+    """
+    if not write_fingerprint(directory):
+        carry_record(base, directory)
 
 
 def _lift(inner: Path) -> None:

@@ -19,11 +19,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from trainkit.checkpoint.base_fingerprint import write_fingerprint
 from trainkit.data.streaming import SampleStream
 from trainkit.errors import TrainkitError
 from trainkit.models.loss_head import LossHead
-from trainkit.train.checkpoints import CheckpointWriter, folder_name
+from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
 from trainkit.train.meter import Meter
 from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
 from trainkit.train.refusals import settings_refused_by
@@ -375,15 +374,12 @@ class SftTrainer(Trainer):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save model and tokenizer, without the pickled arguments (they hold tokens and paths).
-
-        An adapter gets the fingerprint of its base beside it, in checkpoints as in ``final/``.
-        """
+        """Save model and tokenizer, without the pickled arguments (they hold tokens and paths)."""
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             target = Path(output_dir or str(self.args.output_dir))
             (target / "training_args.bin").unlink(True)
-            write_fingerprint(target)
+            remember_origin(target, Path(self.model.config.name_or_path))
 
     # -- logging --------------------------------------------------------------------------------
 
