@@ -116,6 +116,12 @@ def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     assert "<svg" in report
     assert not re.search(r'(src|href)="http', report)
     assert "1 rows dropped" in err
+    told = " ".join(err.split())
+    for what in ("training", "evaluation"):
+        assert re.search(rf"{what} data: 1 of \d+ rows are dropped bad_json: 1, the first is", told)
+    assert "each dropped row has its line in" in told
+    summary = json.loads((run / "data.json").read_text())
+    assert [summary[part]["dropped"]["bad_json"]["rows"] for part in ("train", "eval")] == [1, 1]
 
 
 @pytest.mark.slow

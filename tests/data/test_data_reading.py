@@ -1,11 +1,16 @@
 """Containers: the same rows whatever they come in, with the right line numbers."""
 
+import bz2
 import gzip
 import json
+import lzma
+import re
 
 import pytest
 
-from trainkit.data.reading import decode, read_rows, resolve_files
+from trainkit.data.finding import resolve_files, unread_files
+from trainkit.data.opening import MARKS, UNREADABLE
+from trainkit.data.reading import decode, read_rows
 from trainkit.errors import DataError
 
 ROWS = [
@@ -101,6 +106,57 @@ def test_gz_and_zst(write):
     assert read(write(gzip.compress(LINES), "x.jsonl.gz")) == list(enumerate(ROWS, 1))
     compressed = zstandard.ZstdCompressor().compress(LINES)
     assert read(write(compressed, "x.jsonl.zst")) == list(enumerate(ROWS, 1))
+
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("compression", ["", *PACKED])
+@pytest.mark.parametrize("suffix", [".jsonl", ".ndjson", ".json"])
+@pytest.mark.parametrize("case", [str.lower, str.upper, str.title])
+def test_every_container_is_read_in_any_case(write, tmp_path, compression, suffix, case):
+    packed = PACKED.get(compression, bytes)(LINES)
+    path = write(packed, case(f"x{suffix}{compression}"))
+    assert read(path) == list(enumerate(ROWS, 1))
+    assert resolve_files(str(tmp_path)) == [path]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("damage", [lambda data: data[:-20], lambda data: data[:40] + data[60:]])
+def test_damaged_compressed_files_are_errors(write, suffix, damage):
+    packed = PACKED[suffix](b"".join(b'{"a": %d}\n' % n for n in range(5000)))
+    with pytest.raises(DataError):
+        read(write(damage(packed), f"x.jsonl{suffix}"))
+
+
+@pytest.mark.parametrize("suffix", sorted(UNREADABLE))
+def test_files_of_other_kinds_are_refused_by_name(write, suffix):
+    for name in (f"x{suffix}", f"x{suffix.upper()}", f"x{suffix}.gz"):
+        with pytest.raises(DataError, match=re.escape(f"{suffix} files are not read")):
+            read(write(b"data", name))
+
+
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_file_that_is_no_text_is_called_what_it_is(write, mark):
+    with pytest.raises(DataError, match=re.escape(MARKS[mark])):
+        read(write(mark + b" and more", "x.jsonl"))
+
+
+def test_a_directory_without_data_names_what_it_holds(write, tmp_path):
+    write(b"x", "rows.tsv")
+    write(b"x", "notes.md")
+    with pytest.raises(DataError, match=r"notes\.md, rows\.tsv"):
+        resolve_files(str(tmp_path))
+
+
+def test_every_visible_file_of_a_directory_is_read_or_named(write, tmp_path):
+    for name in ("a.JSONL", "b.jsonl.zip", "README.md", ".cache/c.jsonl", "sub/.d/e.jsonl"):
+        write(LINES, name)
+    read_or_not = (resolve_files(str(tmp_path)), unread_files(str(tmp_path)))
+    assert [[f.name for f in files] for files in read_or_not] == [
+        ["a.JSONL"],
+        ["README.md", "b.jsonl.zip"],
+    ]
 
 
 def test_cut_compressed_files_are_errors(write):

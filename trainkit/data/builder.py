@@ -7,6 +7,7 @@ ends as samples, as an entry for the ledger, or as both.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -24,8 +25,13 @@ from trainkit.data.messages import (
 )
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.reading import RawRow
+from trainkit.data.row_fields import without_effect
 from trainkit.data.rows import decode_row, read_row
 from trainkit.data.template import THINK_CLOSE
+from trainkit.errors import TrainkitError
+
+MAX_DRAFTERS = 16
+"""So many sets of row variables are kept at work; rows with more of them only take longer."""
 
 
 @dataclass
@@ -82,6 +88,7 @@ class SampleBuilder:
         self.options = options
         self.encoder = Encoder(tokenizer)
         self._drafter: Drafter | None = None
+        self._drafters: dict[str, Drafter] = {}
         self._vocabulary = len(tokenizer)
 
     @property
@@ -91,6 +98,28 @@ class SampleBuilder:
             self._drafter = Drafter(self.tokenizer, self.options, self.encoder)
         return self._drafter
 
+    def drafter_of(self, template_kwargs: Mapping[str, Any]) -> Drafter:
+        """The chat template with a row's own variables, which win over the options'.
+
+        Raises:
+            RowError: with these variables the template's masks cannot be proved.
+        """
+        if not template_kwargs:
+            return self.drafter
+        key = json.dumps(template_kwargs, sort_keys=True)
+        if key not in self._drafters:
+            kwargs = {**self.options.template_kwargs, **template_kwargs}
+            try:
+                found = Drafter(
+                    self.tokenizer, replace(self.options, template_kwargs=kwargs), self.encoder
+                )
+            except TrainkitError as error:
+                raise RowError("template_kwargs", f"with {key[:200]}: {error.what}") from error
+            while len(self._drafters) >= MAX_DRAFTERS:
+                self._drafters.pop(next(iter(self._drafters)))
+            self._drafters[key] = found
+        return self._drafters[key]
+
     def build(self, rows: Sequence[RawRow], source: Source) -> Batch:
         """Turn rows into samples.
 
@@ -98,21 +127,23 @@ class SampleBuilder:
             DataError: only for what concerns the whole run, such as a template without proof.
         """
         batch = Batch()
-        drafts: list[Draft] = []
+        drafts: dict[Drafter, list[Draft]] = {}
         texts: list[tuple[int, TextRow]] = []
         for number, row in enumerate(rows):
             try:
                 parsed = self._parse(row, source, batch)
                 if isinstance(parsed, Conversation):
-                    drafts += self._drafts(number, parsed, source, batch)
+                    drafter = self.drafter_of(parsed.template_kwargs)
+                    mine = self._drafts(drafter, number, parsed, source, batch)
+                    drafts.setdefault(drafter, []).extend(mine)
                 elif isinstance(parsed, TextRow):
                     texts.append((number, parsed))
                 else:
                     self._keep_tokens(number, parsed, batch)
             except RowError as error:
                 batch.events.append(Event(number, "dropped", error.reason, error.detail))
-        if drafts:
-            self._keep_conversations(drafts, batch)
+        for drafter, mine in drafts.items():
+            self._keep_conversations(drafter, mine, batch)
         if texts:
             self._keep_texts(texts, batch)
         kept = set(batch.rows)
@@ -137,43 +168,49 @@ class SampleBuilder:
         if name == "auto":
             name = (detect(row) if isinstance(row, Mapping) else None) or "messages"
         batch.counts[f"format:{name}"] += 1
+        batch.counts.update(f"ignored:{field}" for field in parsed.ignored)
         return parsed
 
     def _drafts(
-        self, row: int, conversation: Conversation, source: Source, batch: Batch
+        self, drafter: Drafter, row: int, conversation: Conversation, source: Source, batch: Batch
     ) -> list[Draft]:
         masks = self.options.mask != "none"
         conversation = validate(conversation, needs_assistant=masks)
         for repair in conversation.repairs:
             batch.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
-        conversation, escaped = self.drafter.template.prepare(conversation)
+        idle = without_effect(conversation, drafter.template.text)
+        batch.counts.update(f"ignored:{field}" for field in idle)
+        conversation, escaped = drafter.template.prepare(conversation)
         if escaped:
             batch.counts["escaped_special_tokens"] += escaped
             detail = f"{escaped} control tokens inside message text were broken up"
             batch.events.append(Event(row, "repaired", "special_tokens_escaped", detail))
         roles = frozenset(source.roles or self.options.roles)
         if self.options.thinking != "split" or not masks or not has_reasoning(conversation):
-            drafts = [self.drafter.draft(row, 0, conversation, roles)]
+            drafts = [drafter.draft(row, 0, conversation, roles)]
         else:
             turns = [i for i, m in enumerate(conversation.messages) if m.role == "assistant"]
             drafts = [
-                self.drafter.draft(row, part, conversation.first(turn + 1), roles, only_last=True)
+                drafter.draft(row, part, conversation.first(turn + 1), roles, only_last=True)
                 for part, turn in enumerate(turns)
             ]
             drafts = [draft for draft in drafts if draft.trained]
             batch.counts["samples_from_split"] += max(len(drafts) - 1, 0)
         if masks and not any(draft.trained for draft in drafts):
             raise RowError("nothing_trained", "no turn of the conversation is to be trained")
+        others = sum(bool(m.train) and m.role not in roles for m in conversation.messages)
+        if others and masks:
+            batch.counts["other_turns_switched_on"] += others
         return drafts
 
     # -- samples -----------------------------------------------------------------------------
 
-    def _keep_conversations(self, drafts: Sequence[Draft], batch: Batch) -> None:
-        for draft, tokens in zip(drafts, self.drafter.encode(drafts), strict=True):
+    def _keep_conversations(self, drafter: Drafter, drafts: Sequence[Draft], batch: Batch) -> None:
+        for draft, tokens in zip(drafts, drafter.encode(drafts), strict=True):
             try:
-                fitted = self.drafter.fit(draft, tokens)
+                fitted = drafter.fit(draft, tokens)
             except RowError as error:
-                trained = int(np.count_nonzero(self.drafter.sample(draft, tokens)[1]))
+                trained = int(np.count_nonzero(drafter.sample(draft, tokens)[1]))
                 size = len(tokens.input_ids)
                 event = Event(draft.row, "dropped", error.reason, error.detail, size, trained)
                 batch.events.append(event)
@@ -239,6 +276,8 @@ class SampleBuilder:
             )
         if self.options.mask == "none":
             mask[:] = 1
+        elif not tokens.is_masked:
+            batch.counts["tokens_without_mask"] += 1
         if len(ids) > self.options.max_length:
             ids, mask, event = cut_tokens(row, ids, mask, self.options)
             batch.events.append(event)

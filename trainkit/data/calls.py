@@ -24,7 +24,7 @@ def parse_tool_calls(calls: Any, number: int) -> tuple[dict[str, Any], ...]:
         if arguments is None:
             arguments = {}
         if isinstance(arguments, str):
-            arguments = fields.decoded(arguments, number) if arguments.strip() else {}
+            arguments = fields.decoded(arguments, f"turn {number}") if arguments.strip() else {}
         if not isinstance(arguments, Mapping):
             raise RowError(
                 "bad_tool_call",
@@ -43,12 +43,21 @@ def parse_tool_calls(calls: Any, number: int) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def parse_tools(value: Any) -> tuple[dict[str, Any], ...] | None:
-    """The tools on offer: a list of JSON schemas, or JSON text of one."""
+def parse_tools(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
+    """The row's ``tools``, or OpenAI's older ``functions``: a list, or JSON text of one."""
+    value, functions = row.get("tools"), row.get("functions")
+    if functions:
+        if value:
+            raise RowError("bad_tools", "the row has both 'tools' and 'functions'")
+        if isinstance(functions, str):
+            functions = fields.decoded(functions, "'functions'")
+        if not isinstance(functions, list):
+            raise RowError("bad_tools", f"'functions' is {fields.kind(functions)}, not a list")
+        value = [{"type": "function", "function": each} for each in functions]
     if value is None or value == "" or value == []:
         return None
     if isinstance(value, str):
-        value = fields.decoded(value, 0)
+        value = fields.decoded(value, "'tools'")
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):

@@ -7,9 +7,8 @@ from typing import Any
 from trainkit.data.messages import RowError
 
 
-def decoded(text: str, number: int) -> Any:
-    """Decode JSON that stands inside a text."""
-    place = f"turn {number}" if number else "'tools'"
+def decoded(text: str, place: str) -> Any:
+    """Decode JSON that stands inside a text; ``place`` names it in the error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -20,7 +19,7 @@ def items(row: Mapping[str, Any], key: str) -> list[Any]:
     """The list under ``key``, which may be written as JSON text."""
     value = row.get(key)
     if isinstance(value, str) and value.lstrip().startswith("["):
-        value = decoded(value, 0)
+        value = decoded(value, repr(key))
     if not isinstance(value, list):
         raise RowError("wrong_type", f"{key!r} is {kind(value)}, not a list")
     return value

@@ -9,8 +9,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.cache import tokenizer_digest
+from trainkit.data.finding import unread_files
 from trainkit.data.streaming import Sample, SampleStream
-from trainkit.data.summary import plain, template_digest, warnings_of
+from trainkit.data.summary import ignored_fields, plain, template_digest, warnings_of
 
 NUM_SAMPLES = 256
 
@@ -71,7 +72,7 @@ def first_look(
     Raises:
         DataError: what is wrong with the beginning of the data.
     """
-    rows, found = stream.first(min(NUM_SAMPLES, stream.buffer))
+    rows, found, counts = stream.first(min(NUM_SAMPLES, stream.buffer))
     ends = sorted(found.ends)
     eot_ids = [int(tokenizer.convert_tokens_to_ids(end)) for end in ends]
     files = [
@@ -82,7 +83,14 @@ def first_look(
     summary = {
         "streaming": {"buffer": stream.buffer, "num_shares": num_shares},
         "files": files,
-        "sources": [{"name": source.name} for source in stream.sources],
+        "sources": [
+            {
+                "name": source.name,
+                "ignored_fields": ignored_fields(each),
+                "not_read": [str(file) for file in unread_files(source.path)],
+            }
+            for source, each in zip(stream.sources, counts, strict=True)
+        ],
         "end_of_turn": dict(zip(ends, eot_ids, strict=True)),
         "notes": sorted(found.notes),
         "warnings": warnings_of(tokenizer, stream.options, ends, found.counts),

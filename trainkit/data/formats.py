@@ -5,72 +5,32 @@ types it reads: what does not fit raises :class:`RowError`, never anything else.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trainkit.data import fields
-from trainkit.data.calls import parse_tool_calls, parse_tools
-from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
-
-ROLE_ALIASES: Mapping[str, str] = {
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "developer": "developer",
-    "tool": "tool",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-}
-"""Names that other data sets give to the roles. ``function_call`` is handled where it occurs."""
-
-CALL_ROLES = ("function_call", "tool_call")
+from trainkit.data.calls import parse_tools
+from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow
+from trainkit.data.row_fields import short_name, template_kwargs, unused, with_system
+from trainkit.data.tokens import parse_tokens
+from trainkit.data.turns import parse_turn
 
 
-def parse_messages(row: Mapping[str, Any], key: str = "messages") -> Conversation:
-    """OpenAI chat rows: ``messages`` with parts, tool calls, tools, weights."""
-    return Conversation(
-        tuple(_message(item, number) for number, item in enumerate(fields.items(row, key), 1)),
-        tools=parse_tools(row.get("tools")),
-    )
+def parse_messages(row: Mapping[str, Any]) -> Conversation:
+    """OpenAI chat rows: ``messages`` with parts, tool calls, tools, switches."""
+    return _conversation(row, fields.items(row, "messages"))
 
 
 def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
     """``conversations: [{from, value}]`` with ``system`` and ``tools`` beside it."""
-    messages: list[Message] = []
-    system = fields.optional_text(row, "system")
-    if system:
-        messages.append(Message("system", system))
-    for number, item in enumerate(fields.items(row, "conversations"), 1):
-        if not isinstance(item, Mapping):
-            raise RowError("wrong_type", f"turn {number} is {fields.kind(item)}, not an object")
-        if "from" not in item and "role" in item:
-            messages.append(_message(item, number))
-            continue
-        speaker, value = item.get("from"), item.get("value")
-        if not isinstance(speaker, str):
-            raise RowError("missing_role", f"turn {number} has no 'from'")
-        if not isinstance(value, str):
-            raise RowError(
-                "wrong_type", f"turn {number}: 'value' is {fields.kind(value)}, not text"
-            )
-        train = _train_switch(item, number)
-        if speaker in CALL_ROLES:
-            calls = parse_tool_calls(fields.decoded(value, number), number)
-            messages.append(Message("assistant", "", tool_calls=calls, train=train))
-        else:
-            messages.append(Message(_role(speaker, number), value, train=train))
-    return Conversation(tuple(messages), tools=parse_tools(row.get("tools")))
+    key = "conversations" if "conversations" in row else "conversation"
+    return _conversation(row, fields.items(row, key))
+
+
+def _conversation(row: Mapping[str, Any], turns: Sequence[Any]) -> Conversation:
+    messages = [parse_turn(item, number) for number, item in enumerate(turns, 1)]
+    return Conversation(tuple(with_system(row, messages)), tools=parse_tools(row))
 
 
 def parse_alpaca(row: Mapping[str, Any]) -> Conversation:
@@ -81,7 +41,7 @@ def parse_alpaca(row: Mapping[str, Any]) -> Conversation:
     if extra and extra.strip():
         question = f"{question}\n{extra}" if question.strip() else extra
     messages += [Message("user", question), Message("assistant", fields.text(row, "output"))]
-    return Conversation(tuple(messages))
+    return Conversation(tuple(messages), tools=parse_tools(row))
 
 
 BELLE_TURN = re.compile(r"(?:^|\n)[ \t]*(Human|Assistant)[ \t]*[:：][ \t]*")
@@ -106,7 +66,7 @@ def parse_belle(row: Mapping[str, Any]) -> Conversation:
             "not_belle", "'instruction' ends with an answer, so 'output' answers nothing"
         )
     messages.append(Message("assistant", fields.text(row, "output")))
-    return Conversation(tuple(messages))
+    return Conversation(tuple(messages), tools=parse_tools(row))
 
 
 MOSS_MARK = re.compile(r"^\s*<\|[^|]*\|>:\s*|\s*<eo[a-z]+>\s*$")
@@ -159,14 +119,14 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
         if not completion:
             raise RowError("empty_completion", "'completion' is empty")
         return TextRow(completion, prompt=prompt)
-    asked = [_message(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
+    asked = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
     count = len(asked) + 1
-    told = [_message(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
+    told = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
     masked = [
-        Message(**{**vars(message), "train": False}) if message.role == "assistant" else message
-        for message in asked
+        replace(message, train=False) if message.role == "assistant" else message
+        for message in with_system(row, asked)
     ]
-    return Conversation((*masked, *told), tools=parse_tools(row.get("tools")))
+    return Conversation((*masked, *told), tools=parse_tools(row))
 
 
 def parse_text(row: Mapping[str, Any]) -> TextRow:
@@ -175,36 +135,6 @@ def parse_text(row: Mapping[str, Any]) -> TextRow:
     if not text.strip():
         raise RowError("empty_text", "'text' is empty")
     return TextRow(text)
-
-
-def parse_tokens(row: Mapping[str, Any]) -> TokenRow:
-    """``input_ids`` with ``labels`` (-100 is not trained) or ``loss_mask``."""
-    ids = fields.integers(row, "input_ids")
-    if not ids:
-        raise RowError("no_tokens", "'input_ids' is empty")
-    if any(not 0 <= token < 2**31 for token in ids):
-        raise RowError("token_out_of_range", "'input_ids' holds a number that is no token id")
-    trained = (True,) * len(ids)
-    if row.get("labels") is not None:
-        labels = fields.integers(row, "labels")
-        if len(labels) == len(ids):
-            for place, (token, label) in enumerate(zip(ids, labels, strict=True)):
-                if label not in (-100, token):
-                    raise RowError(
-                        "labels_differ",
-                        f"label {label} at position {place} is neither -100 nor the input id "
-                        f"{token}; labels are given unshifted",
-                    )
-        trained = tuple(label != -100 for label in labels)
-    elif row.get("loss_mask") is not None:
-        mask = fields.switches(row, "loss_mask")
-        odd = next((value for value in mask if value not in (0, 1)), None)
-        if odd is not None:
-            raise RowError("bad_weight", f"'loss_mask' holds {odd}; it must be 0 or 1")
-        trained = tuple(value == 1 for value in mask)
-    if len(trained) != len(ids):
-        raise RowError("lengths_differ", f"{len(ids)} input_ids, {len(trained)} labels")
-    return TokenRow(ids, trained)
 
 
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
@@ -217,17 +147,6 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
     "prompt_completion": parse_prompt_completion,
     "text": parse_text,
     "tokens": parse_tokens,
-}
-
-FORMAT_ALIASES: Mapping[str, str] = {
-    "openai": "messages",
-    "chatml": "messages",
-    "chat_template": "messages",
-    "completion": "text",
-    "pretrain": "text",
-    "pretokenized": "tokens",
-    "input_ids": "tokens",
-    "prompt-completion": "prompt_completion",
 }
 
 
@@ -262,105 +181,57 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
         columns: our column name -> the row's column name.
 
     Raises:
-        RowError: the row does not fit.
+        RowError: the row does not fit, or has a field that would change what is trained and cannot
+            be served.
     """
+    if isinstance(row, list) and name in ("auto", "messages", "sharegpt"):
+        _refuse_array(row)
+        row, name = {"messages": row}, "messages"
     if not isinstance(row, Mapping):
-        if isinstance(row, list) and name in ("auto", "messages"):
-            return parse_messages({"messages": row})
         raise RowError("not_an_object", f"the row is {fields.kind(row)}, not an object")
     if columns:
         renamed = {theirs: ours for ours, theirs in columns.items()}
         row = {renamed.get(key, key): value for key, value in row.items()}
     if name == "auto":
-        found = detect(row)
-        if found is None:
-            if "chosen" in row and "rejected" in row:
-                raise RowError(
-                    "unknown_format",
-                    "the row compares two answers; to train on the better one, keep it as messages",
-                )
-            keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-            raise RowError("unknown_format", f"no known format has these keys: {keys}")
-        name = found
-    if name == "sharegpt" and "conversations" not in row and "conversation" in row:
-        row = {**row, "conversations": row["conversation"]}
-    return FORMATS[name](row)
+        name = detect(row) or _unknown(row)
+    ignored = unused(row, name)
+    parsed = FORMATS[name](row)
+    if isinstance(parsed, Conversation):
+        parsed = replace(parsed, template_kwargs=template_kwargs(row, name))
+    return replace(parsed, ignored=ignored) if ignored else parsed
 
 
-def _message(item: Any, number: int) -> Message:
-    if not isinstance(item, Mapping):
-        raise RowError("wrong_type", f"turn {number} is {fields.kind(item)}, not an object")
-    role = item.get("role")
-    if not isinstance(role, str):
-        raise RowError("missing_role", f"turn {number} has no role")
-    calls = item.get("tool_calls") or ()
-    if item.get("function_call"):
-        calls = [item["function_call"]]
-    content = _content(item.get("content"), number, optional=bool(calls))
-    reasoning = None
-    for key in ("reasoning_content", "reasoning", "thinking"):
-        value = item.get(key)
-        if value is None or value == "":
-            continue
-        if not isinstance(value, str):
-            raise RowError(
-                "wrong_type", f"turn {number}: {key!r} is {fields.kind(value)}, not text"
-            )
-        reasoning = value
-        break
-    return Message(
-        role=_role(role, number),
-        content=content,
-        reasoning=reasoning,
-        tool_calls=parse_tool_calls(calls, number) if calls else (),
-        name=fields.string_or_none(item, "name", number),
-        tool_call_id=fields.string_or_none(item, "tool_call_id", number),
-        train=_train_switch(item, number),
-    )
+def _refuse_array(row: Sequence[Any]) -> None:
+    """Several rows in one: a whole JSON array on a line of a file of lines."""
+    whole = [item for item in row if isinstance(item, list) or _is_row(item)]
+    if whole:
+        raise RowError(
+            "array_of_rows",
+            f"this one row is a JSON array of {len(row)} rows; name the file .json, or write one "
+            "row a line (jq -c '.[]')",
+        )
 
 
-def _role(name: str, number: int) -> str:
-    role = ROLE_ALIASES.get(name) or ROLE_ALIASES.get(name.strip().lower())
-    if role is None:
-        raise RowError("unknown_role", f"turn {number} has role {name[:40]!r}")
-    return role
+def _is_row(item: Any) -> bool:
+    return isinstance(item, Mapping) and detect(item) is not None
 
 
-def _content(value: Any, number: int, *, optional: bool) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None and optional:
-        return ""
-    if isinstance(value, list):
-        texts: list[str] = []
-        for part in value:
-            if isinstance(part, str):
-                texts.append(part)
-            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                texts.append(part["text"])
-            else:
-                kind = part.get("type") if isinstance(part, Mapping) else fields.kind(part)
-                raise RowError("not_text", f"turn {number} has a part that is no text: {kind}")
-        return "".join(texts)
-    raise RowError("wrong_type", f"turn {number}: 'content' is {fields.kind(value)}, not text")
-
-
-def _train_switch(item: Mapping[str, Any], number: int) -> bool | None:
-    for key in ("train", "weight"):
-        value = item.get(key)
-        if value is None:
-            continue
-        if isinstance(value, bool) or (isinstance(value, (int, float)) and value in (0, 1)):
-            return bool(value)
-        raise RowError("bad_weight", f"turn {number}: {key!r} is {value!r}; it must be 0 or 1")
-    return None
+def _unknown(row: Mapping[str, Any]) -> str:
+    if "chosen" in row and "rejected" in row:
+        raise RowError(
+            "unknown_format",
+            "the row compares two answers; to train on the better one, keep it as messages",
+        )
+    keys = ", ".join(sorted(map(short_name, row))[:8]) or "none"
+    nested = next((k for k, v in row.items() if isinstance(v, list) and any(map(_is_row, v))), None)
+    hint = "; data.train's columns say which of them is which: {instruction: QUESTION, output: A}"
+    if nested is not None:
+        hint = f"; its {short_name(nested)!r} is a list of rows: make that list the file"
+    raise RowError("unknown_format", f"no known format has these keys: {keys}{hint}")
 
 
 def _opening(row: Mapping[str, Any]) -> list[Message]:
-    messages: list[Message] = []
-    system = fields.optional_text(row, "system")
-    if system:
-        messages.append(Message("system", system))
+    messages = with_system(row, [])
     history = row.get("history")
     if history is None or history == "":
         return messages

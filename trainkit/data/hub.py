@@ -4,7 +4,7 @@ import re
 import uuid
 from pathlib import Path
 
-from trainkit.data.reading import SUFFIXES
+from trainkit.data.opening import SUFFIXES
 from trainkit.errors import DataError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

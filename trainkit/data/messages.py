@@ -1,7 +1,7 @@
 """Conversations as trainkit holds them, and the rules a row must keep to become one."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -58,11 +58,15 @@ class Conversation:
         messages: in order.
         tools: JSON schemas of the tools on offer, or None.
         repairs: what was mended on the way in, as short codes for the ledger.
+        template_kwargs: the row's own variables for the chat template.
+        ignored: fields of the row that play no part.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] | None = None
     repairs: tuple[str, ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
 
     def first(self, count: int) -> "Conversation":
         """The conversation up to its ``count``-th message."""
@@ -76,10 +80,12 @@ class TextRow:
     Attributes:
         text: trained.
         prompt: goes before it, not trained.
+        ignored: fields of the row that play no part.
     """
 
     text: str
     prompt: str = ""
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,14 @@ class TokenRow:
     Attributes:
         input_ids: token ids.
         trained: for each id, whether it is trained.
+        is_masked: whether the row says which ids are trained; without it all of them are.
+        ignored: fields of the row that play no part.
     """
 
     input_ids: tuple[int, ...]
     trained: tuple[bool, ...]
+    is_masked: bool = True
+    ignored: tuple[str, ...] = ()
 
 
 Row = Conversation | TextRow | TokenRow

@@ -50,8 +50,8 @@ def epoch_order(shares: Sequence[Share], *, seed: int, epoch: int) -> np.ndarray
     if any(share.weight is not None for share in shares):
         weights = np.array([1.0 if s.weight is None else s.weight for s in shares])
         weights = np.where(sizes > 0, weights, 0.0)
-        if weights.sum() > 0:
-            sizes = sizes.sum() * weights / weights.sum()
+        # Weight 0 is none of a source, also where nothing else is left.
+        sizes = sizes.sum() * weights / max(weights.sum(), np.finfo(float).tiny)
     chosen: list[np.ndarray] = []
     ranks: list[np.ndarray] = []
     start = 0

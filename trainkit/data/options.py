@@ -1,9 +1,11 @@
 """The plain arguments of the data package: which sources, and how to turn them into samples."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from trainkit.data.formats import FORMATS
 from trainkit.errors import DataError
 
 MaskPolicy = Literal["assistant", "last_assistant", "none"]
@@ -33,7 +35,8 @@ class Source:
         format: a name of ``trainkit.data.formats.FORMATS``, or ``auto`` to recognise it by rows.
         split: the split of a hub data set.
         weight: this source's share of the mixture, relative to the other weights. When any source
-            has one, all sources count (1.0 where none is given) and an epoch keeps its total size.
+            has one, all sources count (1.0 where none is given) and an epoch keeps its size; 0
+            shows nothing of it.
         max_samples: use this many rows, a stable random choice (not the first ones).
         epochs: how often each row is seen in one training epoch; 0.5 shows half of the rows in one
             epoch and the other half in the next.
@@ -52,11 +55,16 @@ class Source:
     roles: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.weight is not None and not self.weight >= 0:
+        if self.format not in ("auto", *FORMATS):
+            raise DataError(
+                f"{self.format!r} is no format; known are auto, {', '.join(FORMATS)}",
+                where=self.path,
+            )
+        if self.weight is not None and not 0 <= self.weight < math.inf:
             raise DataError(f"weight {self.weight} is not a number >= 0", where=self.path)
         if self.max_samples is not None and self.max_samples < 1:
             raise DataError(f"max_samples {self.max_samples} is not at least 1", where=self.path)
-        if not self.epochs > 0:
+        if not 0 < self.epochs < math.inf:
             raise DataError(f"epochs {self.epochs} is not above 0", where=self.path)
 
 

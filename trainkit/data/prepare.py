@@ -11,17 +11,19 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data import cache
 from trainkit.data.builder import SampleBuilder
+from trainkit.data.finding import resolve_files, unread_files
 from trainkit.data.hub import fetch, hub_name
-from trainkit.data.ledger import Ledger, read_ledger
+from trainkit.data.ledger import Entry, Ledger, read_ledger
 from trainkit.data.mixing import Share, row_keys
+from trainkit.data.opening import container
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.prepared import Part, PreparedData
-from trainkit.data.reading import resolve_files
 from trainkit.data.source_store import LEDGER, Progress, SourceStoreBuilder, relative_names
 from trainkit.data.store import Store
 from trainkit.data.summary import (
     check_dropped,
     check_files,
+    dropped_rows,
     plain,
     source_row,
     template_digest,
@@ -59,6 +61,12 @@ def prepare(
     """
     if not sources:
         raise DataError("no data is given", where="data.train", fix="name at least one file there")
+    if all(source.weight == 0 for source in sources):
+        raise DataError(
+            "every source has weight 0, so there is nothing to train on",
+            where=sources[0].path,
+            fix="give one of them a weight above 0",
+        )
     directory = Path(options.cache_dir) if options.cache_dir else cache.default_directory()
     preparation = _Preparation(tokenizer, options, directory, ledger, progress)
     for source in map(named, sources):
@@ -89,6 +97,7 @@ class _Preparation:
         self.parts: list[Part] = []
         self.file_rows: list[dict[str, Any]] = []
         self.cached: list[bool] = []
+        self.entries: list[Entry] = []
 
     def add(self, source: Source) -> None:
         """Open or build the store of a source."""
@@ -100,7 +109,7 @@ class _Preparation:
         )
         names = (source.path,) if hub else tuple(str(file) for file in files)
         shas = [cache.sha256_of(file, self.directory / "sha256") for file in files]
-        data = [("".join(f.suffixes[-2:]), sha) for f, sha in zip(files, shas, strict=True)]
+        data = [("".join(container(f)), sha) for f, sha in zip(files, shas, strict=True)]
         key = cache.store_key(source, data, self.tokenizer_sha256, self.options, self.code_sha256)
         work = SourceStoreBuilder(source, files, self.builder, self.options, self.progress)
         store, was_there = cache.stored(self.directory, key, work.build)
@@ -109,6 +118,7 @@ class _Preparation:
             replace(entry, file=names[int(entry.file)])
             for entry in read_ledger(store.directory / LEDGER)
         ]
+        self.entries += entries
         for entry in entries:
             self.ledger.add(entry)
         self.ledger.flush()
@@ -124,7 +134,8 @@ class _Preparation:
         ]
         check_files(rows, entries)
         self.file_rows += rows
-        self.parts.append(_part(source, store, names, files))
+        skipped = () if hub else unread_files(source.path)
+        self.parts.append(_part(source, store, names, files, skipped))
 
     def result(self) -> PreparedData:
         """All of it, with its summary."""
@@ -141,7 +152,8 @@ class _Preparation:
                 source_row(part, cached)
                 for part, cached in zip(self.parts, self.cached, strict=True)
             ],
-            "counts": dict(sorted(counts.items())),
+            "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("ignored:")},
+            "dropped": dropped_rows(self.entries),
             "end_of_turn": dict(zip(ends, eot_ids, strict=True)),
             "notes": sorted({note for m in meta for note in m["notes"]}),
             "warnings": warnings_of(self.tokenizer, self.options, ends, counts),
@@ -162,8 +174,14 @@ def named(source: Source) -> Source:
     return source if source.name else replace(source, name=Path(source.path).name.split(".")[0])
 
 
-def _part(source: Source, store: Store, names: tuple[str, ...], files: Sequence[Path]) -> Part:
+def _part(
+    source: Source,
+    store: Store,
+    names: tuple[str, ...],
+    files: Sequence[Path],
+    skipped: Sequence[Path],
+) -> Part:
     stable = relative_names(source.path, files)
     keys = row_keys(stable, store.file, store.row, store.part)
     share = Share(keys, source.name, source.weight, source.epochs)
-    return Part(source, store, names, tuple(files), share)
+    return Part(source, store, names, tuple(files), share, tuple(map(str, skipped)))

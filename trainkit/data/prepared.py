@@ -23,6 +23,7 @@ class Part:
         files: the files' names, as shown.
         paths: the files.
         share: its part in the mixture.
+        not_read: files of its directory that hold no rows by their names.
     """
 
     source: Source
@@ -30,6 +31,7 @@ class Part:
     files: tuple[str, ...]
     paths: tuple[Path, ...]
     share: Share
+    not_read: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -180,7 +180,7 @@ class RoleTable:
         whole = [("text", 0, len(sample["input_ids"]))]
         if not isinstance(parsed, Conversation):
             return whole
-        drafter = self.builder.drafter
+        drafter = self.builder.drafter_of(parsed.template_kwargs)
         masks = self.options.mask != "none"
         conversation, _ = drafter.template.prepare(validate(parsed, needs_assistant=masks))
         for count in range(len(conversation.messages), 0, -1):

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.data.formats import FORMAT_ALIASES, FORMATS, detect
+from trainkit.data.finding import resolve_files
+from trainkit.data.formats import FORMATS, detect
 from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow, validate
-from trainkit.data.opening import open_bytes
+from trainkit.data.opening import DAMAGED, container, open_bytes
 from trainkit.data.options import DataOptions
-from trainkit.data.reading import RawRow, read_rows, resolve_files
+from trainkit.data.reading import RawRow, read_rows
 from trainkit.data.rows import decode_row, read_row
 from trainkit.errors import DataError
 
@@ -104,14 +105,14 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
 
 def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conversation]]]:
     """The rows of a file of data, or the lines of a text."""
-    if not file.name.removesuffix(".gz").removesuffix(".zst").endswith(".txt"):
+    if container(file)[0] != ".txt":
         for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
             yield row.line, row
         return
     try:
         with open_bytes(file) as stream:
             text = stream.read().decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (*DAMAGED, EOFError, UnicodeDecodeError) as error:
         raise DataError(f"the questions cannot be read: {error}", where=str(file)) from error
     lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1)]
     lines = [(number, line) for number, line in lines if line.strip()]
@@ -168,7 +169,7 @@ def _parse(row: Any, options: QuestionOptions) -> Row:
         return read_row(row, options.format, options.columns)
     theirs = {theirs: ours for ours, theirs in options.columns.items()}
     row = {theirs.get(key, key): value for key, value in row.items()}
-    name = FORMAT_ALIASES.get(options.format, options.format)
+    name = options.format
     if name == "auto":
         found = detect(row)
         alone = found is None and isinstance(row.get("prompt"), str)

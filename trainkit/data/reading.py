@@ -1,4 +1,4 @@
-"""Containers: files, directories and globs in, numbered undecoded rows out.
+"""Containers: files in, numbered undecoded rows out.
 
 A row is the bytes of one JSON value, or an already decoded object (csv, parquet). Lines are counted
 from 1 as an editor counts them; a JSON array's rows carry the line their value starts on; csv and
@@ -7,7 +7,6 @@ parquet rows are numbered from 1. Memory stays flat: nothing is read whole but a
 
 import codecs
 import csv
-import glob
 import io
 import json
 import re
@@ -16,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.data.opening import CHUNK_BYTES, COMPRESSIONS, open_bytes
+from trainkit.data.opening import CHUNK_BYTES, DAMAGED, container, open_bytes
 from trainkit.errors import DataError
-
-SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet")
 
 
 @dataclass
@@ -53,45 +50,6 @@ class FilePlace:
 BEGINNING = FilePlace()
 
 
-def resolve_files(path: str) -> list[Path]:
-    """The files that ``path`` means, sorted by name.
-
-    Raises:
-        DataError: the file is missing, the glob matches nothing, the directory holds no data.
-    """
-    plain = Path(path).expanduser()
-    if plain.is_file():
-        return [plain]
-    if plain.is_dir():
-        found = sorted(file for file in plain.rglob("*") if file.is_file() and is_data(file))
-        if not found:
-            raise DataError(
-                f"the directory holds no {', '.join(SUFFIXES)} file",
-                where=path,
-                fix="name a directory with data files, or a file",
-            )
-        return found
-    if glob.has_magic(path):
-        matches = sorted(Path(m) for m in glob.glob(str(plain), recursive=True))  # noqa: PTH207 - absolute patterns too
-        files = [file for file in matches if file.is_file()]
-        if not files:
-            raise DataError(
-                "the glob matches no file", where=path, fix="check the pattern and its directory"
-            )
-        return files
-    raise DataError(
-        "there is no such file or directory", where=path, fix="check the path for a typo"
-    )
-
-
-def is_data(file: Path) -> bool:
-    """Whether a file in a directory is taken for data, by its name."""
-    name = file.name
-    for compression in COMPRESSIONS:
-        name = name.removesuffix(compression)
-    return name.endswith(SUFFIXES) and not name.startswith(".")
-
-
 def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -> Iterator[RawRow]:
     """Iterate over the rows of one file.
 
@@ -103,7 +61,7 @@ def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -
     Raises:
         DataError: the container itself is damaged (a cut .gz, a wrong parquet file).
     """
-    seeks = start.offset > 0 and file.suffix not in COMPRESSIONS
+    seeks = start.offset > 0 and not container(file)[1]
     number = start.rows if seeks else 0
     for row in _rows(file, max_row_bytes, start if seeks else BEGINNING):
         row.number = number
@@ -113,7 +71,7 @@ def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -
 
 
 def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRow]:
-    name = file.name.removesuffix(".gz").removesuffix(".zst")
+    kind, compression = container(file)
     try:
         if start_at.offset:
             with open_bytes(file) as stream:
@@ -121,22 +79,28 @@ def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRo
                 start = _Start(b"", start_at.line, b"", start_at.offset)
                 yield from _line_rows(start, stream, max_row_bytes)
             return
-        if name.endswith(".parquet"):
+        if kind == ".parquet" and compression:
+            raise DataError(
+                "a parquet file is read from its end, so it cannot be compressed as a whole",
+                where=str(file),
+                fix="decompress it; parquet compresses by itself",
+            )
+        if kind == ".parquet":
             yield from _parquet_rows(file)
-        elif name.endswith(".csv"):
+        elif kind == ".csv":
             with open_bytes(file) as stream:
                 yield from _csv_rows(stream, file)
         else:
             with open_bytes(file) as stream:
                 start = _skip_blank(stream)
                 # In a file of lines a list may be a row; only a bracket alone opens an array there.
-                lines = name.endswith((".jsonl", ".ndjson"))
+                lines = kind in (".jsonl", ".ndjson")
                 alone = start.prefix.split(b"\n", 1)[0].strip() == b"["
                 if start.first == b"[" and (alone or not lines):
                     yield from _ArrayCutter(start, stream, max_row_bytes, file).rows()
                 elif start.first:
                     yield from _line_rows(start, stream, max_row_bytes)
-    except OSError as error:
+    except DAMAGED as error:
         raise DataError(f"the file cannot be read: {error}", where=str(file)) from error
     except EOFError as error:
         raise DataError(

@@ -10,6 +10,7 @@ import numpy as np
 from trainkit.data.builder import Batch, SampleBuilder
 from trainkit.data.ledger import Entry, Ledger
 from trainkit.data.mixing import choose_rows, row_keys
+from trainkit.data.opening import is_packed
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.reading import RawRow, read_rows
 from trainkit.data.store import StoreWriter
@@ -83,7 +84,7 @@ class SourceStoreBuilder:
         self.progress = progress
         self.counts = [FileCounts() for _ in files]
         self._bytes_done = 0
-        compressed = any(file.suffix in (".gz", ".zst", ".parquet") for file in files)
+        compressed = any(is_packed(file) for file in files)
         self._bytes_total = 0 if compressed else sum(file.stat().st_size for file in files)
         self._rows_done = 0
 

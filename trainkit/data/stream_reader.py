@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.data.opening import is_packed
 from trainkit.data.reading import BEGINNING, FilePlace, RawRow, read_rows
 from trainkit.errors import DataError
 
@@ -141,5 +142,4 @@ class RunReader:
 
 def _size_of(file: Path) -> int:
     """Bytes of the rows in a file, roughly: text packs to about a quarter."""
-    packed = file.suffix in (".gz", ".zst", ".parquet")
-    return file.stat().st_size * (4 if packed else 1)
+    return file.stat().st_size * (4 if is_packed(file) else 1)

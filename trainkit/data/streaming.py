@@ -20,6 +20,7 @@ What streaming gives up, compared with :func:`trainkit.data.prepare`:
   are read.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,12 +30,13 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.builder import Batch, SampleBuilder
+from trainkit.data.finding import resolve_files
 from trainkit.data.hub import hub_name
 from trainkit.data.ledger import Entry
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.packing import pack
 from trainkit.data.prepare import named
-from trainkit.data.reading import RawRow, resolve_files
+from trainkit.data.reading import RawRow
 from trainkit.data.stream_reader import Position, RunReader
 from trainkit.errors import DataError
 
@@ -125,11 +127,15 @@ class SampleStream:
             following.fill(self.buffer)
             block, used = following, 0
 
-    def first(self, num_samples: int) -> tuple[list[list[Sample]], Batch]:
-        """The first rows, for a look before training, and what was found on the way."""
+    def first(self, num_samples: int) -> tuple[list[list[Sample]], Batch, list[Counter[str]]]:
+        """The first rows, for a look before training, and what was found on the way.
+
+        Returns:
+            the rows; what was found over all sources; the counts of each source.
+        """
         block = Block(self, Position(), 0, 1)
         block.fill(num_samples)
-        return block.arranged(), block.found
+        return block.arranged(), block.found, block.counts
 
     def check_dropped(self, num_rows: int, num_dropped: int, *, is_all: bool = False) -> None:
         """Hold dropped rows against ``max_dropped``.
@@ -185,6 +191,7 @@ class Block:
             stream.files, position, max_row_bytes=stream.options.max_row_bytes
         )
         self.found = Batch()
+        self.counts: list[Counter[str]] = [Counter() for _ in stream.sources]
         self._samples: list[Sample] = []
         self._entries: list[Entry] = []
         self._num_rows = 0
@@ -283,6 +290,7 @@ class Block:
         self.found.ends |= batch.ends
         self.found.notes |= batch.notes
         self.found.counts.update(batch.counts)
+        self.counts[number].update(batch.counts)
         start = 0
         for length in batch.lengths:
             end = start + length

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -84,7 +84,66 @@ def source_row(part: Part, cached: bool) -> dict[str, Any]:
         "weight": part.share.weight,
         "epochs": part.share.epochs,
         "cached": cached,
+        "ignored_fields": ignored_fields(part.store.meta["counts"]),
+        "not_read": list(part.not_read),
     }
+
+
+NUM_IGNORED = 20
+"""So many fields without a part are named; rows may have one for each of their ids."""
+
+
+def ignored_fields(counts: Mapping[str, int]) -> dict[str, int]:
+    """The fields of a source's rows that play no part, and how many rows have them."""
+    prefix = "ignored:"
+    found = Counter({k.removeprefix(prefix): n for k, n in counts.items() if k.startswith(prefix)})
+    named = dict(found.most_common(NUM_IGNORED))
+    rest = len(found) - len(named)
+    return named | ({f"{rest} other fields": 1} if rest else {})
+
+
+def dropped_rows(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Dropped rows by reason, the most frequent first: how many, and where the first one is."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if entry.action == "dropped":
+            place = {"rows": 0, "first": f"{entry.file}:{entry.line}", "detail": entry.detail}
+            found.setdefault(entry.reason, place)["rows"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["rows"]))
+
+
+def notes_of(summary: Mapping[str, Any], what: str) -> list[str]:
+    """What a person should read of prepared data besides its size.
+
+    Args:
+        summary: of prepared data.
+        what: ``training data`` or ``evaluation data``.
+    """
+    notes = [note for source in summary["sources"] for note in source_notes(source)]
+    dropped = summary["dropped"]
+    if dropped:
+        total = sum(row["rows"] for row in dropped.values())
+        lines = [
+            f"  {reason}: {row['rows']}, the first is {row['first']}: {row['detail']}"
+            for reason, row in dropped.items()
+        ]
+        rows = summary["totals"]["rows"]
+        notes.append("\n".join([f"{what}: {total} of {rows} rows are dropped", *lines]))
+    return notes
+
+
+def source_notes(source: Mapping[str, Any]) -> list[str]:
+    """What there is to say of one source: fields that play no part, files that are not read."""
+    notes = []
+    fields = ", ".join(f"{name} ({count})" for name, count in source["ignored_fields"].items())
+    if fields:
+        notes.append(f"{source['name']}: fields of its rows that are not used: {fields}")
+    if source["not_read"]:
+        files = source["not_read"]
+        more = f" and {len(files) - NUM_EXAMPLES} more" if len(files) > NUM_EXAMPLES else ""
+        shown = ", ".join(files[:NUM_EXAMPLES])
+        notes.append(f"{source['name']}: files that are not read: {shown}{more}")
+    return notes
 
 
 def warnings_of(
@@ -111,6 +170,16 @@ def warnings_of(
         warnings.append(
             f"{counts['turns_not_trained_for_stripped_thinking']} turns are not trained because "
             "the template strips their thinking; thinking: split trains each with its own history"
+        )
+    if counts["tokens_without_mask"]:
+        warnings.append(
+            f"{counts['tokens_without_mask']} rows of input_ids have no labels and no mask, so "
+            "every token of theirs is trained"
+        )
+    if counts["other_turns_switched_on"]:
+        warnings.append(
+            f"{counts['other_turns_switched_on']} turns that are no assistant's are trained, since "
+            "a switch of their own says so"
         )
     return warnings
 

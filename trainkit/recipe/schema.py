@@ -17,6 +17,21 @@ KERNEL_OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entrop
 """The switches of ``kernels:``; a test holds them equal to ``trainkit.models.families.OPS``."""
 
 
+RowFormat = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "belle",
+    "alpaca",
+    "moss",
+    "leetcode",
+    "prompt_completion",
+    "text",
+    "tokens",
+]
+"""``auto`` and ``trainkit.data.formats.FORMATS``; a test holds them equal."""
+
+
 def broken_rule(key: str, what: str, fix: str) -> PydanticCustomError:
     """A rule about more than one key, reported at the line of ``key``."""
     return PydanticCustomError("rule", "{what}", {"key": key, "what": what, "fix": fix})
@@ -66,13 +81,18 @@ class SourceSpec(Section):
 
     path: str = Field(min_length=1, description="A file, a directory or a glob.")
     weight: float | None = Field(
-        None, ge=0, description="Share of the mixture, relative to the other sources' weights."
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Share of the mixture, relative to the other weights; 0 is none of it.",
     )
     max_samples: int | None = Field(
         None, ge=1, description="Rows to draw, by a seeded choice; also written FILE#N."
     )
-    epochs: float = Field(1.0, gt=0, description="How often its rows appear in one epoch.")
-    format: str = Field("auto", description="Of the rows; auto looks at them.")
+    epochs: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="How often its rows appear in one epoch."
+    )
+    format: RowFormat = Field("auto", description="Of the rows; auto looks at them.")
     name: str | None = Field(None, description="For logs; the file's name without it.")
     split: str = Field("train", description="Of a hub data set.")
     columns: dict[str, str] = Field(
@@ -143,7 +163,9 @@ class DataSection(Section):
         description="For samples over max_length: leave out the last turns, drop the sample, stop, "
         "cut at the right, or leave out the first turns.",
     )
-    format: str = Field("auto", description="Of the rows, for sources that do not say their own.")
+    format: RowFormat = Field(
+        "auto", description="Of the rows, for sources that do not say their own."
+    )
     thinking: Literal["template", "split", "preserve"] = Field(
         "template",
         description="Earlier turns' <think> parts: as the chat template shows them, one sample a "
@@ -183,6 +205,24 @@ class DataSection(Section):
     per_source_loss: bool | None = Field(
         None, description="Log the loss of each source; null does where there are several."
     )
+
+    @model_validator(mode="after")
+    def _sources_are_shown(self) -> "DataSection":
+        if all(source.weight == 0 for source in self.train):
+            raise broken_rule(
+                "data.train",
+                "every source has weight 0, so there is nothing to train on",
+                "give one of them a weight above 0",
+            )
+        for index, source in enumerate(self.eval):
+            if source.weight is not None or source.epochs != 1:
+                key = "epochs" if source.weight is None else "weight"
+                raise broken_rule(
+                    "data.eval",
+                    f"data.eval[{index}].{key} has no effect: evaluation shows every row once",
+                    "remove it; max_samples evaluates a part",
+                )
+        return self
 
 
 class LoraSection(Section):

@@ -52,6 +52,21 @@ _DTYPES: Mapping[str, str] = {
     "fp32": "float32",
 }
 
+_FORMATS: Mapping[str, str] = {
+    "openai": "messages",
+    "chatml": "messages",
+    "chat_template": "messages",
+    "chat": "messages",
+    "conversation": "sharegpt",
+    "conversations": "sharegpt",
+    "instruction": "alpaca",
+    "completion": "text",
+    "pretrain": "text",
+    "pretraining": "text",
+    "pretokenized": "tokens",
+    "input_ids": "tokens",
+}
+
 
 def validate(settings: Settings) -> Recipe:
     """Make the recipe.
@@ -184,7 +199,7 @@ def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
     kind = error["type"]
     if kind == "literal_error" and isinstance(value, str):
         choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        full = _DTYPES.get(value.lower())
+        full = _DTYPES.get(value.lower()) or _FORMATS.get(value.lower())
         return ask([full] if full and full in choices else nearest(value, choices))
     if kind in ("model_type", "model_attributes_type"):
         if value is False and dotted != "model":

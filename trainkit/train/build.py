@@ -101,6 +101,8 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         with _recording(run, place):
             if place.is_main and point is None:
                 _write_record(run, loaded, prepared.data)
+                if run.dropped.exists():
+                    console.note(f"each dropped row has its line in {run.dropped}")
             prepared.args.output_dir = str(run.root)
             _session(loaded, prepared, run, place, console, fingerprint).train(point)
     return run.root if place.is_main else None
@@ -139,7 +141,8 @@ def _prepare(
             ledger=ledger,
             progress=progress,
         )
-    console.note(data.headline)
+    for note in (data.headline, *data.notes):
+        console.note(note)
     for warning in data.warnings:
         console.warn(warning)
     held_out = _held_out(recipe, ledger, console)

@@ -11,15 +11,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.collator import PackingCollator, PaddingCollator
+from trainkit.data.finding import resolve_files
 from trainkit.data.first_look import first_look
 from trainkit.data.ledger import Entry, Ledger
 from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.prepare import Progress, prepare
 from trainkit.data.prepared import PackedDataset, PreparedData, SampleDataset
-from trainkit.data.reading import RawRow, read_rows, resolve_files
+from trainkit.data.reading import RawRow, read_rows
 from trainkit.data.rows import decode_row, read_row
 from trainkit.data.streaming import SampleStream
+from trainkit.data.summary import notes_of, source_notes
 from trainkit.errors import DataError, ModelError
 from trainkit.train.sampling import CountingCollator, EpochDataset
 from trainkit.train.source_loss import distinct_labels
@@ -37,6 +39,7 @@ class RunData:
         ledger: the file with a line for every row that was dropped, cut or repaired; None if none.
         stop_token_ids: the end-of-turn tokens that are trained.
         fingerprint: the same for the same samples.
+        notes: rows that are dropped, by reason; fields and files that are not used.
         warnings: what the user should know before training.
     """
 
@@ -46,6 +49,7 @@ class RunData:
     ledger: Path
     stop_token_ids: tuple[int, ...]
     fingerprint: str
+    notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
     @property
@@ -54,11 +58,23 @@ class RunData:
         totals = self.summary["train"].get("totals")
         if totals is None:
             sizes = [row["bytes"] for row in self.summary["train"]["files"]]
-            return f"data: {len(sizes)} files of {sum(sizes) / 2**30:.2f} GiB, streamed"
+            return (
+                f"data: {len(sizes)} files of {sum(sizes) / 2**30:.2f} GiB, streamed"
+                + self._held_out()
+            )
         return (
             f"data: {totals['samples']} samples, {totals['tokens']} tokens, "
             f"{totals['trained_tokens']} of them trained; {totals['dropped']} rows dropped, "
             f"{totals['cut']} cut"
+        ) + self._held_out()
+
+    def _held_out(self) -> str:
+        if not self.summary["eval"]:
+            return ""
+        totals = self.summary["eval"]["totals"]
+        return (
+            f"\nevaluation data: {totals['samples']} samples, {totals['trained_tokens']} trained "
+            f"tokens; {totals['dropped']} rows dropped, {totals['cut']} cut"
         )
 
 
@@ -143,12 +159,16 @@ def prepare_run_data(
         row = _Row(options.max_length, pad_token_id, feeding.packing, labels(names))
         training = row.training_data(look.rows, stream)
         summary, ends, fingerprint = look.summary, look.eot_token_ids, look.fingerprint
+        notes = [note for source in summary["sources"] for note in source_notes(source)]
     else:
         data = prepared(train)
         training = batches(data, options.seed if feeding.shuffle else None)
         summary, ends = data.summary, data.eot_token_ids
+        notes = notes_of(summary, "training data")
         fingerprint = fingerprint_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
     held_out = prepared(evaluation) if evaluation else None
+    if held_out is not None:
+        notes += notes_of(held_out.summary, "evaluation data")
     entries.close()
     return RunData(
         train=training,
@@ -157,6 +177,7 @@ def prepare_run_data(
         ledger=ledger,
         stop_token_ids=tuple(sorted({*ends, *(held_out.eot_token_ids if held_out else ())})),
         fingerprint=fingerprint,
+        notes=tuple(notes),
         warnings=tuple(summary["warnings"]),
     )
 
