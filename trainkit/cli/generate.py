@@ -67,11 +67,11 @@ def generate(
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
-    from trainkit.data.formats import FORMAT_ALIASES, FORMATS
+    from trainkit.data.formats import FORMATS
     from trainkit.data.questions import QuestionOptions, read_questions
     from trainkit.infer.batch import BatchOptions, generate_file
 
-    if row_format not in ("auto", *FORMATS, *FORMAT_ALIASES):
+    if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
     asked = read_questions(
         str(prompts),

@@ -4,6 +4,7 @@ One :class:`SampleBuilder` lives in each worker process. It never raises for a b
 ends as samples, as an entry for the ledger, or as both.
 """
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
