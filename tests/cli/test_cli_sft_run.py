@@ -199,6 +199,7 @@ def test_a_dry_run_says_what_it_saw_and_writes_nothing(project):
 
 @pytest.mark.slow
 def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
+    from huggingface_hub import ModelCard
     from transformers import AutoModelForCausalLM
 
     base = project / "base"
@@ -209,6 +210,10 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     final = Path(out.splitlines()[-1]) / "final"
     assert (final / "adapter_model.safetensors").exists()
     assert not (final / "model.safetensors").exists()
+    card = ModelCard.load(final / "README.md")
+    assert card.data.library_name == "peft"
+    assert "More Information Needed" not in card.text
+    assert "## Recipe" in card.text
     model = AutoModelForCausalLM.from_pretrained(final)
     adapters = [p for name, p in model.named_parameters() if "lora_B" in name]
     assert adapters

@@ -9,7 +9,6 @@ from matplotlib.image import imread
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run.curves import Series, by_minutes, read_rows, series, smoothed, thinned, warmup_end
-from trainkit.run.model_card import write_model_card
 from trainkit.run.plot import distinct_names, draw_comparison, draw_plots
 from trainkit.run.report import render_report, write_report
 
@@ -81,9 +80,13 @@ def test_comparison_reads_runs_and_trainer_logs(trained_run, tmp_path):
     assert len(read_rows(lines)) == 29
     output = tmp_path / "picture.png"
     assert draw_comparison([trained_run.root, hf, lines], output) == [output]
+    drawn = output.read_bytes()
+    with pytest.raises(RunDirectoryError, match="not overwritten"):
+        draw_comparison([trained_run.root], output)
+    assert output.read_bytes() == drawn
     assert imread(output).shape[0] > 500
     with pytest.raises(RunDirectoryError, match="no metrics here"):
-        draw_comparison([tmp_path / "nothing"], output)
+        draw_comparison([tmp_path / "nothing"], tmp_path / "other.png")
 
 
 def test_names_are_told_apart(tmp_path):
@@ -146,13 +149,3 @@ def test_the_report_tells_of_trouble(trained_run):
     assert "continued from step 40" in text
     assert "NaN or infinite in 1 steps, first in 41" in text
     assert "the loss became NaN" in text
-
-
-def test_the_model_card_says_what_came_of_it(trained_run):
-    _fill(trained_run)
-    write_model_card(trained_run, base_model="some/base")
-    text = trained_run.model_card.read_text()
-    head = text.split("---")[1]
-    assert "base_model: some/base" in head
-    assert "75.0% of 4" in text
-    assert "| steps | 60 |" in text

@@ -132,7 +132,7 @@ def svg_plots(run: RunDirectory) -> list[tuple[str, str]]:
 
 
 def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> list[Path]:
-    """Lay the curves of several runs over one another.
+    """Lay the curves of several runs over one another; no picture is overwritten.
 
     Args:
         runs: run directories, or logs of Hugging Face's Trainer (see ``read_rows``).
@@ -142,8 +142,15 @@ def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> l
         The files written.
 
     Raises:
-        RunDirectoryError: a path is no run, or none of them has a curve yet.
+        RunDirectoryError: a path is no run, none of them has a curve yet, or the file is there.
     """
+    target = output or Path("comparison.png")
+    if target.exists():
+        raise RunDirectoryError(
+            "the picture exists, and is not overwritten",
+            where=str(target),
+            fix="give another name with --output, or remove it",
+        )
     paths = [Path(run) for run in runs]
     rows = [read_rows(path) for path in paths]
     minutes = [by_minutes(each) for each in rows]
@@ -181,7 +188,7 @@ def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> l
     figure.legend(
         handles, distinct_names(paths), loc="outside upper left", frameon=False, fontsize=9
     )
-    return [_save(figure, output or Path("comparison.png"))]
+    return [_save(figure, target)]
 
 
 def _look(index: int) -> tuple[str, str, float]:

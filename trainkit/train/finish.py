@@ -47,6 +47,7 @@ def save_final(
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Iterable[int],
     metadata: Mapping[str, Any],
+    card: str | None = None,
 ) -> None:
     """Write ``final/``: weights or adapter, tokenizer, chat template, generation settings.
 
@@ -58,6 +59,7 @@ def save_final(
         tokenizer: with the chat template that was trained.
         stop_token_ids: the end-of-turn tokens found in the template.
         metadata: plain JSON values for the manifest.
+        card: the model card, in place of peft's empty one.
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left.
@@ -68,6 +70,8 @@ def save_final(
         if trainer.accelerator.is_main_process:
             settings = generation_config(trainer.model, tokenizer, stop_token_ids)
             settings.save_pretrained(inner)
+            if card is not None:
+                (inner / "README.md").write_text(card, encoding="utf-8")
 
 
 def generation_config(

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
+from trainkit.models.auto import auto_class
 from trainkit.run import Console, RunDirectory
-from trainkit.run.model_card import write_model_card
+from trainkit.run.model_card import model_card, write_model_card
 from trainkit.run.plot import draw_plots
 from trainkit.run.report import write_report
 from trainkit.train.callbacks import (
@@ -139,6 +141,7 @@ class Session:
             tokenizer=self.tokenizer,
             stop_token_ids=self.data.stop_token_ids,
             metadata={"step": trainer.state.global_step},
+            card=model_card(self.run, **self._card_facts()) if self.is_main else None,
         )
         summary: dict[str, object] = {}
         if self.after.held_out:
@@ -151,7 +154,7 @@ class Session:
         if not self.is_main:
             return
         draw_plots(self.run)
-        write_model_card(self.run, base_model=self.after.base_model)
+        write_model_card(self.run, **self._card_facts())
         write_report(self.run)
         rows = [row for row in trainer.state.log_history if "loss" in row]
         figures = {
@@ -164,6 +167,13 @@ class Session:
             "report": self.run.report,
         }
         self.console.finish(figures)
+
+    def _card_facts(self) -> dict[str, Any]:
+        """What the model card says of the model itself."""
+        model = self.built.model
+        is_adapter = isinstance(model, PeftModel)
+        loader = auto_class(model.config).__name__
+        return {"base_model": self.after.base_model, "loader": loader, "adapter": is_adapter}
 
 
 def _best(trainer: SftTrainer) -> dict[str, object]:
