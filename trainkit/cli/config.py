@@ -40,18 +40,19 @@ def show(
     On a terminal as a table; into a pipe or file as YAML, which is a recipe itself.
     """
     from trainkit.recipe import dump_resolved, load_recipe, shown_value
+    from trainkit.train.launch import this_machine
 
-    loaded = load_recipe(file, overrides or ())
+    loaded, machine = load_recipe(file, overrides or ()), this_machine()
     if as_json:
-        for value in loaded.values(only_given=diff_defaults):
+        for value in loaded.values(machine, only_given=diff_defaults):
             row = {"key": value.key, "value": shown_value(value), "origin": value.origin}
             typer.echo(json.dumps(row, ensure_ascii=False))
     elif sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = shutil.get_terminal_size().columns
-        for line in table(list(loaded.values(only_given=diff_defaults)), width):
+        for line in table(list(loaded.values(machine, only_given=diff_defaults)), width):
             typer.echo(line)
     else:
-        typer.echo(dump_resolved(loaded, only_given=diff_defaults), nl=False)
+        typer.echo(dump_resolved(loaded, machine, only_given=diff_defaults), nl=False)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Recipes: the schema, the YAML loader and overrides. No torch here."""
 
 from trainkit.recipe.accumulation import resolve_accumulation
+from trainkit.recipe.derived import Derived, Machine, derive, derive_training
 from trainkit.recipe.files import check_files, read_chat_template
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
 from trainkit.recipe.options import SftOptions
@@ -13,9 +14,11 @@ from trainkit.recipe.schema import Recipe, SourceSpec
 __all__ = [
     "DEFAULT_PRESET",
     "PRESETS",
+    "Derived",
     "InvalidRecipe",
     "KeyReference",
     "LoadedRecipe",
+    "Machine",
     "Problem",
     "Recipe",
     "ResolvedValue",
@@ -23,6 +26,8 @@ __all__ = [
     "SourceSpec",
     "check_files",
     "deepspeed_path",
+    "derive",
+    "derive_training",
     "dump_resolved",
     "key_references",
     "load_recipe",

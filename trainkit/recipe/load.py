@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
+from trainkit.recipe.derived import Derived, Machine, derive_training
 from trainkit.recipe.document import Document, KeyPath, read_document
 from trainkit.recipe.fields.table import FIXED
 from trainkit.recipe.foreign import REFUSED
@@ -28,16 +29,30 @@ TRANSFORMERS_DEFAULT = "transformers default"
 
 @dataclass(frozen=True)
 class ResolvedValue:
-    """One value of a run and where it came from."""
+    """One value of a run and where it came from.
+
+    Attributes:
+        key: dotted.
+        value: what the run uses.
+        origin: where it was given, what it follows from, or whose default it is.
+        is_derived: it follows from other values or from the machine.
+        is_of_machine: another machine would use another one.
+    """
 
     key: str
     value: Any
     origin: str
+    is_derived: bool = False
+    is_of_machine: bool = False
 
     @property
     def is_default(self) -> bool:
         """Whether nobody chose it."""
-        return self.origin in (DEFAULT, TRAINKIT_DEFAULT, TRANSFORMERS_DEFAULT)
+        return self.is_derived or self.origin in (
+            DEFAULT,
+            TRAINKIT_DEFAULT,
+            TRANSFORMERS_DEFAULT,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,7 @@ class LoadedRecipe:
         source_text: the recipe file as it was given.
         path: that file.
         settings: the merged values as they were given.
+        base_texts: the recipes that it builds on, as they were given, the deepest first.
     """
 
     recipe: Recipe
@@ -58,20 +74,41 @@ class LoadedRecipe:
     source_text: str
     path: Path
     settings: Settings
+    base_texts: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         """The run's name: the recipe's, or else its file's."""
         return self.recipe.name or self.path.stem
 
-    def values(self, *, only_given: bool = False) -> Iterator[ResolvedValue]:
-        """Every value, in the order of the schema; ``training`` with transformers' defaults.
+    def values(
+        self,
+        machine: Machine | None = None,
+        *,
+        only_given: bool = False,
+        settled: Mapping[str, Derived] | None = None,
+    ) -> Iterator[ResolvedValue]:
+        """Every value, in the order of the schema; ``training`` with what follows from the rest.
 
         Args:
+            machine: where the run is; None leaves out what only a machine can decide.
             only_given: leave out what nobody chose.
+            settled: values of ``training`` that were only known when the model was built.
         """
-        for key, value in _leaves(self.recipe):
-            resolved = ResolvedValue(key, value, self.origins[key])
+        derived = derive_training(self.recipe, machine or Machine())
+        if machine is None:
+            derived = {key: value for key, value in derived.items() if not value.is_of_machine}
+        derived |= settled or {}
+        printed = dict.fromkeys(key for key, _ in _leaves(self.recipe))
+        keys = [*printed, *(f"training.{key}" for key in derived)]
+        plain = dict(_leaves(self.recipe))
+        for key in dict.fromkeys(keys):
+            found = derived.get(key.removeprefix("training.")) if "training." in key else None
+            resolved = (
+                ResolvedValue(key, plain[key], self.origins[key])
+                if found is None
+                else ResolvedValue(key, found.value, found.origin, True, found.is_of_machine)
+            )
             if not (only_given and resolved.is_default):
                 yield resolved
 
@@ -88,6 +125,9 @@ def load_recipe(
     path: str | Path,
     overrides: Sequence[str] = (),
     cli: Mapping[str, Any] | None = None,
+    *,
+    bases: Sequence[Path] | None = None,
+    recorded: Sequence[tuple[str, str]] = (),
 ) -> LoadedRecipe:
     """Read, merge and check a recipe. Imports neither torch nor transformers, touches no data.
 
@@ -96,31 +136,40 @@ def load_recipe(
             values it then replaces key by key.
         overrides: ``section.key=value``; they win over the file.
         cli: options of the command line, ``{"--deepspeed": "zero2"}``; they win over all.
+        bases: the files that the recipe builds on, the deepest first, in place of those it names.
+        recorded: overrides that a run was given before, each with the label of its origin;
+            ``overrides`` win over them.
 
     Raises:
         RecipeError: with all that is wrong, each with file and line.
     """
     path = Path(path)
     settings = Settings()
-    documents = _with_bases(path)
+    documents = _with_bases(path, bases)
     for document in documents:
         settings.merge(document)
-    for text in overrides:
+    for text, label in [*recorded, *((text, "override") for text in overrides)]:
         keys, value = parse_override(text)
         _check_sections(settings, keys, text)
-        settings.assign(keys, value, Origin("override", f"override {text!r}"))
+        settings.assign(keys, value, Origin(label, f"override {text!r}"))
     for option, (key, value) in option_values(cli or {}, settings.values).items():
         settings.assign(tuple(key.split(".")), value, Origin(option, option))
     recipe = validate(settings)
     deepspeed = settings.origin(("deepspeed",))
     check_deepspeed(recipe.deepspeed, deepspeed.where if deepspeed else None)
     origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
-    return LoadedRecipe(recipe, origins, documents[-1].text, path, settings)
+    base_texts = tuple(document.text for document in documents[:-1])
+    return LoadedRecipe(recipe, origins, documents[-1].text, path, settings, base_texts)
 
 
-def _with_bases(path: Path) -> list[Document]:
+def _with_bases(path: Path, bases: Sequence[Path] | None) -> list[Document]:
     """The recipe and those it builds on, the deepest base first."""
-    documents: list[Document] = []
+    if bases is not None:
+        documents = [read_document(file) for file in (*bases, path)]
+        for document in documents:
+            document.values.pop("base", None)
+        return documents
+    documents = []
     seen: set[Path] = set()
     while True:
         document = read_document(path)

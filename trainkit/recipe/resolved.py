@@ -1,10 +1,12 @@
 """The resolved recipe as YAML: every value with its origin beside it, secrets left out."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
+from trainkit.recipe.derived import Derived, Machine
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue
 
 REDACTED = "<redacted>"
@@ -27,24 +29,34 @@ def yaml_text(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def dump_resolved(loaded: LoadedRecipe, *, only_given: bool = False) -> str:
+def dump_resolved(
+    loaded: LoadedRecipe,
+    machine: Machine | None = None,
+    *,
+    only_given: bool = False,
+    settled: Mapping[str, Derived] | None = None,
+) -> str:
     """Write every value of a run and where it came from.
 
-    The text is itself a recipe: it loads again to the same values.
+    The text is itself a recipe: it loads again to the same values. What only this machine decides
+    stands in comments, so that another one decides for itself.
 
     Args:
         loaded: the recipe.
+        machine: where the run is; None leaves out what only a machine can decide.
         only_given: leave out what nobody chose.
+        settled: values of ``training`` that were only known when the model was built.
     """
     lines = [f"# Values and where they come from; made from {loaded.path.name}."]
     open_section = ""
-    for value in loaded.values(only_given=only_given):
+    for value in loaded.values(machine, only_given=only_given, settled=settled):
         section, _, key = value.key.rpartition(".")
         if section and section != open_section:
             lines.append(f"{section}:")
         open_section = section
         indent = "  " if section else ""
-        lines.append(f"{indent}{key}: {yaml_text(shown_value(value))}  # {value.origin}")
+        mark = "# " if value.is_of_machine else ""
+        lines.append(f"{indent}{mark}{key}: {yaml_text(shown_value(value))}  # {value.origin}")
     return "\n".join(lines) + "\n"
 
 

@@ -17,6 +17,9 @@ TRAINING_DEFAULTS: Mapping[str, Any] = {
     "report_to": "none",
     # Each checkpoint of a 7B model with its optimizer takes about 107 GB.
     "save_total_limit": 2,
+    # The console shows the progress; transformers' notes go to the logs of the ranks.
+    "log_level": "warning",
+    "log_level_replica": "warning",
 }
 """Where trainkit's defaults for ``training`` differ from TrainingArguments' own."""
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from trainkit.errors import RecipeError
+from trainkit.recipe import Derived, derive
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +33,7 @@ def training_arguments(
     has_adapters: bool,
     has_eval: bool,
     gradient_accumulation_steps: int,
+    is_streaming: bool = False,
 ) -> TrainingArguments:
     """Build the arguments; starts the process group when there are several ranks.
 
@@ -42,6 +45,7 @@ def training_arguments(
         has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
         has_eval: evaluation data is given, so evaluate each epoch unless told otherwise.
         gradient_accumulation_steps: micro-batches per optimizer step.
+        is_streaming: the training rows are streamed.
 
     Raises:
         RecipeError: transformers refuses the combination.
@@ -53,26 +57,20 @@ def training_arguments(
             where="training.fp16",
             fix="leave it out here; bf16 works on a CPU",
         )
-    values: dict[str, Any] = dict(training)
+    derived = derive(
+        training,
+        model_dtype=model_dtype,
+        has_deepspeed=deepspeed is not None,
+        has_adapters=has_adapters,
+        has_eval=has_eval,
+        is_streaming=is_streaming,
+        on_cpu=on_cpu,
+    )
+    values: dict[str, Any] = {**training, **{name: one.value for name, one in derived.items()}}
     values["output_dir"] = str(output_dir)
     values["gradient_accumulation_steps"] = gradient_accumulation_steps
-    values.setdefault("log_level", "warning")
-    values.setdefault("log_level_replica", "warning")
-    if on_cpu:
-        values["use_cpu"] = True
-        values["dataloader_pin_memory"] = False
     if deepspeed is not None:
         values["deepspeed"] = dict(deepspeed)
-    # Plain full fine-tuning in half precision needs no autocast: the weights are in that dtype and
-    # the optimizer keeps fp32 masters. DeepSpeed's engine and fp32 adapters need to be told.
-    if "bf16" not in values and "fp16" not in values and (deepspeed is not None or has_adapters):
-        values["bf16"] = model_dtype == "bfloat16"
-        values["fp16"] = model_dtype == "float16"
-    if has_eval:
-        values.setdefault("eval_strategy", "epoch")
-    for name in ("gradient_checkpointing", "activation_checkpointing"):  # the old and the new name
-        if values.get(name):
-            values.setdefault(f"{name}_kwargs", {"use_reentrant": False})
     try:
         arguments = TrainingArguments(**values)
     except (ValueError, TypeError) as error:
@@ -89,3 +87,38 @@ def training_arguments(
 
         comm.init_distributed("gloo" if on_cpu else "nccl", verbose=False)
     return arguments
+
+
+def settled_values(arguments: TrainingArguments, shown: Mapping[str, Any]) -> dict[str, Derived]:
+    """What the arguments say otherwise than a recipe does: worked out only when the run was built.
+
+    Args:
+        arguments: as the Trainer has them.
+        shown: field to value, as the recipe and what follows from it say.
+    """
+    found = {}
+    for name, value in shown.items():
+        used = _plain(getattr(arguments, name, value))
+        if name not in _NOT_COMPARED and _comparable(name, used) != _comparable(name, value):
+            origin = "from the model" if name in _OF_THE_MODEL else "by transformers"
+            found[name] = Derived(used, origin)
+    return found
+
+
+_NOT_COMPARED = frozenset({"output_dir", "accelerator_config"})  # no file knows these as values
+_OF_THE_MODEL = frozenset({"ddp_find_unused_parameters"})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """One spelling of a value: transformers turns "none" into [], null into false, a word in a list."""
+    if name in ("report_to", "debug") and isinstance(value, str):
+        value = [] if value in ("none", "") else value.split()
+    if name == "include_num_input_tokens_seen" and isinstance(value, bool):
+        value = "all" if value else "no"
+    return value or None if isinstance(value, bool | list | dict | None) else value

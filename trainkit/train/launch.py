@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.recipe import Machine
+
 
 @dataclass(frozen=True)
 class ProcessPlace:
@@ -48,6 +50,13 @@ def count_local_gpus() -> int:
         return 0
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def this_machine() -> Machine:
+    """What a run started here would find, asked without importing torch."""
+    num_gpus = count_local_gpus()
+    world_size = int(os.environ.get("WORLD_SIZE") or max(num_gpus, 1))
+    return Machine(world_size, on_cpu=num_gpus == 0)
 
 
 def quieten_imports() -> None:

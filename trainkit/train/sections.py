@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.streaming import BUFFER
 from trainkit.lora.adapter import LoraOptions
-from trainkit.recipe import Recipe, SourceSpec, deepspeed_path, resolve_accumulation
+from trainkit.recipe import Machine, Recipe, SourceSpec, deepspeed_path, resolve_accumulation
 from trainkit.train.arguments import deepspeed_config, training_arguments
 from trainkit.train.data import Feeding
 from trainkit.train.launch import ProcessPlace, prepare_deepspeed
@@ -131,4 +131,10 @@ def trainer_arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:
         has_adapters=recipe.lora is not None,
         has_eval=bool(recipe.data.eval),
         gradient_accumulation_steps=resolve_accumulation(recipe, place.world_size),
+        is_streaming=bool(recipe.data.streaming),
     )
+
+
+def machine(place: ProcessPlace) -> Machine:
+    """What of this machine decides values."""
+    return Machine(place.world_size, on_cpu=not torch.cuda.is_available())

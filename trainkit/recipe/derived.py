@@ -1,0 +1,170 @@
+"""Values of ``training`` that follow from others, or from the machine.
+
+The one place where they are worked out: a run takes its arguments from here, and whatever prints
+them (``config show``, ``resolved.yaml``, the report) asks the same function. A continued run asks
+again, so a value that nobody wrote is never frozen.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.recipe.accumulation import resolve_accumulation
+from trainkit.recipe.schema import Recipe
+from trainkit.recipe.training_fields import training_fields
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of the machine decides values.
+
+    Attributes:
+        world_size: processes of the run, one a GPU.
+        on_cpu: there is no GPU to train on.
+    """
+
+    world_size: int = 1
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that nobody wrote.
+
+    Attributes:
+        value: what the run uses.
+        origin: what it follows from: ``from model.dtype``.
+        is_of_machine: another machine would use another one, so it is no part of a recipe.
+    """
+
+    value: Any
+    origin: str
+    is_of_machine: bool = False
+
+
+def derive_training(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
+    """The derived values of a recipe's ``training`` section on a machine, by name.
+
+    Raises:
+        RecipeError: ``global_batch_size`` cannot be made of the machine's processes.
+    """
+    derived = derive(
+        recipe.training,
+        model_dtype=recipe.model.dtype,
+        has_deepspeed=recipe.deepspeed is not None,
+        has_adapters=recipe.lora is not None,
+        has_eval=bool(recipe.data.eval),
+        is_streaming=bool(recipe.data.streaming),
+        on_cpu=machine.on_cpu,
+    )
+    name = "gradient_accumulation_steps"
+    if recipe.global_batch_size is not None and name not in recipe.training:
+        plural = "es" if machine.world_size > 1 else ""
+        derived[name] = Derived(
+            resolve_accumulation(recipe, machine.world_size),
+            f"from global_batch_size on {machine.world_size} process{plural}",
+            is_of_machine=True,
+        )
+    return derived
+
+
+def derive(
+    training: Mapping[str, Any],
+    *,
+    model_dtype: str,
+    has_deepspeed: bool,
+    has_adapters: bool,
+    has_eval: bool,
+    is_streaming: bool = False,
+    on_cpu: bool,
+) -> dict[str, Derived]:
+    """What follows from a ``training`` section and what stands around it, by name.
+
+    Args:
+        training: the section; what it says itself stays, but for what the machine cannot do.
+        model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
+        has_deepspeed: DeepSpeed's engine trains.
+        has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
+        has_eval: evaluation data is given, so it is used unless told otherwise.
+        is_streaming: the training rows are streamed.
+        on_cpu: there is no GPU to train on.
+    """
+    found: dict[str, Derived] = {}
+    if on_cpu:
+        no_gpu = "this machine has no GPU"
+        found["use_cpu"] = Derived(True, no_gpu, is_of_machine=True)
+        found["dataloader_pin_memory"] = Derived(False, no_gpu, is_of_machine=True)
+    elif training.get("use_cpu"):
+        found["dataloader_pin_memory"] = Derived(False, "from training.use_cpu")
+    # Plain full fine-tuning in half precision needs no autocast: the weights are in that dtype and
+    # the optimizer keeps fp32 masters. DeepSpeed's engine and fp32 adapters need to be told.
+    says_nothing = "bf16" not in training and "fp16" not in training
+    for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if says_nothing and (has_deepspeed or has_adapters) and model_dtype == dtype:
+            found[name] = Derived(True, "from model.dtype")
+    if has_eval and "eval_strategy" not in training:
+        found["eval_strategy"] = (
+            Derived("steps", "from training.eval_steps")
+            if training.get("eval_steps")
+            else Derived("epoch", "from data.eval")
+        )
+    found |= _checkpointing(training)
+    if is_streaming and not training.get("ignore_data_skip"):
+        # The stream goes on from its own position; there is nothing to pass over.
+        found["ignore_data_skip"] = Derived(True, "from data.streaming")
+    used = {**training, **{name: value.value for name, value in found.items()}}
+    return found | _of_transformers(used)
+
+
+def _checkpointing(training: Mapping[str, Any]) -> dict[str, Derived]:
+    """The two names of activation checkpointing, which mirror each other in transformers >= 5.20.
+
+    Without re-entrance: the re-entrant kind refuses inputs that need no gradient, as under LoRA.
+    """
+    names = ("activation_checkpointing", "gradient_checkpointing")  # the new one wins
+    known = [name for name in names if name in training_fields().fields]
+    given = [name for name in known if training.get(name) is not None]
+    if not given:
+        return {}
+    origin, is_on = f"from training.{given[0]}", training[given[0]]
+    options = [training.get(f"{name}_kwargs") for name in known]
+    found = {}
+    for name, own in zip(known, options, strict=True):
+        if name not in given:
+            found[name] = Derived(is_on, origin)
+        if is_on and own is None:
+            chosen = next((other for other in options if other is not None), None)
+            found[f"{name}_kwargs"] = Derived(chosen or {"use_reentrant": False}, origin)
+    return found
+
+
+def _of_transformers(training: Mapping[str, Any]) -> dict[str, Derived]:
+    """What TrainingArguments works out by itself; told here so that it is seen before."""
+
+    def value(name: str) -> Any:
+        field = training_fields().fields.get(name)
+        return training.get(name, None if field is None else field.default)
+
+    found: dict[str, Derived] = {}
+    if value("eval_strategy") == "steps" and not value("eval_steps"):
+        found["eval_steps"] = Derived(value("logging_steps"), "from training.logging_steps")
+    metric, origin = value("metric_for_best_model"), "from training.metric_for_best_model"
+    needs_metric = value("load_best_model_at_end") or (
+        value("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
+    )
+    if metric is None and needs_metric:
+        metric = "loss"
+        origin = (
+            "from training.load_best_model_at_end"
+            if value("load_best_model_at_end")
+            else "from training.lr_scheduler_type"
+        )
+        found["metric_for_best_model"] = Derived(metric, origin)
+    if metric is not None and value("greater_is_better") is None:
+        found["greater_is_better"] = Derived(not metric.endswith("loss"), origin)
+    for name in ("torch_compile_mode", "torch_compile_backend"):
+        if value(name) is not None and not value("torch_compile"):
+            found["torch_compile"] = Derived(True, f"from training.{name}")
+    if (value("torch_compile") or found.get("torch_compile")) and not value("torch_compile_backend"):
+        found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
+    return found
