@@ -66,8 +66,7 @@ class Lab:
         ]
 
     def data(self, seed=None):
-        from trainkit.train.sampling import CountingCollator
-        from trainkit.train.trainer import TrainingData
+        from trainkit.train.sampling import CountingCollator, TrainingData
 
         pad = self.tokenizer.pad_token_id
         return TrainingData(

@@ -32,7 +32,7 @@ def train(root, kill_after=None, kill_at_write=None):
     if kill_at_write is not None:
         _kill_at_fsync(kill_at_write)
     trainer = Lab(make_tokenizer(), Path(root)).trainer("run", save_total_limit=2, **OPTIONS)
-    point = find_resume_point("auto", output_dir=Path(root, "run"), runs=Path(root), name="run")
+    point = find_resume_point(Path(root, "run"))
     trainer.train(resume_from_checkpoint=None if point is None else str(point.checkpoint))
     return {"digest": _digest(trainer), "resumed_at": 0 if point is None else point.step}
 

@@ -9,6 +9,7 @@ import pytest
 
 from trainkit.cli.app import main
 from trainkit.run import RunDirectory
+from trainkit.run.starts import Start, append_start
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
     recipe = loaded.recipe
     assert (recipe.deepspeed, recipe.kernels, recipe.data.mask) == ("zero2", True, "none")
     assert (recipe.training["seed"], recipe.data.max_length) == (3, 64)
-    assert (options.resume, options.dry_run, options.json) == ("auto", True, True)
+    assert (options.resume, options.dry_run, options.json) == (None, True, True)
     assert options.output_dir == Path("out/run")
     assert options.command == tuple(argv.split()), "as it was typed, so that it can be typed again"
 
@@ -67,11 +68,15 @@ def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
 def test_a_run_is_continued_with_its_own_recipe(recipe, trained, resume):
     run = RunDirectory.create_at("old")
     run.checkpoint(4).mkdir()
-    run.write_text(run.resolved, recipe.read_text() + "training: {max_steps: 7}\n")
-    assert main(["sft", "--resume", resume, "training.seed=3"]) == 0
+    run.write_text(run.recipe, recipe.read_text())
+    append_start(run, Start(overrides=("training.max_steps=7", "kernels=true")))
+    assert main(["sft", "--resume", resume, "training.seed=3", "--deepspeed", "zero1"]) == 0
     ((loaded, options),) = trained
     training = loaded.recipe.training
-    assert (options.resume, training["max_steps"], training["seed"]) == (resume, 7, 3)
+    assert (training["max_steps"], training["seed"], loaded.recipe.kernels) == (7, 3, True)
+    assert options.resume == Path(resume).resolve()
+    assert options.overrides == ("training.seed=3", "deepspeed=zero1")
+    assert loaded.origins["training.max_steps"] == "override at step 0"
 
 
 @pytest.mark.parametrize("arguments", [[], ["--resume"], ["--resume", "nowhere"]])

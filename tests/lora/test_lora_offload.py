@@ -7,9 +7,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trainkit.errors import PatchError
 from trainkit.lora import offload
-from trainkit.recipe import load_recipe
 from trainkit.train.callbacks import OffloadActivations
-from trainkit.train.sections import adapter_fingerprint
 
 
 @pytest.fixture
@@ -135,15 +133,3 @@ def test_the_trainers_callback_offloads_while_training_lasts(journeys, monkeypat
     callback.on_train_end(args, TrainerState(), TrainerControl())
     run(model, make_batch("qwen2"), want_logits=False)
     assert journeys["sent"] == 3
-
-
-def test_a_run_may_be_continued_with_another_setting(tmp_path):
-    path = tmp_path / "r.yaml"
-    path.write_text("model: {name_or_path: m}\ndata: {train: [d]}\nlora: {r: 4}\n")
-    settings = ([], ["lora.offload_activations=true"], ["lora.offload_activations=false"])
-    recipes = [load_recipe(path, overrides).recipe for overrides in settings]
-    assert [recipe.lora.offload_activations for recipe in recipes] == ["auto", True, False]
-    fingerprints = [adapter_fingerprint(recipe) for recipe in recipes]
-    assert fingerprints[0] == fingerprints[1] == fingerprints[2]
-    other = adapter_fingerprint(load_recipe(path, ["lora.r=8"]).recipe)
-    assert other != fingerprints[0]

@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainingArgum
 from trainkit.bench.providers import MODELS, Shape, provide
 from trainkit.data.collator import PaddingCollator
 from trainkit.train.checkpoints import CheckpointWriter
-from trainkit.train.sampling import CountingCollator
-from trainkit.train.trainer import SftTrainer, StopRequest, TrainingData
+from trainkit.train.sampling import CountingCollator, TrainingData
+from trainkit.train.trainer import SftTrainer, StopRequest
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from trainkit.recipe.overrides import is_override
 from trainkit.recipe.presets import DEFAULT_PRESET
 
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {
-    "sft": {"--deepspeed": DEFAULT_PRESET, "--resume": "auto"},
+    "sft": {"--deepspeed": DEFAULT_PRESET, "--resume": "auto", "--allow-changed": "all"},
 }
 """Per command: options that may stand alone, and what they mean then."""
 

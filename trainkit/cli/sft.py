@@ -47,6 +47,14 @@ def sft(
             "(when nothing is named).",
         ),
     ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[KEY]",
+            help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
+            "what it was; all when nothing is named.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -57,7 +65,8 @@ def sft(
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Train a model as a recipe says. The last line printed is the run directory."""
-    from trainkit.recipe import SftOptions, check_files, load_recipe
+    from trainkit.recipe import SftOptions, check_files
+    from trainkit.train.resume.given import read_command
 
     options = {
         "--deepspeed": deepspeed,
@@ -65,10 +74,16 @@ def sft(
         "--pretrain": pretrain or None,
         "--output-dir": output_dir,
     }
-    loaded = load_recipe(config or _recipe_of(resume), overrides or (), options)
+    given = read_command(config, overrides or (), options, resume=resume, output_dir=output_dir)
+    loaded = given.loaded
+    if given.is_done and not dry_run:
+        if os.environ.get("RANK", "0") == "0":
+            typer.echo("the run is done; nothing of it was touched", err=True)
+            typer.echo(str(given.resume))
+        return
     check_files(loaded)
     chosen_dir = loaded.recipe.training.get("output_dir")
-    if chosen_dir is not None and resume is None and not dry_run:
+    if chosen_dir is not None and given.resume is None and not dry_run:
         _check_free(chosen_dir)
 
     from trainkit.train.launch import quieten_imports
@@ -79,7 +94,9 @@ def sft(
     directory = run_sft(
         loaded,
         SftOptions(
-            resume=resume,
+            resume=given.resume,
+            allow_changed=tuple(allow_changed or ()),
+            overrides=given.overrides,
             dry_run=dry_run,
             output_dir=None if chosen_dir is None else Path(chosen_dir),
             command=tuple(context.obj or sys.argv[1:]),
@@ -88,20 +105,6 @@ def sft(
     )
     if directory is not None:
         typer.echo(str(directory))
-
-
-def _recipe_of(resume: str | None) -> Path:
-    """The recipe of the run that is to be continued, with every override that it was given."""
-    from trainkit.errors import RecipeError
-    from trainkit.run import RunDirectory
-
-    if resume is None or resume == "auto":
-        raise RecipeError(
-            "no recipe is given", where="--config", fix="--config FILE, or --resume RUN"
-        )
-    path = Path(resume)
-    is_checkpoint = path.name.startswith("checkpoint-")
-    return RunDirectory.open(path.parent if is_checkpoint else path).resolved
 
 
 def _check_free(output_dir: str) -> None:

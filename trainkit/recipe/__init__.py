@@ -4,7 +4,7 @@ from trainkit.recipe.accumulation import resolve_accumulation
 from trainkit.recipe.derived import Derived, Machine, derive, derive_training
 from trainkit.recipe.files import check_files, read_chat_template
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
-from trainkit.recipe.options import SftOptions
+from trainkit.recipe.options import SftOptions, option_values
 from trainkit.recipe.presets import DEFAULT_PRESET, PRESETS, deepspeed_path
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.reference import KeyReference, key_references
@@ -31,6 +31,7 @@ __all__ = [
     "dump_resolved",
     "key_references",
     "load_recipe",
+    "option_values",
     "read_chat_template",
     "resolve_accumulation",
     "shown_value",

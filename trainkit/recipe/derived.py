@@ -165,6 +165,7 @@ def _of_transformers(training: Mapping[str, Any]) -> dict[str, Derived]:
     for name in ("torch_compile_mode", "torch_compile_backend"):
         if value(name) is not None and not value("torch_compile"):
             found["torch_compile"] = Derived(True, f"from training.{name}")
-    if (value("torch_compile") or found.get("torch_compile")) and not value("torch_compile_backend"):
+    compiles = value("torch_compile") or "torch_compile" in found
+    if compiles and not value("torch_compile_backend"):
         found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
     return found

@@ -136,7 +136,8 @@ def load_recipe(
             values it then replaces key by key.
         overrides: ``section.key=value``; they win over the file.
         cli: options of the command line, ``{"--deepspeed": "zero2"}``; they win over all.
-        bases: the files that the recipe builds on, the deepest first, in place of those it names.
+        bases: for the copy of a recipe that a run keeps: copies of the files it builds on, the
+            deepest first. Secrets, which copies do not hold, are not given then.
         recorded: overrides that a run was given before, each with the label of its origin;
             ``overrides`` win over them.
 
@@ -148,6 +149,8 @@ def load_recipe(
     documents = _with_bases(path, bases)
     for document in documents:
         settings.merge(document)
+    if bases is not None:
+        settings.forget_secrets()
     for text, label in [*recorded, *((text, "override") for text in overrides)]:
         keys, value = parse_override(text)
         _check_sections(settings, keys, text)

@@ -11,15 +11,18 @@ class SftOptions:
     """What a run is told beside its recipe.
 
     Attributes:
-        resume: None for a new run, ``"auto"`` for the last checkpoint, or a run directory or
-            checkpoint.
+        resume: the run or checkpoint directory to continue; None for a new run.
+        allow_changed: what may differ from the run that is continued: keys, or ``all``.
+        overrides: what this start was given beside the recipe and what is recorded.
         dry_run: train one optimizer step in a place that is thrown away, then stop.
         output_dir: the run directory to make, or None for a new one under ``train_model/``.
         command: the command line, to be kept in ``command.sh``.
         json: print one JSON object a line instead of text for people.
     """
 
-    resume: str | None = None
+    resume: Path | None = None
+    allow_changed: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     dry_run: bool = False
     output_dir: Path | None = None
     command: tuple[str, ...] = ()

@@ -8,9 +8,7 @@ import yaml
 
 from trainkit.recipe.derived import Derived, Machine
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue
-
-REDACTED = "<redacted>"
-"""In place of a secret; the run directory's own mark, and a plain word to YAML."""
+from trainkit.recipe.settings import REDACTED
 
 # Fields like hub_token. Not `num_input_tokens_seen`: the word must end the name.
 _SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_key|access_key|credentials)$")

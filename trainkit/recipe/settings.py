@@ -9,6 +9,9 @@ from typing import Any
 
 from trainkit.recipe.document import Document, KeyPath
 
+REDACTED = "<redacted>"
+"""In place of a secret; the run directory's own mark, and a plain word to YAML."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -58,6 +61,12 @@ class Settings:
         origins = dict.fromkeys(_paths(tree, ()), origin)
         self._merge(self.values, tree, (), origins)
 
+    def forget_secrets(self) -> None:
+        """Drop what a run's record keeps in place of secrets: they are asked for anew."""
+        for path in [path for path in self.origins if _at(self.values, path) == REDACTED]:
+            del _at(self.values, path[:-1])[path[-1]]
+            del self.origins[path]
+
     def origin(self, path: KeyPath) -> Origin | None:
         """The origin of a key, or of the closest key above it that has one."""
         while path:
@@ -86,6 +95,12 @@ class Settings:
         stale = [known for known in self.origins if known[: len(path)] == path]
         for known in stale:
             del self.origins[known]
+
+
+def _at(tree: Any, path: KeyPath) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _paths(value: Any, prefix: KeyPath) -> Iterator[KeyPath]:

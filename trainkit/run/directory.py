@@ -28,7 +28,7 @@ from trainkit.run.files import (
 )
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.redact import redact, redact_text
-from trainkit.run.status import Status, read_status
+from trainkit.run.status import Status, launch_id, read_status
 
 State = Literal["running", "done", "failed", "interrupted"]
 
@@ -61,7 +61,7 @@ class RunDirectory:
             RunDirectoryError: the directory cannot be made.
         """
         stamp = (now or datetime.now(timezone.utc)).strftime("%Y%m%dT%H%M%SZ")
-        base = f"{_file_name(name)}-{stamp}"
+        base = f"{file_name(name)}-{stamp}"
         parent = Path(parent).expanduser()
         with explain_os_errors(parent):
             parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +127,11 @@ class RunDirectory:
             )
         return cls(root.resolve())
 
+    @classmethod
+    def adopt(cls, path: Path | str) -> RunDirectory:
+        """Begin a run in a directory that exists and that the caller knows to be one."""
+        return cls(Path(path).expanduser().resolve())._prepare()
+
     def _prepare(self) -> RunDirectory:
         with explain_os_errors(self.root):
             self.logs.mkdir(mode=PRIVATE_DIRECTORY_MODE, exist_ok=True)
@@ -175,6 +180,20 @@ class RunDirectory:
     def changed(self) -> Path:
         """One line for each row that was cut or mended."""
         return self.root / "changed.jsonl"
+
+    @property
+    def changes(self) -> Path:
+        """One line for each start of the run: overrides, and what they changed."""
+        return self.root / "changes.jsonl"
+
+    @property
+    def bases(self) -> list[Path]:
+        """The recipes that the recipe builds on, as they were given, the deepest first."""
+        return sorted(self.root.glob("recipe.base*.yaml"))
+
+    def base(self, place: int) -> Path:
+        """The copy of one of them."""
+        return self.root / f"recipe.base{place:02d}.yaml"
 
     @property
     def kernels(self) -> Path:
@@ -258,7 +277,7 @@ class RunDirectory:
                 set aside, and the curves mark the point.
         """
         writer = MetricsWriter(self.metrics, resume_step=resume_step)
-        if resume_step is not None:
+        if resume_step:
             status = self.status()
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
             self._save(status.updated_with(resumed_at_steps=[*resumed, resume_step]))
@@ -288,6 +307,7 @@ class RunDirectory:
                 last_step=before.last_step if step is None else step,
                 pid=os.getpid(),
                 host=socket.gethostname(),
+                launch=launch_id(),
             )
         )
 
@@ -350,7 +370,7 @@ class RunDirectory:
         return max((row["step"] for row in rows), default=None)
 
 
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     """``name`` as one path component: word characters (of any script), dots and dashes."""
     safe = re.sub(r"[^\w.\-]+", "-", name).strip("-.")
     # 255 bytes is the usual limit of a component; the stamp and a number need 22.

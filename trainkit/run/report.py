@@ -13,6 +13,7 @@ from trainkit.run.format import format_count, format_duration, format_loss, form
 from trainkit.run.metrics import read_metrics
 from trainkit.run.page import details, figures, page, paragraph, section, table
 from trainkit.run.plot import svg_plots
+from trainkit.run.starts import read_starts
 
 MAX_ANSWERS = 30
 
@@ -46,6 +47,7 @@ def render_report(run: RunDirectory) -> str:
         section("Data", _data(data)),
         section("Kernels", _kernels(read_json(run.kernels))),
         section("Recipe", _recipe(run)),
+        section("Starts", _starts(run)),
         section("Command", _command(run)),
         section("Environment", _environment(read_json(run.environment))),
     ]
@@ -194,6 +196,21 @@ def _recipe(run: RunDirectory) -> str:
     return paragraph("Every value and where it came from; defaults are grey.") + (
         "<pre>" + "\n".join(lines) + "</pre>"
     )
+
+
+def _starts(run: RunDirectory) -> str:
+    """What a continued run was given on the way; nothing for a run that began and ended."""
+    starts = read_starts(run)
+    if len(starts) < 2:
+        return ""
+    rows = []
+    for start in starts:
+        changes = [f"{row['key']}: {row['before']} → {row['now']}" for row in start.changes]
+        accepted = [f"{row['key']}: {row['before']} → {row['now']}" for row in start.accepted]
+        cells = (start.overrides, changes, accepted, start.retired)
+        rows.append((start.step, start.time, *("; ".join(cell) for cell in cells)))
+    heads = ("from step", "time", "overrides", "changed", "accepted", "retired")
+    return table(heads, rows)
 
 
 def _command(run: RunDirectory) -> str:

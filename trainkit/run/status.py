@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ class Status:
         updated: when this file was written, ISO 8601, UTC.
         pid: the main process.
         host: the machine it runs on.
+        launch: the torchrun that started it; the same after one of its restarts.
     """
 
     state: str = "running"
@@ -40,6 +43,7 @@ class Status:
     updated: str = dataclasses.field(default_factory=utc_now)
     pid: int | None = None
     host: str | None = None
+    launch: str | None = None
 
     def updated_with(self, **changes: Any) -> Status:
         """A copy with these fields changed and ``updated`` set to now."""
@@ -48,6 +52,19 @@ class Status:
     def to_dict(self) -> dict[str, Any]:
         """The content of ``status.json``."""
         return dataclasses.asdict(self)
+
+
+def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """What tells one torchrun from another and outlives its restarts; None without torchrun."""
+    variables = os.environ if environ is None else environ
+    run_id = variables.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    if run_id != "none":
+        return run_id
+    place = f"{variables.get('MASTER_ADDR')}:{variables.get('MASTER_PORT')}"
+    is_one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
+    return f"{place}/{os.getppid()}" if is_one_host else place
 
 
 def read_status(path: Path) -> Status:

@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 def _comparable(name: str, value: Any) -> Any:
-    """One spelling of a value: transformers turns "none" into [], null into false, a word in a list."""
+    """One spelling of a value: transformers makes [] of "none" and false of null."""
     if name in ("report_to", "debug") and isinstance(value, str):
         value = [] if value in ("none", "") else value.split()
     if name == "include_num_input_tokens_seen" and isinstance(value, bool):

@@ -27,18 +27,16 @@ from trainkit.recipe import (
     LoadedRecipe,
     Recipe,
     SftOptions,
-    dump_resolved,
     read_chat_template,
 )
 from trainkit.run import (
     Console,
     RunDirectory,
-    capture_environment,
-    command_script,
     start_rank_log,
     stop_rank_log,
 )
-from trainkit.train.checkpoints import ResumePoint, check_fingerprint, find_resume_point
+from trainkit.run.starts import begin_again
+from trainkit.train.checkpoints import check_base_weights, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.finish import AfterTraining
@@ -50,13 +48,15 @@ from trainkit.train.launch import (
 from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
+from trainkit.train.resume.changes import review, settings_of, versions
+from trainkit.train.resume.given import RUNS
+from trainkit.train.resume.record import Resumption, write_record, write_start
 from trainkit.train.sections import (
-    RUNS,
-    adapter_fingerprint,
     data_options,
     data_sources,
     feeding,
     lora_options,
+    machine,
     model_source,
     trainer_arguments,
 )
@@ -93,18 +93,18 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         if options.dry_run:
             _dry_run(loaded, prepared, place, console, temporary)
             return None
-        fingerprint = _fingerprint(loaded.recipe, prepared, place)
-        point = _resume_point(loaded, options, place, fingerprint, console)
-        run = _run_directory(loaded, options, place, point)
+        resumption = _resumption(loaded, prepared, options, place, console)
+        run = _run_directory(loaded, options, place, resumption)
         log = start_rank_log(run.rank_log(place.dist_rank), place.dist_rank)
         scratch.callback(stop_rank_log, log)
         with _recording(run, place):
-            if place.is_main and point is None:
-                _write_record(run, loaded, prepared.data)
+            if place.is_main and resumption.point is None:
+                write_record(run, loaded, prepared.data, options, machine(place))
                 if run.dropped.exists():
                     console.note(f"each dropped row has its line in {run.dropped}")
             prepared.args.output_dir = str(run.root)
-            _session(loaded, prepared, run, place, console, fingerprint).train(point)
+            session = _session(loaded, prepared, run, place, console, options, resumption)
+            session.train(resumption.point)
     return run.root if place.is_main else None
 
 
@@ -166,7 +166,8 @@ def _session(
     run: RunDirectory,
     place: ProcessPlace,
     console: Console,
-    fingerprint: Mapping[str, Any],
+    options: SftOptions,
+    resumption: Resumption,
 ) -> Session:
     """Build the model and everything that training needs around it."""
     recipe = loaded.recipe
@@ -188,7 +189,11 @@ def _session(
         tokenizer=prepared.tokenizer,
         data=prepared.data,
         built=built,
-        fingerprint=fingerprint,
+        fingerprint=resumption.fingerprint,
+        settings=settings_of(loaded),
+        begin=lambda args: write_start(run, loaded, options, machine(place), resumption, args),
+        review=resumption.review,
+        begins_again=resumption.point is None and options.resume is not None,
         max_length=recipe.data.max_length,
         is_packed=recipe.data.packing,
         lora_plus_ratio=recipe.lora.lora_plus_ratio if recipe.lora else None,
@@ -233,45 +238,53 @@ def _relaunch_on_all_gpus(options: SftOptions) -> None:
     os.execv(command[0], command)
 
 
-def _resume_point(
+def _resumption(
     loaded: LoadedRecipe,
+    prepared: _Prepared,
     options: SftOptions,
     place: ProcessPlace,
-    fingerprint: Mapping[str, Any],
     console: Console,
-) -> ResumePoint | None:
+) -> Resumption:
     """Find and verify the checkpoint to continue from; hashing it is one rank's work.
 
     Raises:
-        CheckpointError: there is none, or it belongs to another run.
+        CheckpointError: it is damaged, or not of the user's own.
+        ResumeRefusedError: the run would not be what it was begun as.
     """
+    fingerprint = _fingerprint(loaded.recipe, prepared, place)
     resume = options.resume
     if resume is None:
-        return None
-    point = _decided_by_main(
-        place,
-        lambda: find_resume_point(
-            resume, output_dir=options.output_dir, runs=RUNS, name=loaded.name
-        ),
-    )
+        return Resumption(fingerprint)
+    point = _decided_by_main(place, lambda: find_resume_point(resume))
     if point is None:
-        return None
-    check_fingerprint(point, fingerprint)
+        console.note(
+            f"{resume} was stopped before its first checkpoint; it starts again from step 0, in "
+            "the same directory"
+        )
+        return Resumption(fingerprint)
+    reviewed = review(point, settings_of(loaded), fingerprint, options.allow_changed)
+    check_base_weights(point, loaded.recipe.model.name_or_path)
     # Optimizer states and ZeRO shards are pickles: only the user's own may be loaded.
     refuse_foreign(point.checkpoint)
     for path, reason in point.skipped:
         console.warn(f"{path.name} is damaged and was passed over: {reason}")
     console.note(f"continuing from {point.checkpoint}")
-    return point
+    for change in reviewed.changes:
+        console.note(f"from step {point.step} on, {change}")
+    for change in reviewed.accepted:
+        console.warn(f"not as it was, and accepted: {change}")
+    return Resumption(fingerprint, point, reviewed)
 
 
 def _run_directory(
-    loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace, point: ResumePoint | None
+    loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace, resumption: Resumption
 ) -> RunDirectory:
     """Make the run directory on rank 0, or open the one to continue; all ranks learn of it."""
-    if point is not None:
-        return RunDirectory.open(point.run)
-    wanted = options.output_dir
+    if resumption.point is not None:
+        return RunDirectory.open(resumption.point.run)
+    wanted, stopped = options.output_dir, options.resume
+    if stopped is not None:
+        return _decided_by_main(place, lambda: begin_again(stopped))
     return _decided_by_main(
         place,
         lambda: (
@@ -302,31 +315,17 @@ def _recording(run: RunDirectory, place: ProcessPlace) -> Iterator[None]:
         yield
 
 
-def _write_record(run: RunDirectory, loaded: LoadedRecipe, data: RunData) -> None:
-    """What is known before training: recipe, command, environment, data."""
-    run.write_text(run.recipe, loaded.source_text)
-    run.write_text(run.resolved, dump_resolved(loaded), private=True)
-    run.write_text(run.command, command_script(), private=True)
-    run.write_json(run.environment, capture_environment(), private=True)
-    run.write_json(run.data, data.summary)
-    for target in (run.dropped, run.changed):
-        entries = data.ledger.with_name(target.name)
-        if entries.exists():
-            run.write_text(target, entries.read_text(encoding="utf-8"))
-
-
 def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> dict[str, Any]:
-    """What a continued run must share with the one it continues, or its curve means nothing."""
+    """What surrounds a recipe and decides the curve; a continued run must share it."""
     args = prepared.args
     micro = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    quantized = recipe.lora is not None and recipe.lora.quantize is not None
     return {
         "data": prepared.data.fingerprint,
-        "model": recipe.model.name_or_path,
-        "lora": adapter_fingerprint(recipe),
         "rows_per_step": micro * place.world_size,
-        "seed": args.seed,
-        # ZeRO's shards fit the same number of ranks only.
-        "num_ranks": place.world_size if recipe.deepspeed else None,
+        "num_ranks": place.world_size,
+        "device": args.device.type,
+        "versions": versions(deepspeed=recipe.deepspeed is not None, quantized=quantized),
     }
 
 
@@ -336,7 +335,9 @@ def _dry_run(
     """Train one step in a directory that is thrown away, and report what it cost."""
     run = RunDirectory.create_at(scratch / "run")
     prepared.args.output_dir = str(run.root)
-    fingerprint = _fingerprint(loaded.recipe, prepared, place)
-    verdict = run_one_step(_session(loaded, prepared, run, place, console, fingerprint))
+    resumption = Resumption(_fingerprint(loaded.recipe, prepared, place))
+    options = SftOptions(dry_run=True)
+    session = _session(loaded, prepared, run, place, console, options, resumption)
+    verdict = run_one_step(session)
     figures = describe_dry_run(verdict, prepared.data, prepared.args)
     console.finish(figures, title="dry run: ready to train")

@@ -30,18 +30,38 @@ class RunRecorder(TrainerCallback):
     """Writes metrics, keeps the console and the curves up to date. Rank 0 only.
 
     The curves are drawn by another process, so that no step waits for matplotlib.
+
+    Args:
+        run: where it writes.
+        console: speaks.
+        resume_step: the last step that stands; 0 redoes everything, None is a new run.
+        begin: called once with the Trainer's arguments, when nothing can refuse the run any more.
     """
 
-    def __init__(self, run: RunDirectory, console: Console, metrics: MetricsWriter) -> None:
+    def __init__(
+        self,
+        run: RunDirectory,
+        console: Console,
+        *,
+        resume_step: int | None,
+        begin: Callable[[TrainingArguments], None],
+    ) -> None:
         self._run = run
         self._console = console
-        self._metrics = metrics
+        self._resume_step = resume_step
+        self._begin = begin
+        self._metrics: MetricsWriter | None = None
         self._curves = CurveRefresher(run)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Start the progress display."""
+        """Write down what this start was given, and start the progress display.
+
+        Only now: until here the run may still be refused, and is then as it was.
+        """
+        self._begin(args)
+        self._metrics = self._run.open_metrics(resume_step=self._resume_step)
         self._console.start(state.max_steps, first_step=state.global_step)
 
     def on_step_end(
@@ -63,7 +83,8 @@ class RunRecorder(TrainerCallback):
         row = {"step": state.global_step, **(logs or {})}
         if "loss" not in row and not any(key.startswith("eval_") for key in row):
             return
-        self._metrics.append(row)
+        if self._metrics is not None:
+            self._metrics.append(row)
         self._console.log(row)
         self._curves.refresh()
 
@@ -75,7 +96,8 @@ class RunRecorder(TrainerCallback):
 
     def finish(self) -> None:
         """Close the metrics and wait for the last drawing."""
-        self._metrics.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self._curves.close()
 
 

@@ -8,7 +8,7 @@ done, can never point at half a checkpoint.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 
 from trainkit.checkpoint.atomic import commit, discard, newest_valid, remove_directory, stage
-from trainkit.checkpoint.base_fingerprint import base_on_disk, write_fingerprint
-from trainkit.checkpoint.base_fingerprint import check_fingerprint as check_base
+from trainkit.checkpoint.base_fingerprint import (
+    base_on_disk,
+    check_fingerprint,
+    write_fingerprint,
+)
 from trainkit.checkpoint.companions import carry_record
 from trainkit.checkpoint.manifest import Manifest, verify_directory
-from trainkit.errors import CheckpointError, ResumeRefusedError
+from trainkit.errors import CheckpointError
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -85,11 +88,14 @@ class CheckpointWriter:
 
     Attributes:
         root: the run directory.
-        fingerprint: what a resumed run must agree with, stored in each manifest.
+        fingerprint: data, processes and versions, stored in each manifest.
+        settings: every value of the recipe as it is used, stored likewise: a continued run says
+            what of it has changed.
     """
 
     root: Path
     fingerprint: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def saving(self, step: int, accelerator: Accelerator, state: TrainerState) -> Iterator[Path]:
@@ -97,7 +103,11 @@ class CheckpointWriter:
         target = self.root / folder_name(step)
         if target.exists() and accelerator.is_main_process:
             remove_directory(target)  # written by an attempt that is being redone
-        metadata = {"step": step, "run": dict(self.fingerprint)}
+        metadata = {
+            "step": step,
+            "run": dict(self.fingerprint),
+            "settings": dict(self.settings),
+        }
         with written_together(target, accelerator, metadata) as inner:
             yield inner.parent
             if state.best_model_checkpoint == str(inner):
@@ -154,7 +164,8 @@ class ResumePoint:
         run: the run directory that holds it.
         checkpoint: the checkpoint directory.
         step: its optimizer step.
-        fingerprint: what the run was started with, from the manifest.
+        fingerprint: what surrounded the run, from the manifest.
+        settings: the recipe's values as they were used, from the manifest.
         skipped: newer checkpoints that were damaged, with the reason.
     """
 
@@ -162,95 +173,65 @@ class ResumePoint:
     checkpoint: Path
     step: int
     fingerprint: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     skipped: tuple[tuple[Path, str], ...] = ()
 
 
-def find_resume_point(
-    request: str, *, output_dir: Path | None, runs: Path, name: str
-) -> ResumePoint | None:
-    """Turn ``--resume auto|PATH`` into a verified checkpoint.
+def find_resume_point(path: Path) -> ResumePoint | None:
+    """The checkpoint to continue from, every byte of it verified.
 
     Args:
-        request: ``auto``, a run directory, or a checkpoint directory.
-        output_dir: with ``auto``, the run directory to continue.
-        runs: where run directories are made; ``auto`` without ``output_dir`` takes the newest run
-            there that is called ``name-*`` and has a checkpoint.
-        name: the run's name.
+        path: a checkpoint directory, or a run directory, of which the newest whole one is taken.
 
     Returns:
-        None when ``auto`` finds a run without any checkpoint, or no run: start from the beginning.
+        None when the run has no checkpoint: it was stopped before the first one.
 
     Raises:
-        CheckpointError: the path holds no whole checkpoint.
+        CheckpointError: the checkpoint is damaged, or all of the run's are.
     """
-    if request == "auto":
-        candidates = [output_dir] if output_dir else sorted(runs.glob(f"{name}-*"), reverse=True)
-        for run in candidates:
-            point = _newest_in(run) if run is not None and run.is_dir() else None
-            if point is not None:
-                return point
-        return None
-    path = Path(request)
     if (path / TRAINER_STATE).is_file():
-        manifest = verify_directory(path)
-        return _resume_point(path, manifest)
-    point = _newest_in(path) if path.is_dir() else None
-    if point is None:
+        return _resume_point(path, verify_directory(path))
+    newest = newest_valid(path)
+    if newest.path is not None and newest.manifest is not None:
+        return _resume_point(newest.path, newest.manifest, newest.skipped)
+    if newest.skipped:
+        damaged, reason = newest.skipped[0]
         raise CheckpointError(
-            "there is no whole checkpoint here to resume from",
-            where=str(path),
-            fix="give a run directory or one of its checkpoint-N directories",
+            f"every checkpoint is damaged; the newest: {reason}",
+            where=str(damaged),
+            fix="start a new run, or put the damaged files back",
         )
-    return point
-
-
-def _newest_in(run: Path) -> ResumePoint | None:
-    newest = newest_valid(run)
-    if newest.path is None or newest.manifest is None:
-        if newest.skipped:
-            path, reason = newest.skipped[0]
-            raise CheckpointError(
-                f"every checkpoint is damaged; the newest: {reason}",
-                where=str(path),
-                fix="start a new run, or put the damaged files back",
-            )
-        return None
-    return _resume_point(newest.path, newest.manifest, newest.skipped)
+    if _step_of(path) >= 0:
+        raise CheckpointError(
+            f"there is no {TRAINER_STATE} in this checkpoint",
+            where=str(path),
+            fix="give the run directory, or another checkpoint of it",
+        )
+    return None
 
 
 def _resume_point(
     path: Path, manifest: Manifest, skipped: tuple[tuple[Path, str], ...] = ()
 ) -> ResumePoint:
-    step = int(manifest.metadata.get("step", _step_of(path)))
-    return ResumePoint(path.parent, path, step, manifest.metadata.get("run", {}), skipped)
+    known = manifest.metadata
+    return ResumePoint(
+        path.parent,
+        path,
+        int(known.get("step", _step_of(path))),
+        known.get("run", {}),
+        known.get("settings", {}),
+        skipped,
+    )
 
 
-def check_fingerprint(point: ResumePoint, fingerprint: Mapping[str, Any]) -> None:
-    """Refuse to continue a run on other data, another model or another batch.
+def check_base_weights(point: ResumePoint, base: str) -> None:
+    """Compare the weights under an adapter, where they lie on this disk.
 
     Raises:
-        ResumeRefusedError: naming each value that changed.
-        CheckpointError: an adapter's base has other weights than those it was trained over so far.
+        CheckpointError: they are not those it was trained over so far.
     """
-    saved = point.fingerprint
-    changed = [
-        f"{key} was {saved.get(key)!r} and is {value!r}"
-        for key, value in fingerprint.items()
-        if saved.get(key) != value
-    ]
-    if changed:
-        raise ResumeRefusedError(
-            "the run was started with other settings: " + "; ".join(changed),
-            where=str(point.checkpoint),
-            fix="give the run's own recipe and data, or start a new run without --resume",
-        )
-    _check_base(point.checkpoint, str(fingerprint.get("model")))
-
-
-def _check_base(checkpoint: Path, base: str) -> None:
-    """Compare the weights under an adapter, where they lie on this disk."""
     try:
-        check_base(checkpoint, base_on_disk(base))
+        check_fingerprint(point.checkpoint, base_on_disk(base))
     except CheckpointError as error:
         fix = "put the base's weights back, or start a new run without --resume"
         raise CheckpointError(error.what, where=error.where, fix=fix) from None

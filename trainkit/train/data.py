@@ -23,9 +23,8 @@ from trainkit.data.rows import decode_row, read_row
 from trainkit.data.streaming import SampleStream
 from trainkit.data.summary import notes_of, source_notes
 from trainkit.errors import DataError, ModelError
-from trainkit.train.sampling import CountingCollator, EpochDataset
+from trainkit.train.sampling import CountingCollator, EpochDataset, TrainingData
 from trainkit.train.source_loss import distinct_labels
-from trainkit.train.trainer import TrainingData
 
 
 @dataclass(frozen=True)

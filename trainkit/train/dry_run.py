@@ -23,8 +23,9 @@ from transformers.integrations.integration_utils import get_reporting_integratio
 from trainkit.errors import TrainkitError
 from trainkit.train.data import RunData
 from trainkit.train.finish import generation_config
+from trainkit.train.sampling import TrainingData
 from trainkit.train.session import Session
-from trainkit.train.trainer import SftTrainer, StopRequest, TrainingData
+from trainkit.train.trainer import SftTrainer, StopRequest
 
 LARGEST_CHECKPOINT = 2**30
 """Bytes of weights and optimizer states up to which a checkpoint is written to see that it can."""

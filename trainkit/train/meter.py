@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -50,6 +51,38 @@ class Meter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._counts = StepCounts()
+        self._carried_correct: torch.Tensor | None = None
+
+    def state(self, model: nn.Module) -> dict[str, Any]:
+        """What this rank has counted since the last logged row, as plain JSON values."""
+        counts = asdict(self._counts)
+        counts["seconds"] = time.perf_counter() - counts.pop("started")
+        correct = self._take_correct(model)
+        self._carried_correct = correct
+        sums = None if self.sources is None else self.sources.sums
+        return {
+            "counts": counts,
+            "correct": None if correct is None else correct.tolist(),
+            "sources": None if sums is None else sums.tolist(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where :meth:`state` was taken."""
+        device = self._accelerator.device
+        counts = dict(state["counts"])
+        started = time.perf_counter() - counts.pop("seconds")
+        self._counts = StepCounts(**counts, started=started)
+        if state["correct"] is not None:
+            self._carried_correct = torch.tensor(state["correct"], device=device)
+        if state["sources"] is not None and self.sources is not None:
+            self.sources.sums = torch.tensor(state["sources"], dtype=torch.float64, device=device)
+
+    def _take_correct(self, model: nn.Module) -> torch.Tensor | None:
+        correct, carried = take_correct(model), self._carried_correct
+        self._carried_correct = None
+        if correct is None or carried is None:
+            return carried if correct is None else correct
+        return correct + carried
 
     def count_step(self, seconds: float) -> None:
         """A step's batches were fetched in so many seconds."""
@@ -109,7 +142,7 @@ class Meter:
         if self._stream is not None:
             rows = [self._stream.num_rows, self._stream.num_dropped]
             mine["stream"] = torch.tensor(rows, dtype=torch.float64, device=device)
-        correct = take_correct(model)
+        correct = self._take_correct(model)
         if correct is not None:
             mine["correct"] = correct.double()
         total = self._accelerator.reduce(torch.cat(list(mine.values())), reduction="sum").tolist()

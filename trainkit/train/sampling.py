@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from trainkit.data.streaming import SampleStream
+
 LENGTH_BLOCK = 400
 """``group_by_length`` sorts within blocks of so many samples, so that like lengths meet."""
 
@@ -133,6 +135,31 @@ class CountingCollator:
             "num_tokens": self.count_tokens(samples),
             "num_trained_tokens": int(torch.count_nonzero(labels != -100)),
         }
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """A map-style dataset with everything the loaders need to know about it.
+
+    Attributes:
+        samples: in the order of an epoch.
+        collator: turns a list of samples into a batch, counts included.
+        without_training: turns a sample into one of which nothing is trained.
+        sources: what to call each source in the log, where their losses are told apart; batches
+            then have ``source_ids``.
+        stream: where the training rows come from instead; ``samples`` are its first ones then.
+    """
+
+    samples: EpochDataset
+    collator: CountingCollator
+    without_training: Callable[[Any], Any]
+    sources: tuple[str, ...] = ()
+    stream: SampleStream | None = None
+
+    def one_batch(self) -> dict[str, torch.Tensor]:
+        """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
+        batch = self.collator([self.samples[0]])
+        return {name: batch[name] for name in ("input_ids", "labels")}
 
 
 def take_counts(batch: dict[str, Any]) -> Mapping[str, int]:

@@ -5,8 +5,6 @@ With ``build.py`` the only reader of recipe fields; everything below takes plain
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -19,9 +17,7 @@ from trainkit.train.arguments import deepspeed_config, training_arguments
 from trainkit.train.data import Feeding
 from trainkit.train.launch import ProcessPlace, prepare_deepspeed
 from trainkit.train.loading import ModelSource, stop_token_ids
-
-RUNS = Path("train_model")
-"""Where run directories go unless the command line says otherwise."""
+from trainkit.train.resume.given import RUNS
 
 
 def model_source(recipe: Recipe) -> ModelSource:
@@ -108,13 +104,6 @@ def lora_options(recipe: Recipe) -> LoraOptions | None:
         adapter_dtype=lora.adapter_dtype,
         offload_activations=lora.offload_activations,
     )
-
-
-def adapter_fingerprint(recipe: Recipe) -> dict[str, Any] | None:
-    """What of the adapters a continued run must share with the one it continues."""
-    if recipe.lora is None:
-        return None
-    return recipe.lora.model_dump(mode="json", exclude={"offload_activations"})
 
 
 def trainer_arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:

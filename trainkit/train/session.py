@@ -1,8 +1,8 @@
 """One training session: the Trainer with everything around it, and what it leaves behind."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ from trainkit.train.finish import AfterTraining, answer_held_out, save_final
 from trainkit.train.flops import peak_flops, training_flops_per_token
 from trainkit.train.model import BuiltModel
 from trainkit.train.refusals import settings_refused_by
+from trainkit.train.resume.changes import Review
+from trainkit.train.resume.take_up import TakeUp
 from trainkit.train.trainer import SftTrainer, StopRequest
 
 
@@ -43,12 +45,16 @@ class Session:
         tokenizer: of the model.
         data: what is trained and evaluated on.
         built: the model.
-        fingerprint: what a continued run must agree with.
+        fingerprint: data, processes and versions, which a continued run must share.
+        settings: every value of the recipe as it is used.
+        begin: writes down what this start was given; called when nothing can refuse it any more.
         max_length: tokens per sample, for MFU.
         is_packed: several documents share a row.
         lora_plus_ratio: see :mod:`trainkit.train.optim`.
         is_main: whether this rank writes.
         after: what is asked of the trained model.
+        review: what a continued run does otherwise than its checkpoint.
+        begins_again: the run was stopped before its first checkpoint; its rows are redone.
     """
 
     run: RunDirectory
@@ -58,11 +64,15 @@ class Session:
     data: RunData
     built: BuiltModel
     fingerprint: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    begin: Callable[[TrainingArguments], None]
     max_length: int
     is_packed: bool
     lora_plus_ratio: float | None
     is_main: bool
     after: AfterTraining
+    review: Review = field(default_factory=Review)
+    begins_again: bool = False
 
     def train(self, point: ResumePoint | None) -> None:
         """Train, from the beginning or from ``point``, and write the final model and the report.
@@ -75,6 +85,7 @@ class Session:
         trainer = self.trainer(stop)
         if point is not None:
             trainer.add_callback(KeepToThePlan(point, self.console))
+            trainer.add_callback(TakeUp(trainer, self.review, point.checkpoint))
         recorder = self._recorder(point)
         if recorder is not None:
             trainer.add_callback(recorder)
@@ -113,7 +124,7 @@ class Session:
                 tokenizer=self.tokenizer,
                 train_data=self.data.train,
                 eval_data=self.data.eval,
-                checkpoints=CheckpointWriter(self.run.root, self.fingerprint),
+                checkpoints=CheckpointWriter(self.run.root, self.fingerprint, self.settings),
                 stop=stop,
                 lora_plus_ratio=self.lora_plus_ratio,
                 flops_per_token=training_flops_per_token(self.built.model, self.max_length),
@@ -130,8 +141,13 @@ class Session:
     def _recorder(self, point: ResumePoint | None) -> RunRecorder | None:
         if not self.is_main:
             return None
-        metrics = self.run.open_metrics(resume_step=None if point is None else point.step)
-        return RunRecorder(self.run, self.console, metrics)
+        resume_step = 0 if self.begins_again else None
+        return RunRecorder(
+            self.run,
+            self.console,
+            resume_step=resume_step if point is None else point.step,
+            begin=self.begin,
+        )
 
     def _finish(self, trainer: SftTrainer, seconds: float) -> None:
         """The final model first, then everything that only describes it."""

@@ -33,6 +33,9 @@ class SourceLosses:
     Args:
         model: what is trained, under any wrapper.
         labels: what the sources are called in the log; their places are the ``source_ids``.
+
+    Attributes:
+        sums: (2, G) float64 since the last `take`: losses and trained tokens; None before a batch.
     """
 
     def __init__(self, model: nn.Module, labels: Sequence[str]) -> None:
@@ -40,7 +43,7 @@ class SourceLosses:
         self._heads = [module for module in model.modules() if isinstance(module, LossHead)]
         for head in self._heads:
             head.keeps_row_losses = True
-        self._sums: torch.Tensor | None = None
+        self.sums: torch.Tensor | None = None
 
     @torch.no_grad()
     def add(
@@ -71,11 +74,11 @@ class SourceLosses:
         # where, not a product: a loss that is no number must not reach the other sources.
         sums = torch.where(belongs, rows, 0).sum((0, 1), dtype=torch.float64)
         batch = torch.stack((sums, belongs.sum((0, 1)).double()))
-        self._sums = batch if self._sums is None else self._sums + batch
+        self.sums = batch if self.sums is None else self.sums + batch
 
     def take(self, device: torch.device) -> torch.Tensor:
         """(2, G) float64 on ``device``: losses and trained tokens; zeros if there was no batch."""
-        sums, self._sums = self._sums, None
+        sums, self.sums = self.sums, None
         if sums is None:
             return torch.zeros(2, len(self.labels), dtype=torch.float64, device=device)
         return sums

@@ -8,7 +8,7 @@ loop itself included, is transformers' (Trainer, 5.17 to 5.23).
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,48 +19,22 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from trainkit.data.streaming import SampleStream
 from trainkit.errors import TrainkitError
 from trainkit.models.loss_head import LossHead
 from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
 from trainkit.train.meter import Meter
 from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
 from trainkit.train.refusals import settings_refused_by
+from trainkit.train.resume.take_up import options_of, save_window
 from trainkit.train.sampling import (
-    CountingCollator,
     EpochDataLoader,
-    EpochDataset,
     FillingDataset,
     RankBatchSampler,
+    TrainingData,
     take_counts,
 )
 from trainkit.train.source_loss import SourceLosses
 from trainkit.train.streaming import StreamLoader, StreamState
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """A map-style dataset with everything the loaders need to know about it.
-
-    Attributes:
-        samples: in the order of an epoch.
-        collator: turns a list of samples into a batch, counts included.
-        without_training: turns a sample into one of which nothing is trained.
-        sources: what to call each source in the log, where their losses are told apart; batches
-            then have ``source_ids``.
-        stream: where the training rows come from instead; ``samples`` are its first ones then.
-    """
-
-    samples: EpochDataset
-    collator: CountingCollator
-    without_training: Callable[[Any], Any]
-    sources: tuple[str, ...] = ()
-    stream: SampleStream | None = None
-
-    def one_batch(self) -> dict[str, torch.Tensor]:
-        """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
-        batch = self.collator([self.samples[0]])
-        return {name: batch[name] for name in ("input_ids", "labels")}
 
 
 @dataclass
@@ -112,6 +86,7 @@ class SftTrainer(Trainer):
         self._stop = stop
         self._lora_plus_ratio = lora_plus_ratio
         self._staging: Path | None = None
+        self.group_options: list[dict[str, Any]] = []
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
         self._eval_source_losses = _source_losses(model, eval_data)
         super().__init__(
@@ -122,7 +97,7 @@ class SftTrainer(Trainer):
             processing_class=tokenizer,
         )
         self._stream = self._stream_state()
-        self._meter = Meter(
+        self.meter = Meter(
             self.accelerator,
             sources=_source_losses(model, train_data),
             stream=self._stream,
@@ -224,9 +199,9 @@ class SftTrainer(Trainer):
             return [], None  # a finished run was resumed: transformers would train a step more
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._meter.count_step(time.perf_counter() - started)
+        self.meter.count_step(time.perf_counter() - started)
         for batch in batches:
-            self._meter.count_batch(self._take_counts(batch))
+            self.meter.count_batch(self._take_counts(batch))
         return batches, num_items
 
     def _take_counts(self, batch: dict[str, Any]) -> Mapping[str, int]:
@@ -252,7 +227,7 @@ class SftTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Transformers' loss; what each source has of it is summed on the way."""
-        sources = self._meter.sources
+        sources = self.meter.sources
         if sources is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         source_ids, labels = inputs.pop("source_ids"), inputs["labels"]
@@ -292,9 +267,15 @@ class SftTrainer(Trainer):
         return made
 
     @settings_refused_by("the schedule", "training.lr_scheduler_type")
-    def create_scheduler(self, *arguments: Any, **keywords: Any) -> Any:
-        """Transformers' schedule; what it refuses is said with the key."""
-        return super().create_scheduler(*arguments, **keywords)
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """Transformers' schedule; notes what the recipe gives the optimizer on the way."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        # A checkpoint's values take their place after this. In place: DeepSpeed calls a copy of us.
+        chosen = self.optimizer if optimizer is None else optimizer
+        self.group_options[:] = options_of(chosen.param_groups)
+        return scheduler
 
     # -- evaluation -----------------------------------------------------------------------------
 
@@ -367,6 +348,8 @@ class SftTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
                 if self._stream is not None:
                     self._stream.save(staging / folder_name(step))
+                if step > self._globalstep_last_logged:
+                    save_window(staging / folder_name(step), self)
             finally:
                 self._staging = None
         self._checkpoints.rotate(self.args.save_total_limit, self.state, self.accelerator)
@@ -390,7 +373,7 @@ class SftTrainer(Trainer):
             TrainkitError: the loss or the gradient norm is NaN or infinite. Nothing is saved of it.
         """
         if "loss" in logs:
-            figures, is_stopping = self._meter.read(
+            figures, is_stopping = self.meter.read(
                 self.model, is_stopping=self._stop.reason is not None
             )
             logs.update(figures)

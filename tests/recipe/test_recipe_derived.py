@@ -1,0 +1,99 @@
+"""What is printed is what a run uses, for every field of TrainingArguments."""
+
+import pytest
+
+from trainkit.recipe import Machine, load_recipe
+from trainkit.train.launch import ProcessPlace
+from trainkit.train.resume.record import settled
+from trainkit.train.sections import trainer_arguments
+
+EVAL = "data.eval=[e]"
+THEIRS = "transformers default"
+CASES = {
+    "nothing": ([], {}),
+    "full in bf16": (["model.dtype=bfloat16"], {}),
+    "lora in bf16": (["lora.r=4"], {"bf16": (True, "from model.dtype")}),
+    "lora in fp32": (
+        ["lora.r=4", "model.dtype=float32"],
+        {"bf16": (False, THEIRS)},
+    ),
+    "lora, told otherwise": (["lora.r=4", "training.bf16=false"], {"bf16": (False, "override")}),
+    "evaluation data": ([EVAL], {"eval_strategy": ("epoch", "from data.eval")}),
+    "evaluation every so often": (
+        [EVAL, "training.eval_steps=5"],
+        {"eval_strategy": ("steps", "from training.eval_steps"), "eval_steps": (5, "override")},
+    ),
+    "evaluation in steps": (
+        [EVAL, "training.eval_strategy=steps"],
+        {"eval_steps": (1, "from training.logging_steps")},
+    ),
+    "no evaluation": ([EVAL, "training.eval_strategy='no'"], {"eval_strategy": ("no", "override")}),
+    "the best": (
+        [EVAL, "training.load_best_model_at_end=true", "training.save_strategy=epoch"],
+        {
+            "metric_for_best_model": ("loss", "from training.load_best_model_at_end"),
+            "greater_is_better": (False, "from training.load_best_model_at_end"),
+        },
+    ),
+    "plateau": (
+        [EVAL, "training.lr_scheduler_type=reduce_lr_on_plateau"],
+        {"metric_for_best_model": ("loss", "from training.lr_scheduler_type")},
+    ),
+    "checkpointing": (
+        ["training.gradient_checkpointing=true"],
+        {
+            "gradient_checkpointing_kwargs": (
+                {"use_reentrant": False},
+                "from training.gradient_checkpointing",
+            )
+        },
+    ),
+    "global batch": (
+        ["global_batch_size=12", "training.per_device_train_batch_size=3"],
+        {"gradient_accumulation_steps": (4, "from global_batch_size on 1 process")},
+    ),
+    "streaming": (
+        ["data.streaming=true", "training.max_steps=5"],
+        {"ignore_data_skip": (True, "from data.streaming")},
+    ),
+    "compiled": (
+        ["training.torch_compile_mode=default"],
+        {"torch_compile": (True, "from training.torch_compile_mode")},
+    ),
+}
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(overrides):
+        path = tmp_path / "r.yaml"
+        path.write_text("model: {name_or_path: m}\ndata: {train: [d]}\n")
+        return load_recipe(path, overrides)
+
+    return load
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_printed_is_what_the_trainer_gets(load, case):
+    """All fields are compared; a value that only the built run knows would be in ``settled``."""
+    overrides, expected = CASES[case]
+    loaded = load(overrides)
+    machine = Machine(world_size=1, on_cpu=True)
+    args = trainer_arguments(loaded.recipe, ProcessPlace(0, 0, 1))
+    assert settled(loaded, machine, args) == {}
+    shown = {row.key: (row.value, row.origin) for row in loaded.values(machine)}
+    for name, value in expected.items():
+        assert shown[f"training.{name}"] == value
+    assert shown["training.use_cpu"] == (True, "this machine has no GPU")
+
+
+def test_what_only_the_built_run_knows_is_printed_too(load):
+    loaded = load([])
+    args = trainer_arguments(loaded.recipe, ProcessPlace(0, 0, 1))
+    args.ddp_find_unused_parameters = True
+    args.warmup_steps = 7
+    found = settled(loaded, Machine(on_cpu=True), args)
+    assert {name: (one.value, one.origin) for name, one in found.items()} == {
+        "ddp_find_unused_parameters": (True, "from the model"),
+        "warmup_steps": (7, "by transformers"),
+    }

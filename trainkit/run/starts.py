@@ -1,0 +1,164 @@
+"""The starts of a run: ``changes.jsonl``, a line each, and what a start does to the directory.
+
+The first line holds the overrides of the command line; each later one what a continued run was
+given on top, what that changed, and which checkpoints it gave up. Recipe and overrides together are
+the recipe as given, from which every start works out its values again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RunDirectoryError
+from trainkit.run.directory import RunDirectory, file_name
+from trainkit.run.files import (
+    PRIVATE_FILE_MODE,
+    explain_os_errors,
+    jsonable,
+    write_text_atomic,
+)
+from trainkit.run.redact import REDACTED, redact, redact_argv
+from trainkit.run.status import utc_now
+
+RETIRED = "retired-"
+"""Before the name of a checkpoint that the run went back behind."""
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """One start of a run.
+
+    Attributes:
+        step: the optimizer step it continues from; 0 begins.
+        time: ISO 8601, UTC.
+        overrides: ``section.key=value``, options of the command line included.
+        changes: ``{key, before, now}`` for each value that is not what it was.
+        accepted: the same for what ``--allow-changed`` let pass.
+        retired: checkpoints and models of later steps that no longer count.
+        former_recipe: the recipe's text before, where another one was given.
+    """
+
+    step: int = 0
+    time: str = dataclasses.field(default_factory=utc_now)
+    overrides: tuple[str, ...] = ()
+    changes: tuple[Mapping[str, Any], ...] = ()
+    accepted: tuple[Mapping[str, Any], ...] = ()
+    retired: tuple[str, ...] = ()
+    former_recipe: str | None = None
+
+
+def append_start(run: RunDirectory, start: Start) -> None:
+    """Add a line to ``changes.jsonl``, without secrets."""
+    row = {**dataclasses.asdict(start), "overrides": redact_argv(start.overrides)}
+    line = json.dumps(jsonable(redact(row)), ensure_ascii=False) + "\n"
+    before = run.changes.read_text(encoding="utf-8") if run.changes.is_file() else ""
+    whole = before[: before.rfind("\n") + 1]  # without a line that a crash tore
+    write_text_atomic(run.changes, whole + line, mode=PRIVATE_FILE_MODE)
+
+
+def read_starts(run: RunDirectory) -> list[Start]:
+    """The starts so far; a last line torn by a crash is left out.
+
+    Raises:
+        RunDirectoryError: another line is damaged: what the run was given is not known any more.
+    """
+    if not run.changes.is_file():
+        return []
+    names = {field.name for field in dataclasses.fields(Start)}
+    lines = run.changes.read_text(encoding="utf-8", errors="replace").split("\n")
+    starts = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+            known = {key: value for key, value in row.items() if key in names}
+        except (json.JSONDecodeError, AttributeError) as error:
+            if number == len(lines):  # no newline behind it
+                break
+            raise RunDirectoryError(
+                f"line {number} is damaged, so what the run was given is not known",
+                where=str(run.changes),
+                fix="give the recipe with --config and every override anew, without this file",
+            ) from error
+        lists = {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
+        starts.append(Start(**{**known, **lists}))
+    return starts
+
+
+def recorded_overrides(run: RunDirectory) -> list[tuple[str, str]]:
+    """Every override so far with the label of its origin; secrets were never kept."""
+    return [
+        (text, f"override at step {start.step}")
+        for start in read_starts(run)
+        for text in start.overrides
+        if REDACTED not in text
+    ]
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint; -1 where it has none."""
+    match = _CHECKPOINT.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
+def retire_after(run: RunDirectory, step: int) -> tuple[str, ...]:
+    """Take the checkpoints after ``step`` out of the run by name, and the final model with them.
+
+    They belong to an attempt that the run went back behind; left in place, the next start would
+    take them for the newest.
+
+    Returns:
+        The new names.
+    """
+    later = [path for path in run.root.glob("checkpoint-*") if step_of(path) > step]
+    later.sort(key=step_of, reverse=True)  # killed half-way, the older ones are still in order
+    if later and run.final.exists():
+        later.append(run.final)
+    names = []
+    for path in later:
+        target = path.with_name(RETIRED + path.name)
+        number = 1
+        while target.exists():
+            number += 1
+            target = path.with_name(f"{RETIRED}{path.name}-{number}")
+        with explain_os_errors(path):
+            path.rename(target)
+        names.append(target.name)
+    return tuple(names)
+
+
+def begin_again(path: Path) -> RunDirectory:
+    """A run that was stopped before its first checkpoint, to be started anew in its own directory.
+
+    Raises:
+        RunDirectoryError: the directory holds something else.
+    """
+    own = {"logs", "plots"}
+    if not (path / "status.json").is_file() and path.is_dir():
+        foreign = [child for child in path.iterdir() if child.name not in own]
+        if all(child.name.startswith(".status.json") for child in foreign):
+            return RunDirectory.adopt(path)  # killed while it was being made
+    run = RunDirectory.open(path)
+    for pattern in ("dropped*.jsonl", "changed*.jsonl"):  # rows are added to these as they stream
+        for ledger in run.root.glob(pattern):
+            ledger.unlink()
+    return RunDirectory.adopt(run.root)
+
+
+def runs_named(parent: Path, name: str) -> list[Path]:
+    """The runs of a recipe, the newest first: ``NAME-<stamp>``, not ``NAME-lowlr-<stamp>``."""
+    pattern = re.compile(re.escape(file_name(name)) + r"-(\d{8}T\d{6}Z)(?:-(\d+))?")
+    found = []
+    for path in parent.glob("*") if parent.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and path.is_dir():
+            found.append((match[1], int(match[2] or 1), path))
+    return [path for *_, path in sorted(found, reverse=True)]

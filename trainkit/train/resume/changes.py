@@ -1,0 +1,199 @@
+"""What is not as it was when a checkpoint was written, and whether the run may go on so.
+
+Every checkpoint holds the values it was trained with. A value that was changed on purpose acts, or
+is refused by name before the model is built; what changes the curve without being asked for (data,
+order, processes, versions) needs ``--allow-changed``.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+from trainkit.errors import ResumeRefusedError
+from trainkit.recipe import LoadedRecipe, shown_value
+from trainkit.train.checkpoints import ResumePoint
+
+ANY = "all"
+"""What a bare ``--allow-changed`` accepts."""
+
+_OTHER_STATE = "the saved state of the optimizer and the adapters does not fit another one"
+_OTHER_SHAPE = "it shapes the whole schedule, so the rate would jump"
+
+REFUSED: Mapping[str, str] = {
+    "model.dtype": _OTHER_STATE,
+    "lora": _OTHER_STATE,
+    "deepspeed": "the saved shards fit the engine and the stage that wrote them",
+    "training.bf16": "it follows the dtype that the saved state was trained in",
+    "training.fp16": "it follows the dtype that the saved state was trained in",
+    "training.optim": _OTHER_STATE,
+    "training.optim_args": _OTHER_STATE,
+    "training.optim_target_modules": _OTHER_STATE,
+    "training.lr_scheduler_type": _OTHER_SHAPE,
+    "training.lr_scheduler_kwargs": _OTHER_SHAPE,
+    "training.warmup_steps": _OTHER_SHAPE,
+}
+"""Keys (or sections) that a continued run cannot change, and why."""
+
+NEEDS_CONSENT = (
+    "model.name_or_path",
+    "model.revision",
+    "model.gguf_file",
+    "model.init",
+    "data",
+    "training.seed",
+    "training.data_seed",
+    "training.train_sampling_strategy",
+    "training.dataloader_drop_last",
+)
+"""Keys (or sections) that decide what is trained in which order: the rest of the run is another."""
+
+ACTS = (
+    "lora.offload_activations",
+    "data.eval",
+    "data.num_workers",
+    "data.cache_dir",
+    "data.max_dropped",
+    "data.per_source_loss",
+)
+"""Keys of the sections above that may change like any other key."""
+
+_NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
+
+_VERSIONS = ("trainkit", "torch", "transformers", "accelerate", "peft")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value that is not what it was."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_short(self.before)} -> {_short(self.now)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``changes.jsonl`` has it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Review:
+    """What differs from the checkpoint, all of it allowed.
+
+    Attributes:
+        changes: asked for.
+        accepted: let pass by ``--allow-changed``.
+    """
+
+    changes: tuple[Change, ...] = ()
+    accepted: tuple[Change, ...] = ()
+
+    def value_before(self, key: str) -> Any:
+        """What a changed key was; None where it is what it was."""
+        return next((change.before for change in self.changes if change.key == key), None)
+
+
+def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Every value of a recipe as JSON, what only the machine decides and secrets left out."""
+    values = {
+        value.key: shown_value(value)
+        for value in loaded.values()
+        if not value.key.startswith(_NOT_COMPARED)
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
+
+
+def versions(deepspeed: bool, quantized: bool) -> dict[str, str]:
+    """The versions of the packages that compute."""
+    names = [*_VERSIONS, *(["deepspeed"] * deepspeed), *(["bitsandbytes"] * quantized)]
+    return {name: metadata.version(name) for name in names}
+
+
+def review(
+    point: ResumePoint,
+    settings: Mapping[str, Any],
+    fingerprint: Mapping[str, Any],
+    allowed: Sequence[str] = (),
+) -> Review:
+    """Hold a start against the checkpoint it continues from.
+
+    Args:
+        point: the checkpoint.
+        settings: every value of this start (:func:`settings_of`).
+        fingerprint: what surrounds it: data, processes, versions.
+        allowed: keys given with ``--allow-changed``.
+
+    Raises:
+        ResumeRefusedError: naming each value that changed and may not.
+    """
+    changes = list(_differences(point.settings, settings)) if point.settings else []
+    refused = [(change, _rule(change.key, REFUSED)) for change in changes]
+    reasons = [(change, REFUSED[key]) for change, key in refused if key is not None]
+    if reasons:
+        _refuse(point, reasons)
+    around = list(_differences(point.fingerprint, fingerprint, only_known=True))
+    if any(change.key == "num_ranks" for change in around) and settings.get("deepspeed"):
+        change = next(change for change in around if change.key == "num_ranks")
+        _refuse(point, [(change, "ZeRO's shards fit the number of processes that wrote them")])
+    needing = [*around, *(c for c in changes if _rule(c.key, NEEDS_CONSENT) is not None)]
+    needed = [change for change in needing if not _is_allowed(change.key, allowed)]
+    if needed:
+        lines = "\n".join(f"    {change}" for change in needed)
+        keys = list(dict.fromkeys(change.key.partition(".")[0] for change in needed))
+        raise ResumeRefusedError(
+            f"the rest of the run would not be what it was begun as:\n{lines}",
+            where=str(point.checkpoint),
+            fix="bring back what it was, start a new run without --resume, or accept it with "
+            + " ".join(f"--allow-changed {key}" for key in keys),
+        )
+    return Review(tuple(c for c in changes if c not in needing), tuple(needing))
+
+
+def _refuse(point: ResumePoint, reasons: Sequence[tuple[Change, str]]) -> None:
+    text = "; ".join(f"{change} ({reason})" for change, reason in reasons)
+    raise ResumeRefusedError(
+        f"a continued run cannot change {text}",
+        where=str(point.checkpoint),
+        fix="leave it as it was, or begin a new run from the weights reached: "
+        f"trainkit merge {point.checkpoint} DIR, and then sft with model.name_or_path: DIR "
+        "(merge also makes one plain model of ZeRO's shards)",
+    )
+
+
+def _differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, only_known: bool = False
+) -> Iterable[Change]:
+    """Each key that differs; a section that is absent counts as null."""
+    keys = before if only_known else dict.fromkeys([*before, *now])
+    for key in keys:
+        if key in now or not only_known:
+            then, today = before.get(key), now.get(key)
+            if isinstance(then, dict) and isinstance(today, dict) and only_known:
+                for inner in _differences(then, today, only_known=True):
+                    yield Change(f"{key}.{inner.key}", inner.before, inner.now)
+            elif then != today:
+                yield Change(key, then, today)
+
+
+def _rule(key: str, rules: Iterable[str]) -> str | None:
+    """The rule that a key falls under: its own, or that of a section above it."""
+    if key in ACTS:
+        return None
+    return next((rule for rule in rules if key == rule or key.startswith(f"{rule}.")), None)
+
+
+def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
+    return any(
+        word == ANY or key == word or key.startswith(f"{word}.") or key.endswith(f".{word}")
+        for word in allowed
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

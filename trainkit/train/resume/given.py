@@ -1,0 +1,207 @@
+"""Which run a command means, and its recipe as given: before torch is imported.
+
+A continued run resolves its recipe again: the copy in the run directory (or the one of
+``--config``), the overrides it was given so far, and today's. What nobody wrote is worked out anew.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RecipeError, ResumeRefusedError, RunDirectoryError
+from trainkit.recipe import LoadedRecipe, load_recipe, option_values, yaml_text
+from trainkit.run import RunDirectory
+from trainkit.run.starts import recorded_overrides, runs_named, step_of
+from trainkit.run.status import launch_id
+
+RUNS = Path("train_model")
+"""Where run directories go unless the command line says otherwise."""
+
+_LENGTHEN = ("training.max_steps", "training.num_train_epochs")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a command asks for.
+
+    Attributes:
+        loaded: the recipe with everything that it was given.
+        overrides: today's, options of the command line included.
+        resume: the run or checkpoint directory to continue; None for a new run.
+        is_done: that run has ended, and nothing asks for more of it.
+    """
+
+    loaded: LoadedRecipe
+    overrides: tuple[str, ...] = ()
+    resume: Path | None = None
+    is_done: bool = False
+
+
+def read_command(
+    config: Path | None,
+    overrides: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    resume: str | None = None,
+    output_dir: Path | None = None,
+) -> Given:
+    """Find the run that is meant and load its recipe.
+
+    Args:
+        config: the recipe; None takes the continued run's own.
+        overrides: today's ``section.key=value``.
+        options: today's options that set recipe values.
+        resume: ``auto``, a run or checkpoint directory, or None.
+        output_dir: ``--output-dir``.
+
+    Raises:
+        RecipeError: there is no recipe, or it is wrong.
+        RunDirectoryError: there is no run to continue.
+        ResumeRefusedError: the run has ended, and what is asked changes nothing.
+    """
+    if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+        return _after_restart(config, overrides, options, output_dir)
+    if resume == "auto":
+        return _automatic(config, overrides, options, output_dir)
+    if resume is None:
+        loaded = _load(config, overrides, options)
+        return Given(loaded, _as_overrides(overrides, options, loaded))
+    path = Path(resume).expanduser()
+    is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
+    if is_checkpoint and step_of(path) < 0:
+        raise ResumeRefusedError(
+            "this is no checkpoint of the run" if path.exists() else "there is no such checkpoint",
+            where=str(path),
+            fix="a retired checkpoint is taken up again by renaming it to checkpoint-N",
+        )
+    run = RunDirectory.open(path.parent if is_checkpoint else path)
+    return _continued(run, config, overrides, options, checkpoint=path if is_checkpoint else None)
+
+
+def _automatic(
+    config: Path | None,
+    overrides: Sequence[str],
+    options: Mapping[str, Any],
+    output_dir: Path | None,
+    launch: str | None = None,
+) -> Given:
+    """The run at ``output_dir``, or the newest of this recipe; a new one where there is none."""
+    place = output_dir
+    loaded = None
+    if config is not None:
+        loaded = _load(config, overrides, options)
+        chosen = output_dir or loaded.recipe.training.get("output_dir")
+        place = None if chosen is None else Path(chosen).expanduser()
+    elif output_dir is None:
+        raise _no_recipe()
+    candidates = runs_named(RUNS, loaded.name) if place is None and loaded else [place]
+    for path in candidates:
+        if path is None or not path.is_dir() or not any(path.iterdir()):
+            continue
+        if not (path / "status.json").is_file():
+            if place is None:
+                continue  # killed while it was made: nothing of it is worth finding
+            loaded = loaded or _load(config, overrides, options)
+            return Given(loaded, _as_overrides(overrides, options, loaded), resume=path)
+        run = RunDirectory.open(path)
+        if launch is not None and run.status().launch != launch:
+            continue
+        try:
+            return _continued(run, config, overrides, options)
+        except ResumeRefusedError:
+            if place is not None:
+                raise
+            break  # ended, and with other values: this one is another run
+    loaded = loaded or _load(config, overrides, options)
+    return Given(loaded, _as_overrides(overrides, options, loaded))
+
+
+def _after_restart(
+    config: Path | None,
+    overrides: Sequence[str],
+    options: Mapping[str, Any],
+    output_dir: Path | None,
+) -> Given:
+    """Torchrun starts the same command once more: it goes on with the run it made before."""
+    if config is None:
+        raise _no_recipe()
+    return _automatic(config, overrides, options, output_dir, launch=launch_id() or "")
+
+
+def _continued(
+    run: RunDirectory,
+    config: Path | None,
+    overrides: Sequence[str],
+    options: Mapping[str, Any],
+    checkpoint: Path | None = None,
+) -> Given:
+    recorded = recorded_overrides(run)
+    if config is None:
+        if not run.recipe.is_file():
+            raise RunDirectoryError(
+                "the run was stopped before it wrote down its recipe",
+                where=str(run.recipe),
+                fix="give the recipe once more with --config",
+            )
+        loaded = load_recipe(run.recipe, overrides, options, bases=run.bases, recorded=recorded)
+    else:
+        loaded = load_recipe(config, overrides, options, recorded=recorded)
+    given = _as_overrides(overrides, options, loaded)
+    target = run.root if checkpoint is None else checkpoint
+    status = run.status()
+    if status.state == "done" and run.final.is_dir():
+        last = max((step_of(path) for path in run.root.glob("checkpoint-*")), default=-1)
+        is_last = checkpoint is None or step_of(checkpoint) == last
+        if is_last:
+            changed = _changed(run, loaded, recorded)
+            if not changed:
+                return Given(loaded, given, resume=run.root, is_done=True)
+            if not any(key in changed for key in _LENGTHEN):
+                raise ResumeRefusedError(
+                    f"the run is done (step {status.last_step}); nothing is left for "
+                    f"{', '.join(changed)} to act on",
+                    where=str(run.root),
+                    fix="raise training.max_steps or training.num_train_epochs as well, continue "
+                    "an earlier checkpoint of it, or start a new run",
+                )
+    return Given(loaded, given, resume=target)
+
+
+def _changed(
+    run: RunDirectory, loaded: LoadedRecipe, recorded: Sequence[tuple[str, str]]
+) -> list[str]:
+    """The keys that are not what the run was given so far."""
+    if not run.recipe.is_file():
+        return []
+    before = load_recipe(run.recipe, bases=run.bases, recorded=recorded)
+    then = {value.key: value.value for value in before.values()}
+    now = {value.key: value.value for value in loaded.values()}
+    beside = ("name", "training.output_dir", "training.hub_token")
+    keys = [key for key in {**then, **now} if key not in beside]
+    return [key for key in keys if then.get(key) != now.get(key)]
+
+
+def _load(
+    config: Path | None, overrides: Sequence[str], options: Mapping[str, Any]
+) -> LoadedRecipe:
+    if config is None:
+        raise _no_recipe()
+    return load_recipe(config, overrides, options)
+
+
+def _no_recipe() -> RecipeError:
+    return RecipeError("no recipe is given", where="--config", fix="--config FILE, or --resume RUN")
+
+
+def _as_overrides(
+    overrides: Sequence[str], options: Mapping[str, Any], loaded: LoadedRecipe
+) -> tuple[str, ...]:
+    """Everything that the command line sets, as overrides, so that it can be given once more.
+
+    Where the run goes is not part of it: a run may be moved.
+    """
+    values = option_values(options, loaded.settings.values)
+    texts = [*overrides, *(f"{key}={yaml_text(value)}" for key, value in values.values())]
+    return tuple(text for text in texts if not text.startswith("training.output_dir="))

@@ -1,0 +1,111 @@
+"""What a start leaves in the run directory before its first step."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from trainkit.recipe import Derived, LoadedRecipe, Machine, SftOptions, dump_resolved
+from trainkit.run import RunDirectory, capture_environment, command_script
+from trainkit.run.redact import redact_text
+from trainkit.run.starts import Start, append_start, retire_after
+from trainkit.train.arguments import settled_values
+from trainkit.train.checkpoints import ResumePoint
+from trainkit.train.data import RunData
+from trainkit.train.resume.changes import Review
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a start begins.
+
+    Attributes:
+        fingerprint: data, processes and versions of this start.
+        point: the checkpoint it continues from; None begins at step 0.
+        review: what is not as it was there.
+    """
+
+    fingerprint: Mapping[str, Any]
+    point: ResumePoint | None = None
+    review: Review = field(default_factory=Review)
+
+
+def write_record(
+    run: RunDirectory, loaded: LoadedRecipe, data: RunData, options: SftOptions, machine: Machine
+) -> None:
+    """What is known before a run is built: recipe, command, environment, data."""
+    _write_recipe(run, loaded)
+    append_start(run, Start(overrides=options.overrides))
+    run.write_text(run.resolved, dump_resolved(loaded, machine), private=True)
+    run.write_text(run.command, command_script(), private=True)
+    run.write_json(run.environment, capture_environment(), private=True)
+    run.write_json(run.data, data.summary)
+    for target in (run.dropped, run.changed):
+        entries = data.ledger.with_name(target.name)
+        if entries.exists():
+            run.write_text(target, entries.read_text(encoding="utf-8"))
+
+
+def write_start(
+    run: RunDirectory,
+    loaded: LoadedRecipe,
+    options: SftOptions,
+    machine: Machine,
+    resumption: Resumption,
+    args: TrainingArguments,
+) -> None:
+    """What is known when the first step is about to be taken: the values that the run uses.
+
+    A continued run also retires the checkpoints after the one it continues from, and adds a line
+    to ``changes.jsonl``.
+    """
+    point = resumption.point
+    if point is not None:
+        former = None
+        if run.recipe.is_file():
+            text = run.recipe.read_text(encoding="utf-8")
+            former = None if text == redact_text(loaded.source_text) else text
+        review = resumption.review
+        start = Start(
+            step=point.step,
+            overrides=options.overrides,
+            changes=tuple(change.to_dict() for change in review.changes),
+            accepted=tuple(change.to_dict() for change in review.accepted),
+            retired=retire_after(run, point.step),
+            former_recipe=former,
+        )
+        append_start(run, start)
+        if former is not None:
+            _write_recipe(run, loaded)
+        loaded = _labelled(loaded, f"override at step {point.step}")
+    text = dump_resolved(loaded, machine, settled=settled(loaded, machine, args))
+    run.write_text(run.resolved, text, private=True)
+
+
+def settled(loaded: LoadedRecipe, machine: Machine, args: TrainingArguments) -> dict[str, Derived]:
+    """Values of ``training`` that only the built run knows."""
+    prefix = "training."
+    shown = {
+        value.key.removeprefix(prefix): value.value
+        for value in loaded.values(machine)
+        if value.key.startswith(prefix)
+    }
+    return settled_values(args, shown)
+
+
+def _write_recipe(run: RunDirectory, loaded: LoadedRecipe) -> None:
+    for path in run.bases:
+        path.unlink()
+    for place, text in enumerate(loaded.base_texts):
+        run.write_text(run.base(place), text)
+    run.write_text(run.recipe, loaded.source_text)
+
+
+def _labelled(loaded: LoadedRecipe, label: str) -> LoadedRecipe:
+    """The recipe with today's overrides named as those of a later step."""
+    origins = {
+        key: label if where == "override" else where for key, where in loaded.origins.items()
+    }
+    return dataclasses.replace(loaded, origins=origins)

@@ -1,0 +1,118 @@
+"""Taking up a run at a checkpoint: the recipe's values win over the saved ones, and no row is lost.
+
+transformers restores the optimizer's groups, the schedule and the intervals as they were saved, so
+an override of a learning rate, a weight decay or ``save_steps`` would do nothing. And it forgets
+what was counted since the last logged row, and an evaluation that was due when the process ended.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trainkit.train.resume.changes import Review
+
+if TYPE_CHECKING:
+    from trainkit.train.trainer import SftTrainer
+
+_OPTIONS = ("weight_decay", "betas", "eps", "momentum")
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a new optimizer's groups are to have, before saved ones take their place."""
+    kept = ("initial_lr", *_OPTIONS)
+    return [{name: group[name] for name in kept if name in group} for group in groups]
+
+
+class TakeUp(TrainerCallback):
+    """Makes the recipe's values win over those that the checkpoint brought.
+
+    Args:
+        trainer: the Trainer that continues.
+        review: what was changed.
+        checkpoint: where it continues from.
+    """
+
+    def __init__(self, trainer: "SftTrainer", review: Review, checkpoint: Path) -> None:
+        self._trainer = trainer
+        self._review = review
+        self._checkpoint = checkpoint
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Everything is restored by now, and no step is taken yet."""
+        state.compute_steps(args, state.max_steps)
+        self._set_groups(kwargs["optimizer"])
+        self._set_rates(kwargs["optimizer"], kwargs["lr_scheduler"])
+        load_window(self._checkpoint, self._trainer)
+        if _misses_evaluation(args, state):
+            args.eval_on_start = True
+
+    def _set_groups(self, optimizer: Any) -> None:
+        for group, wanted in zip(optimizer.param_groups, self._trainer.group_options, strict=True):
+            group.update({name: wanted[name] for name in _OPTIONS if name in wanted})
+
+    def _set_rates(self, optimizer: Any, scheduler: Any) -> None:
+        """The schedule goes on where it is, over the recipe's rate."""
+        groups = optimizer.param_groups
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # out of accelerate's wrapper
+        if isinstance(scheduler, LambdaLR):
+            wanted = [options["initial_lr"] for options in self._trainer.group_options]
+            scheduler.base_lrs = wanted
+            rates = [
+                base * shape(scheduler.last_epoch)
+                for base, shape in zip(wanted, scheduler.lr_lambdas, strict=True)
+            ]
+            for group, base in zip(groups, wanted, strict=True):
+                group["initial_lr"] = base
+        else:
+            before = self._review.value_before("training.learning_rate")
+            if not before:
+                return
+            factor = self._trainer.args.learning_rate / before
+            rates = [group["lr"] * factor for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        scheduler._last_lr = rates
+
+
+def _misses_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
+    """Whether the process ended between saving the last step of an epoch and evaluating there."""
+    if args.eval_strategy != "epoch" or not state.epoch or state.epoch % 1:
+        return False
+    if args.eval_delay > state.epoch:
+        return False
+    rows = [row for row in state.log_history if row.get("step") == state.global_step]
+    return not any("eval_loss" in row for row in rows)
+
+
+def save_window(directory: Path, trainer: "SftTrainer") -> None:
+    """Keep what this rank has counted since the last logged row, so that the next has all of it."""
+    values = {
+        "loss": float(trainer._tr_loss),  # JSON keeps every bit of a float
+        "logged_step": trainer._globalstep_last_logged,
+        "meter": trainer.meter.state(trainer.model),
+    }
+    _window_file(directory, trainer).write_text(json.dumps(values), encoding="utf-8")
+
+
+def load_window(checkpoint: Path, trainer: "SftTrainer") -> None:
+    """Go on counting where a checkpoint left it; nothing to do where its step was logged."""
+    path = _window_file(checkpoint, trainer)
+    if path.is_file():
+        values = json.loads(path.read_text(encoding="utf-8"))
+        trainer._tr_loss += values["loss"]
+        trainer._globalstep_last_logged = values["logged_step"]
+        trainer.meter.restore(values["meter"])
+
+
+def _window_file(directory: Path, trainer: "SftTrainer") -> Path:
+    return directory / f"log_window_rank{trainer.args.process_index}.json"
