@@ -68,7 +68,7 @@ def read_command(
     if resume is None:
         loaded = _load(config, overrides, options)
         return Given(loaded, _as_overrides(overrides, options, loaded))
-    path = Path(resume).expanduser()
+    path = Path(resume).expanduser().resolve()
     is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
     if is_checkpoint and step_of(path) < 0:
         raise ResumeRefusedError(
