@@ -3,9 +3,12 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from trainkit.recipe import LoadedRecipe, SftOptions
 
 
 def sft(
@@ -75,24 +78,17 @@ def sft(
         "--output-dir": output_dir,
     }
     given = read_command(config, overrides or (), options, resume=resume, output_dir=output_dir)
-    loaded = given.loaded
     if given.is_done and not dry_run:
         if os.environ.get("RANK", "0") == "0":
             typer.echo("the run is done; nothing of it was touched", err=True)
             typer.echo(str(given.resume))
         return
-    check_files(loaded)
-    chosen_dir = loaded.recipe.training.get("output_dir")
+    check_files(given.loaded)
+    chosen_dir = given.loaded.recipe.training.get("output_dir")
     if chosen_dir is not None and given.resume is None and not dry_run:
         _check_free(chosen_dir)
-
-    from trainkit.train.launch import quieten_imports
-
-    quieten_imports()
-    from trainkit.train.build import run_sft
-
-    directory = run_sft(
-        loaded,
+    _train(
+        given.loaded,
         SftOptions(
             resume=given.resume,
             allow_changed=tuple(allow_changed or ()),
@@ -103,6 +99,15 @@ def sft(
             json=json,
         ),
     )
+
+
+def _train(loaded: "LoadedRecipe", options: "SftOptions") -> None:
+    from trainkit.train.launch import quieten_imports
+
+    quieten_imports()
+    from trainkit.train.build import run_sft
+
+    directory = run_sft(loaded, options)
     if directory is not None:
         typer.echo(str(directory))
 
