@@ -35,7 +35,7 @@ from trainkit.run import (
     start_rank_log,
     stop_rank_log,
 )
-from trainkit.run.starts import begin_again
+from trainkit.run.starts import begin_again, read_starts
 from trainkit.train.checkpoints import check_base_weights, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_one_step
@@ -262,7 +262,14 @@ def _resumption(
             "the same directory"
         )
         return Resumption(fingerprint)
-    reviewed = review(point, settings_of(loaded), fingerprint, options.allow_changed)
+    starts = read_starts(RunDirectory.open(point.run))
+    reviewed = review(
+        point,
+        settings_of(loaded),
+        fingerprint,
+        options.allow_changed,
+        [row for start in starts for row in start.accepted],
+    )
     check_base_weights(point, loaded.recipe.model.name_or_path)
     # Optimizer states and ZeRO shards are pickles: only the user's own may be loaded.
     refuse_foreign(point.checkpoint)

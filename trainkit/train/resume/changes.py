@@ -119,6 +119,7 @@ def review(
     settings: Mapping[str, Any],
     fingerprint: Mapping[str, Any],
     allowed: Sequence[str] = (),
+    accepted_before: Iterable[Mapping[str, Any]] = (),
 ) -> Review:
     """Hold a start against the checkpoint it continues from.
 
@@ -127,6 +128,7 @@ def review(
         settings: every value of this start (:func:`settings_of`).
         fingerprint: what surrounds it: data, processes, versions.
         allowed: keys given with ``--allow-changed``.
+        accepted_before: ``{key, now}`` of what earlier starts let pass; asked for once is enough.
 
     Raises:
         ResumeRefusedError: naming each value that changed and may not.
@@ -141,10 +143,15 @@ def review(
         change = next(change for change in around if change.key == "num_ranks")
         _refuse(point, [(change, "ZeRO's shards fit the number of processes that wrote them")])
     needing = [*around, *(c for c in changes if _rule(c.key, NEEDS_CONSENT) is not None)]
-    needed = [change for change in needing if not _is_allowed(change.key, allowed)]
+    known = [(row["key"], row["now"]) for row in accepted_before]
+    needed = [
+        change
+        for change in needing
+        if not _is_allowed(change.key, allowed) and (change.key, change.now) not in known
+    ]
     if needed:
         lines = "\n".join(f"    {change}" for change in needed)
-        keys = list(dict.fromkeys(change.key.partition(".")[0] for change in needed))
+        keys = list(dict.fromkeys(_consent_key(change.key) for change in needed))
         raise ResumeRefusedError(
             f"the rest of the run would not be what it was begun as:\n{lines}",
             where=str(point.checkpoint),
@@ -152,6 +159,12 @@ def review(
             + " ".join(f"--allow-changed {key}" for key in keys),
         )
     return Review(tuple(c for c in changes if c not in needing), tuple(needing))
+
+
+def _consent_key(key: str) -> str:
+    """What to give ``--allow-changed`` for a key: versions and data go as a whole."""
+    section = key.partition(".")[0]
+    return section if section in ("versions", "data") else key
 
 
 def _refuse(point: ResumePoint, reasons: Sequence[tuple[Change, str]]) -> None:
