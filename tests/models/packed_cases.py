@@ -5,7 +5,8 @@ from models.loss_head_cases import LEARNING_RATE, make_qwen2, patched
 from torch import distributed as dist
 
 from trainkit.errors import TrainkitError
-from trainkit.models import attention, document_masks
+from trainkit.models import attention
+from trainkit.models.attention import pattern
 from trainkit.models.leak_test import leak_test, packed_bounds
 
 LENGTHS = ((7, 5), (4, 9))
@@ -52,16 +53,22 @@ def packed_row(rank):
     }
 
 
+def run_documents_together():
+    """Break the isolation: all documents of a row are one. Returns what undoes it."""
+    spans = pattern.Pattern.spans
+    pattern.Pattern.spans = property(lambda self: [(slice(None), 0, self.length)])
+    return lambda: setattr(pattern.Pattern, "spans", spans)
+
+
 def broken(engine):
-    """What the leak test says when all documents of a batch are one."""
-    number = document_masks._document_numbers
-    document_masks._document_numbers = lambda *sizes: torch.zeros_like(number(*sizes))
+    """What the leak test says when all documents of a row are one."""
+    mend = run_documents_together()
     try:
         leak_test(engine, attention=attention.NAME, vocab_size=64)
     except TrainkitError as error:
         return str(error)
     finally:
-        document_masks._document_numbers = number
+        mend()
     return ""
 
 

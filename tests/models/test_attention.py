@@ -1,13 +1,17 @@
 """Packed documents attend as if each were alone; nothing else changes."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from families.family_models import make
 from peft import LoraConfig, get_peft_model
+from transformers.masking_utils import causal_mask_function
 
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.models import attend as attend_module
-from trainkit.models import attention, document_masks
+from trainkit.models import attention
+from trainkit.models.attention import choice, forward, pattern
 from trainkit.models.families import FAMILIES
 from trainkit.models.leak_test import leak_test, packed_bounds
 from trainkit.patching import patch
@@ -81,25 +85,32 @@ def test_sliding_windows(name):
     assert (unlimited(ids).logits - plain(ids).logits).abs().max() > 1e-2
 
 
-def test_flex_sees_what_the_dense_mask_shows():
-    bounds = packed_batch()["cu_seq_lens_q"]
-    blocks = document_masks.document_blocks(bounds, 2, ROW)
+def pattern_of(bounds, **options):
+    documents = pattern.Documents(bounds, 13)
+    sizes = {"device": torch.device("cpu"), "documents": documents, **options}
+    return pattern.Pattern(causal_mask_function, 2, ROW, **sizes)
+
+
+def test_flex_sees_what_the_blocks_show():
+    shown = torch.zeros(2, ROW, ROW, dtype=torch.bool)
+    found = pattern_of(packed_batch()["cu_seq_lens_q"])
+    for rows, start, stop in found.spans:
+        inside = slice(start, stop)
+        shown[rows, inside, inside] = found.block(rows, start, inside, inside)[:, 0]
     query, key = (torch.arange(ROW).view(shape) for shape in ((1, -1, 1), (1, 1, -1)))
-    shown = blocks.mask_mod(torch.arange(2).view(-1, 1, 1), torch.tensor(0), query, key)
-    assert torch.equal(shown, document_masks.document_mask(bounds, 2, ROW)[:, 0])
+    seen = found.block_mask.mask_mod(torch.arange(2).view(-1, 1, 1), torch.tensor(0), query, key)
+    assert torch.equal(seen.expand(2, ROW, ROW), shown)
 
 
-@pytest.mark.parametrize("reason", ["window", "dropout"])
-def test_what_flex_cannot_do_runs_on_the_dense_mask(reason, monkeypatch):
+def test_dropout_runs_on_blocks_where_flex_would_drop_it(monkeypatch):
     """No flex kernel runs here, so a call of it would fail."""
-    sizes = {"window": {"sliding_window": 4}, "dropout": {"attention_dropout": 1e-9}}[reason]
     attention.register()
-    model = make("mistral", **sizes)
+    model = make("mistral", attention_dropout=1e-9)
     model.set_attn_implementation(attention.NAME)
     attention.install(model, "flex")
-    monkeypatch.setattr(attend_module, "flex_attention_forward", None)
-    plain = model_with("mistral", "eager", **sizes)
-    assert_documents_are_alone(model.train(reason == "dropout"), plain)
+    monkeypatch.setattr(forward, "flex_attention_forward", None)
+    plain = model_with("mistral", "eager", attention_dropout=1e-9)
+    assert_documents_are_alone(model.train(), plain)
 
 
 @pytest.mark.parametrize("name", PACKS)
@@ -126,9 +137,9 @@ def test_unpacked_equals_eager(name):
 def test_a_training_batch_makes_no_mask(monkeypatch):
     model = model_with("llama").train()
     seen = []
-    sdpa = attend_module.sdpa_attention_forward
+    sdpa = forward.sdpa_attention_forward
     monkeypatch.setattr(
-        attend_module,
+        forward,
         "sdpa_attention_forward",
         lambda module, q, k, v, mask, **rest: (
             seen.append(mask) or sdpa(module, q, k, v, mask, **rest)
@@ -172,6 +183,14 @@ def test_removing_the_hook():
     handle = attention.install(model)
     handle.remove()
     assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks
+
+
+def test_a_failed_forward_leaves_no_batch_behind():
+    model = model_with("qwen2")
+    with pytest.raises((RuntimeError, IndexError)):
+        model(**{**packed_batch(), "input_ids": torch.full((2, ROW), 10**6)})
+    assert pattern.current_batch.get() is None
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -204,10 +223,8 @@ def test_lora_on_packed_rows():
 
 def test_the_leak_test_sees_broken_isolation(monkeypatch):
     model = model_with("qwen2")
-    number = document_masks._document_numbers
-    monkeypatch.setattr(
-        document_masks, "_document_numbers", lambda *sizes: torch.zeros_like(number(*sizes))
-    )
+    whole = property(lambda self: [(slice(None), 0, self.length)])
+    monkeypatch.setattr(pattern.Pattern, "spans", whole)
     with pytest.raises(TrainkitError, match="document 0 moved the logits of document 1") as failure:
         leak_test(model, attention="broken", vocab_size=128)
     assert "attention broken" in str(failure.value)
@@ -215,12 +232,12 @@ def test_the_leak_test_sees_broken_isolation(monkeypatch):
 
 def test_the_leak_test_sees_a_single_shifted_bound(monkeypatch):
     model = model_with("qwen2")
-    number = document_masks._document_numbers
+    documents = choice.Documents
 
-    def shifted(bounds, *sizes):
-        return number(torch.cat((bounds[:1], bounds[1:2] + 1, bounds[2:])), *sizes)
+    def shifted(bounds, longest):
+        return documents(torch.cat((bounds[:1], bounds[1:2] + 1, bounds[2:])), longest)
 
-    monkeypatch.setattr(document_masks, "_document_numbers", shifted)
+    monkeypatch.setattr(choice, "Documents", shifted)
     with pytest.raises(TrainkitError, match="leak"):
         leak_test(model, attention="shifted", vocab_size=128)
 
@@ -253,65 +270,119 @@ def test_a_cache_and_packing_are_refused():
         model(**packed_batch(), use_cache=True)
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "mamba2", "qwen3_next"])
-def test_families_that_cannot_pack(model_type):
-    with pytest.raises(ModelError, match="cannot be trained on packed rows"):
-        attention.resolve_attention(model_type, packed=True, device="cpu")
-    assert attention.resolve_attention(model_type, packed=False, device="cpu").engine is None
+def on_a_gpu(monkeypatch, capability, hip=None):
+    monkeypatch.setattr(forward, "_capability", lambda index: capability)
+    monkeypatch.setattr(forward, "_described", lambda index: f"GPU has {capability}")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    forward.prefers_cudnn.cache_clear()
+    return {"packed": True, "device": "cuda"}
 
 
 def test_what_auto_means(monkeypatch):
-    chosen = attention.resolve_attention("qwen2", packed=True, device="cpu")
-    assert (chosen.name, chosen.engine) == ("trainkit", "mask")
+    chosen = attention.resolve_attention(packed=True, device="cpu")
+    assert (chosen.name, chosen.engine) == ("trainkit", "blocks")
     assert "cpu" in chosen.reason
-    gpu = {"packed": True, "device": "cuda"}
-    assert attention.resolve_attention("qwen2", **gpu).engine == "varlen"
-    for change in ({"dtype": torch.float32}, {"head_size": 512}):
-        assert attention.resolve_attention("qwen2", **gpu, **change).engine == "flex"
-    monkeypatch.setattr(attend_module, "varlen_attn", None)
-    chosen = attention.resolve_attention("qwen2", **gpu)
+    gpu = on_a_gpu(monkeypatch, (9, 0))
+    assert attention.resolve_attention(**gpu).engine == "varlen"
+    for change in ({"dtype": torch.float32}, {"head_size": 512}, {"head_size": 20}):
+        assert attention.resolve_attention(**gpu, **change).engine == "flex"
+    assert forward.prefers_cudnn(0)
+    monkeypatch.setattr(forward, "varlen_attn", None)
+    chosen = attention.resolve_attention(**gpu)
     assert chosen.engine == "flex"
     assert "no varlen attention" in chosen.reason
 
 
-def test_soft_caps_are_refused():
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)], ids=["V100", "T4"])
+def test_old_gpus_get_blocks(monkeypatch, capability):
+    chosen = attention.resolve_attention(**on_a_gpu(monkeypatch, capability))
+    assert chosen.engine == "blocks"
+    assert "compute capability 8.0" in chosen.reason
+
+
+def test_an_mi300_is_no_hopper(monkeypatch):
+    chosen = attention.resolve_attention(**on_a_gpu(monkeypatch, (9, 4), hip="6.4"))
+    assert chosen.engine == "flex"
+    assert not forward.prefers_cudnn(0)
+    forward.prefers_cudnn.cache_clear()
+
+
+def test_unknown_arguments_are_refused():
     states = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(ModelError, match="soft cap"):
-        attend_module.attend(torch.nn.Module(), states, states, states, None, softcap=30.0)
+    run = functools.partial(forward.attention_forward, torch.nn.Module(), *[states] * 3, None)
+    with pytest.raises(ModelError, match="`relative_bias`"):
+        run(relative_bias=torch.zeros(1))
+    run(relative_bias=None, sliding_window=3, cu_seq_lens_k=torch.zeros(1))
+    with pytest.raises(ModelError, match="without a mask"):
+        run(softcap=30.0)
 
 
-def test_varlen_gets_grouped_heads_as_they_are(monkeypatch):
-    """The GPU path on the CPU: the call that varlen attention would get, and its result's shape."""
+# -- varlen attention, which needs a GPU, by its documented meaning -----------------------------
+
+
+def varlen_as_documented(
+    query, key, value, bounds, bounds_k, longest, longest_k, *,
+    scale=None, window_size=(-1, -1), enable_gqa=False,
+):  # fmt: skip
+    """torch.nn.attention.varlen: token i of a document sees i - left to i + right."""
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert longest == longest_k >= bounds.diff().max()
+    left, right = window_size
+    output = torch.empty_like(query)
+    for start, stop in itertools.pairwise(bounds.tolist()):
+        q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        tokens = torch.arange(stop - start)
+        back = tokens[:, None] - tokens
+        seen = (back >= -right if right >= 0 else back == back) & (
+            back <= left if left >= 0 else back == back
+        )
+        scores = (q @ k.transpose(1, 2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        output[start:stop] = (shares @ v).transpose(0, 1)
+    return output
+
+
+@pytest.fixture
+def varlen_on_cpu(monkeypatch):
+    monkeypatch.setattr(forward, "flash_obstacle", lambda *_: None)
+    monkeypatch.setattr(forward, "varlen_attn", varlen_as_documented)
+    forward._varlen_options.cache_clear()
+    yield
+    forward._varlen_options.cache_clear()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 13, 200])
+def test_varlen_keeps_the_window(window, varlen_on_cpu):
+    """A window off by one moves every document that is longer than it, and unpacked rows."""
+    attention.register()
+    model = make("mistral", sliding_window=window).eval()
+    model.set_attn_implementation(attention.NAME)
+    attention.install(model, "varlen")
+    plain = model_with("mistral", "eager", sliding_window=window)
+    assert_documents_are_alone(model, plain)
+    ids = packed_batch()["input_ids"]
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=2e-5)
+
+
+def test_varlen_gets_grouped_heads_as_they_are(varlen_on_cpu, monkeypatch):
     seen = {}
 
-    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, **options):
-        seen.update(options, q=q, k=k, cu=cu_q, longest=max_q)
-        return torch.zeros_like(q)
+    def varlen(q, k, v, *bounds, scale=None, window_size=(-1, -1), enable_gqa=False):
+        seen.update(q=q, k=k, scale=scale)
+        return varlen_as_documented(
+            q, k, v, *bounds, scale=scale, window_size=window_size, enable_gqa=enable_gqa
+        )
 
-    monkeypatch.setattr(attend_module, "flash_obstacle", lambda *_: None)
-    monkeypatch.setattr(attend_module, "varlen_attn", varlen)
-    monkeypatch.setattr(
-        attend_module,
-        "_varlen_options",
-        lambda window, scaling, grouped: {"window": window, "scale": scaling, "grouped": grouped},
-    )
-    batch = packed_batch()
+    monkeypatch.setattr(forward, "varlen_attn", varlen)
     query = torch.randn(2, ROW, 4, 16).transpose(1, 2)
     key = torch.randn(2, ROW, 2, 16).transpose(1, 2)
-    output, weights = attend_module.attend(
-        torch.nn.Module(),
-        query,
-        key,
-        key,
-        document_masks.no_mask(torch.device("cpu")),
-        scaling=0.25,
-        sliding_window=5,
-        cu_seq_lens_q=batch["cu_seq_lens_q"],
-        max_length_q=batch["max_length_q"],
+    found = pattern_of(packed_batch()["cu_seq_lens_q"], engine="varlen")
+    output, weights = forward.attention_forward(
+        torch.nn.Module(), query, key, key, found, scaling=0.25
     )
     assert output.shape == (2, ROW, 4, 16)
     assert weights is None
     assert seen["q"].data_ptr() == query.data_ptr()
     assert seen["k"].shape == (2 * ROW, 2, 16)
-    assert (seen["window"], seen["scale"], seen["grouped"]) == (5, 0.25, True)
-    assert seen["longest"] == 13
+    assert seen["scale"] == 0.25

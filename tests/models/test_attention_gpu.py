@@ -6,7 +6,8 @@ from families.family_models import make
 from models.test_attention import PACKS, documents, packed_batch
 
 from trainkit.errors import TrainkitError
-from trainkit.models import attend, attention
+from trainkit.models import attention
+from trainkit.models.attention import choice
 from trainkit.models.leak_test import leak_test
 from trainkit.patching import patch
 
@@ -57,17 +58,17 @@ def test_varlen_keeps_documents_apart(name):
 
 def test_the_leak_test_sees_varlen_given_one_document(monkeypatch):
     model = model_with("qwen2", "varlen")
-    run = attend._varlen
-
-    def merged(query, key, value, bounds, longest, *rest):
-        return run(query, key, value, bounds[[0, -1]], query.shape[0] * query.shape[2], *rest)
-
-    monkeypatch.setattr(attend, "_varlen", merged)
+    documents = choice.Documents
+    monkeypatch.setattr(
+        choice,
+        "Documents",
+        lambda bounds, longest: documents(bounds[[0, -1]], 2 * 64),
+    )
     with pytest.raises(TrainkitError, match="leak"):
         leak_test(model, attention="varlen", vocab_size=128)
 
 
-@pytest.mark.parametrize("engine", ["flex", "mask"])
+@pytest.mark.parametrize("engine", ["flex", "blocks"])
 def test_the_fallbacks_in_fp32(engine):
     model = model_with("qwen2", engine, dtype=torch.float32)
     plain = model_with("qwen2", implementation="eager", dtype=torch.float32)
@@ -110,7 +111,7 @@ def test_no_step_waits_for_the_device(packed):
 def test_gradients_of_packed_rows():
     grads = []
     batch = on_gpu(packed_batch())
-    for engine, dtype in (("varlen", torch.bfloat16), ("mask", torch.float32)):
+    for engine, dtype in (("varlen", torch.bfloat16), ("blocks", torch.float32)):
         model = model_with("llama", engine, dtype=dtype).train()
         logits = model(**batch).logits.float()
         sum(logits[row, part].square().mean() for row, part in documents()).backward()

@@ -213,7 +213,7 @@ def _trainkit(
     import trainkit
     from trainkit.models import attention, loss_head
 
-    chosen = attention.resolve_attention(shape.family, packed=packed, device=device)
+    chosen = attention.resolve_attention(packed=packed, device=device)
     model = build(shape, device, chosen.name)
     attention.install(model, chosen.engine)
     trainkit.patch(model)

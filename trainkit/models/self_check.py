@@ -57,6 +57,9 @@ class CheckRow:
 class SelfCheckError(PatchError):
     """A kernel is less exact than the plain model; ``rows`` holds every result."""
 
+    part = "self_check"
+    """Where kernels.json keeps the rows."""
+
     def __init__(self, rows: list[dict[str, object]], failed: CheckRow) -> None:
         self.rows = rows
         if failed.kernel:

@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trainkit.checkpoint.ownership import refuse_foreign
 from trainkit.data.messages import Conversation
 from trainkit.errors import TrainkitError
+from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.self_check import SelfCheckError
 from trainkit.recipe import (
     LoadedRecipe,
@@ -46,7 +47,7 @@ from trainkit.train.launch import (
     torchrun_command,
 )
 from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
-from trainkit.train.model import BuiltModel, build_model
+from trainkit.train.model import BuiltModel, build_model, check_packable
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
 from trainkit.train.resume.changes import review, settings_of, versions
 from trainkit.train.resume.given import RUNS
@@ -126,6 +127,8 @@ def _prepare(
     recipe = loaded.recipe
     source = model_source(recipe)
     check_exists(source)
+    if recipe.data.packing:
+        check_packable(source)
     tokenizer = load_tokenizer(source)
     # Set on the tokenizer, so that the held-out answers and final/ have it as well.
     tokenizer.chat_template = read_chat_template(recipe.data.chat_template) or (
@@ -174,9 +177,9 @@ def _session(
     built = _build(recipe, prepared)
     try:
         record = built.check_kernels(prepared.data.train.one_batch())
-    except SelfCheckError as error:
+    except (AttentionProofError, SelfCheckError) as error:
         if place.is_main:
-            run.write_json(run.kernels, {"self_check": error.rows})
+            run.write_json(run.kernels, {error.part: error.rows})
         raise
     if place.is_main:
         run.write_json(run.kernels, record)

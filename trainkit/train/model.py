@@ -19,6 +19,8 @@ from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, resolve_attention
+from trainkit.models.attention.packable import refuse_recurrent
+from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
 from trainkit.patching import patch
@@ -50,14 +52,18 @@ class BuiltModel:
     num_towers: int = 0
 
     def check_kernels(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Hold the kernels against plain torch and say what runs, as ``kernels.json`` does.
+        """Hold attention and kernels against the plain model and say what runs.
+
+        The result is what ``kernels.json`` holds.
 
         Args:
             batch: ``input_ids`` and ``labels`` of real samples, (B, S).
 
         Raises:
-            TrainkitError: an op is less exact than plain torch; it is named.
+            TrainkitError: an op is less exact than plain torch, or the attention that the recipe
+                names is not the model's; it is named.
         """
+        require_proof(self.attention)
         record: dict[str, Any] = {"attention": asdict(self.attention)}
         if self.adapters is not None:
             record["adapters"] = self.adapters
@@ -120,9 +126,10 @@ def build_model(
         quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
         refuse_unpacked_experts(load_config(source), source.name_or_path)
     chosen = _attention(source, attention, packing=packing)
-    model: Any = load_model(source, attention=chosen.name, quantization=quantization, device=device)
-    if chosen.name == own_attention.NAME:
-        own_attention.install(model, chosen.engine)
+    # Every class has eager attention; what was chosen is set once it has been proved.
+    loaded_with = "eager" if attention == "auto" else chosen.name
+    model: Any = load_model(source, attention=loaded_with, quantization=quantization, device=device)
+    chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto")
     towers = outside_text(model)
     for parameter in towers.values():
         parameter.requires_grad_(False)
@@ -145,15 +152,23 @@ def build_model(
     )
 
 
+def check_packable(source: ModelSource) -> None:
+    """Refuse packed rows for a model whose layers cannot keep documents apart; no weights are read.
+
+    Raises:
+        ModelError: naming the layers.
+    """
+    refuse_recurrent(load_config(source))
+
+
 def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:
-    """Turn ``auto`` into a name, by the model's family and the device."""
-    if wanted != "auto":
+    """Turn ``auto`` into a name, by the device and the model's sizes."""
+    own_attention.register()
+    if wanted not in ("auto", own_attention.NAME):
         return Attention(wanted, "named in the recipe")
     config = load_config(source).get_text_config()
     head_size = getattr(config, "head_dim", None)
-    own_attention.register()
     return resolve_attention(
-        config.model_type,
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=DTYPES.get(source.dtype, torch.bfloat16),

@@ -1,0 +1,183 @@
+"""``attn_implementation: auto``: the fastest attention there is, with documents kept apart.
+
+Causal attention over whole rows runs on SDPA, cuDNN's kernel first where it is the fastest. What
+has documents or a window runs on one of three engines:
+
+- varlen: torch's variable-length flash attention over the documents end to end; no mask exists.
+- flex: flex attention with a block mask, for dtypes, head sizes, sinks and soft caps that flash
+  attention refuses.
+- blocks: document by document and block by block, which runs anywhere.
+
+transformers looks at the values of a mask (and of ``position_ids``) to learn whether it can do
+without one, which makes the host wait; `install` sets hooks on the model under the head that spare
+it.
+
+Shapes: B batch, S sequence, D head size.
+"""
+
+from contextvars import Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from trainkit.errors import TrainkitError
+from trainkit.models.attention.forward import (
+    attention_forward,
+    flash_obstacle,
+    flex_obstacle,
+    prefers_cudnn,
+)
+from trainkit.models.attention.pattern import (
+    Batch,
+    Documents,
+    Engine,
+    current_batch,
+    make_mask,
+)
+
+NAME = "trainkit"
+"""The name under which transformers knows this attention."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a run attends with, and why.
+
+    Args:
+        name: the value for ``attn_implementation``.
+        reason: for the run's record.
+        engine: what packed rows and windows run on at best; None for transformers' own attention.
+        checks: the comparison with eager attention, one row for each batch that was tried.
+    """
+
+    name: str
+    reason: str
+    engine: Engine | None = None
+    checks: tuple[dict[str, Any], ...] = field(default=())
+
+
+def register() -> None:
+    """Make ``attn_implementation="trainkit"`` known to transformers; a second call is harmless."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def resolve_attention(
+    *,
+    packed: bool,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    head_size: int = 128,
+) -> Attention:
+    """Choose what ``attn_implementation: auto`` means on a device.
+
+    Whether the model's own mathematics survives is another question, which
+    `trainkit.models.attention.proof` answers by running it.
+
+    Args:
+        packed: whether several documents share a row.
+        device: where the model trains.
+        dtype: what attention computes in (autocast's dtype under autocast).
+        head_size: D.
+    """
+    register()
+    device = torch.device(device)
+    engine, reason = _engine(device, dtype, head_size)
+    if packed:
+        return Attention(NAME, reason, engine)
+    if device.type == "cuda" and prefers_cudnn(device.index or 0):
+        return Attention(NAME, "SDPA, cuDNN's kernel first: fastest on this GPU", engine)
+    return Attention(NAME, f"SDPA with torch's own choice of kernel on {device.type}", engine)
+
+
+def _engine(
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, head_size: int = 128
+) -> tuple[Engine, str]:
+    """The best engine and why; each layer looks at its own dtype and head size again."""
+    obstacle = flash_obstacle(device, dtype, head_size)
+    if obstacle is None:
+        return "varlen", "varlen flash attention over the documents, no mask"
+    if flex_obstacle(device) is None:
+        return "flex", f"flex attention with a block mask of the documents: {obstacle}"
+    return "blocks", f"SDPA, document by document: {obstacle}"
+
+
+class Installed:
+    """The hooks on the model under the head; ``remove`` takes them away."""
+
+    def __init__(self, base: nn.Module, engine: Engine) -> None:
+        self._base = base
+        self._engine = engine
+        self._tokens: list[Token[Batch | None]] = []
+        self._handles = [
+            base.register_forward_pre_hook(self._before, with_kwargs=True),
+            base.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        """Undo `install`."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        bounds = kwargs.get("cu_seq_lens_q")
+        shape, device = _shape_of(args, kwargs)
+        documents = None
+        if bounds is not None:
+            if self._caches(kwargs):
+                raise TrainkitError(
+                    "packed documents and a key/value cache do not go together",
+                    where="use_cache",
+                    fix="set model.config.use_cache to False for training (the Trainer does)",
+                )
+            longest = kwargs.get("max_length_q")
+            documents = Documents(bounds, shape[1] if longest is None else longest)
+        self._tokens.append(current_batch.set(Batch(self._engine, documents)))
+        plain = kwargs.get("position_ids") is None and not self._caches(kwargs) and len(args) <= 1
+        if kwargs.get("attention_mask") is None and (plain or documents is not None):
+            # transformers reads the positions, and so makes the host wait, where there is no mask.
+            ones = torch.ones(shape, dtype=torch.bool, device=device)
+            return args, {**kwargs, "attention_mask": ones}
+        return None
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._tokens:
+            current_batch.reset(self._tokens.pop())
+
+    def _caches(self, kwargs: dict[str, Any]) -> bool:
+        use_cache = kwargs.get("use_cache")
+        config: Any = self._base.config
+        return kwargs.get("past_key_values") is not None or bool(
+            getattr(config, "use_cache", False) if use_cache is None else use_cache
+        )
+
+
+def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Size, torch.device]:
+    """(B, S) of the batch, and where it is."""
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    if tokens is None:
+        tokens = kwargs["inputs_embeds"]
+    return tokens.shape[:2], tokens.device
+
+
+def install(model: nn.Module, engine: Engine | None = None) -> Installed:
+    """Prepare a model that was loaded with ``attn_implementation="trainkit"``.
+
+    Args:
+        model: a causal language model, bare or under peft.
+        engine: what packed rows and windows run on, from `resolve_attention`; by default the
+            best for the device on which the weights are.
+
+    Returns:
+        A handle whose ``remove`` undoes it.
+    """
+    causal_lm = next(each for each in model.modules() if isinstance(each, PreTrainedModel))
+    if engine is None:
+        engine, _ = _engine(next(causal_lm.parameters()).device)
+    # Not on the decoder: what stands around it, in models of several parts, makes its masks.
+    return Installed(causal_lm.base_model, engine)

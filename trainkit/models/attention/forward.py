@@ -1,0 +1,261 @@
+"""The attention function of every layer.
+
+The mask that arrives says what to compute: a `Pattern` runs on the fastest engine that serves the
+layer (SDPA's causal kernel, varlen, flex, blocks), a dense mask on SDPA. Whatever a layer passes is
+served or refused by name, never dropped. Grouped key and value heads are not repeated where a
+kernel takes them as they are. Shapes: B batch, S sequence, D head size.
+"""
+
+import functools
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from trainkit.errors import ModelError
+from trainkit.models.attention.blockwise import blockwise_attention, spelled_out
+from trainkit.models.attention.pattern import Pattern
+
+varlen_attn: Any
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None
+
+_MAX_FLASH_HEAD_SIZE = 256
+_HEAD_SIZE_STEP = 8
+_AMPERE = (8, 0)
+
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+NO_INFLUENCE = frozenset(
+    {
+        *("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("num_items_in_batch", "logits_to_keep", "labels", "deterministic"),
+    }
+)
+"""What layers pass along that changes nothing here: the mask already holds window and documents,
+positions are in the states, and the rest is for other parts of the model."""
+
+
+def flash_obstacle(device: torch.device, dtype: torch.dtype, head_size: int) -> str | None:
+    """Why varlen attention cannot run, or None."""
+    if device.type != "cuda":
+        return f"varlen attention needs a GPU, this is {device.type}"
+    if varlen_attn is None:
+        return f"torch {torch.__version__} has no varlen attention (2.10 has)"
+    if torch.version.hip is not None:
+        return "varlen attention is proved on NVIDIA's GPUs only, this is AMD's"
+    if _capability(device.index) < _AMPERE:
+        return f"varlen attention needs compute capability 8.0, {_described(device.index)}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"varlen attention has no kernel for {dtype}"
+    if head_size > _MAX_FLASH_HEAD_SIZE:
+        return f"varlen attention ends at head size {_MAX_FLASH_HEAD_SIZE}, this is {head_size}"
+    if head_size % _HEAD_SIZE_STEP:
+        return (
+            f"varlen attention takes multiples of {_HEAD_SIZE_STEP} as head size, not {head_size}"
+        )
+    return None
+
+
+def flex_obstacle(device: torch.device) -> str | None:
+    """Why flex attention's compiled kernel cannot run, or None."""
+    if device.type != "cuda":
+        return f"flex attention trains on a GPU only, this is {device.type}"
+    if torch.version.hip is None and _capability(device.index) < _AMPERE:
+        return f"flex attention needs compute capability 8.0, {_described(device.index)}"
+    return None
+
+
+@functools.cache
+def _capability(device_index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def _described(device_index: int | None) -> str:
+    major, minor = _capability(device_index)
+    return f"{torch.cuda.get_device_name(device_index)} has {major}.{minor}"
+
+
+@functools.cache
+def prefers_cudnn(device_index: int) -> bool:
+    """Whether cuDNN's attention beats flash attention: measured so on Hopper (1.5 times)."""
+    # AMD's numbers mean other things: an MI300 says (9, 4).
+    return torch.version.hip is None and _capability(device_index)[0] == 9
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Pattern | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention hook.
+
+    Args:
+        module: the attention layer.
+        query: (B, heads, S, D).
+        key: (B, key heads, S, D); key heads divide heads.
+        value: (B, key heads, S, value head size).
+        attention_mask: what `make_mask` decided, or a mask that the model made.
+        dropout: of the attention probabilities.
+        scaling: of the scores; D ** -0.5 when None.
+        is_causal: None asks the layer.
+        softcap: of the scores.
+        s_aux: (heads,), sinks: a score that takes probability and gives nothing.
+        others: what the model passes along; anything that could change the result is refused.
+
+    Returns:
+        (B, S, heads, value head size), and no weights.
+
+    Raises:
+        ModelError: an argument that this attention does not know.
+    """
+    _refuse_unknown(module, others)
+    if isinstance(attention_mask, Pattern):
+        options = {"dropout": dropout, "scaling": scaling, "softcap": softcap, "sinks": s_aux}
+        return _by_pattern(module, query, key, value, attention_mask, options), None
+    if softcap is not None or s_aux is not None:
+        if attention_mask is None and query.shape[2] > 1:
+            raise ModelError(
+                "soft caps and sinks came without a mask, so it is unknown what may be looked at",
+                where=f"{type(module).__name__}, attn_implementation trainkit",
+                fix="set model.attn_implementation to eager",
+            )
+        return spelled_out(
+            query, key, value, attention_mask,
+            dropout=dropout, scaling=scaling, softcap=softcap, sinks=s_aux,
+        ), None  # fmt: skip
+    with _fastest_first(query, attention_mask):
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+        )
+
+
+def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
+    """Refuse what a layer passes and nobody here knows: dropping it would be another model."""
+    for name, value in others.items():
+        if name not in NO_INFLUENCE and value is not None and value is not False:
+            raise ModelError(
+                f"{type(module).__name__} passes `{name}`, which trainkit's attention does not "
+                "know; dropping it would change the model",
+                where="model.attn_implementation: trainkit",
+                fix="set it to auto, which takes another implementation then, or to eager",
+            )
+
+
+def _by_pattern(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    options: dict[str, Any],
+) -> Tensor:
+    """Causal attention on the fastest engine that serves this layer; (B, S, heads, D)."""
+    if not query.shape[2] == key.shape[2] == pattern.length:
+        raise ModelError(
+            f"{type(module).__name__} looks from {query.shape[2]} tokens at {key.shape[2]} keys, "
+            f"and the mask is of {pattern.length} tokens",
+            where="model.attn_implementation: trainkit",
+            fix="set it to auto, which takes another implementation then, or to eager",
+        )
+    bare = options["softcap"] is None and options["sinks"] is None
+    scaling, dropout = options["scaling"], options["dropout"]
+    if bare and pattern.is_causal_only:
+        with _fastest_first(query, None):
+            return sdpa_attention_forward(
+                module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=True
+            )[0]
+    if pattern.engine == "varlen" and bare and pattern.is_plain and not dropout:
+        dtype = _compute_dtype(query)
+        obstacle = flash_obstacle(query.device, dtype, query.shape[-1])
+        if obstacle is None and value.shape[-1] == query.shape[-1]:
+            return _varlen(query.to(dtype), key.to(dtype), value.to(dtype), pattern, scaling)
+    if pattern.engine != "blocks" and not dropout:
+        return flex_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            pattern.block_mask,
+            scaling=scaling,
+            softcap=options["softcap"],
+            s_aux=options["sinks"],
+        )[0]
+    return blockwise_attention(module, query, key, value, pattern, **options)
+
+
+def _compute_dtype(query: Tensor) -> torch.dtype:
+    """Autocast's dtype where autocast is on (rotary embeddings leave float32), else the query's."""
+    if torch.is_autocast_enabled(query.device.type):
+        return torch.get_autocast_dtype(query.device.type)
+    return query.dtype
+
+
+def _fastest_first(query: Tensor, mask: Tensor | None) -> AbstractContextManager[Any]:
+    if mask is not None or not query.is_cuda or torch.compiler.is_compiling():
+        return nullcontext()
+    if not prefers_cudnn(query.get_device()):
+        return nullcontext()
+    return sdpa_kernel(_CUDNN_FIRST, set_priority=True)
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, scaling: float | None
+) -> Tensor:
+    """Causal flash attention within each document; (B, heads, S, D) in, (B, S, heads, D) out."""
+    batch_size, _, length, head_size = query.shape
+    flat = [states.transpose(1, 2).flatten(0, 1) for states in (query, key, value)]
+    options = _varlen_options(pattern.window, scaling, query.shape[1] != key.shape[1])
+    bounds, longest = pattern.bounds, pattern.longest
+    output = varlen_attn(*flat, bounds, bounds, longest, longest, **options)
+    return output.view(batch_size, length, -1, head_size)
+
+
+@functools.cache
+def _varlen_options(window: int | None, scaling: float | None, grouped: bool) -> dict[str, Any]:
+    """Keywords of `varlen_attn` for causal attention; their names differ between releases."""
+    names = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"scale": scaling}
+    if "window_size" in names:
+        # How far back a token sees beside itself: a window counts the token as well.
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise ModelError(
+            f"torch {torch.__version__} has no varlen attention with a sliding window",
+            fix="use a newer torch, or set data.packing to false",
+        )
+    if "enable_gqa" in names:
+        options["enable_gqa"] = grouped
+    return options

@@ -1,0 +1,99 @@
+"""Whether documents can share a row: not where a layer carries state from token to token.
+
+Attention keeps documents apart with its mask; a recurrence or a convolution over the sequence has
+none. What the layers are decides, not what the model is called.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from trainkit.errors import ModelError
+
+_MIXES_BY_STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"})
+"""Values of ``config.layer_types`` that are no attention."""
+
+_STATE_PARAMETERS = frozenset({"A_log", "time_decay", "time_mix_key", "dt_bias", "slope_rate"})
+"""What the decay of a recurrence is called in its layer."""
+
+
+def refuse_recurrent(config: PreTrainedConfig) -> None:
+    """Refuse packing for a model whose layers carry state, before its weights are read.
+
+    Args:
+        config: of the model; a skeleton without weights is built from it.
+
+    Raises:
+        ModelError: naming the layers.
+    """
+    skeleton = _skeleton(config)
+    found = None if skeleton is None else state_of(skeleton)
+    if found is None:
+        found = _state_in_config(config)
+    if found is not None:
+        raise ModelError(
+            f"{config.model_type} cannot be trained on packed rows: {found}, which carries state "
+            "from one document into the next",
+            where="data.packing",
+            fix="set data.packing to false",
+        )
+
+
+def state_of(model: PreTrainedModel) -> str | None:
+    """The first layer of the text model that carries state along the sequence, in words; or None.
+
+    Args:
+        model: a causal language model, with or without weights.
+    """
+    decoder = decoder_of(model)
+    for name, module in _text_layers(decoder):
+        if isinstance(module, nn.Conv1d):
+            return f"its layer {name} is a convolution over the sequence"
+        own: Iterable[str] = {*module._parameters, *module._buffers}
+        found = _STATE_PARAMETERS.intersection(own)
+        if found:
+            return f"its layer {name} ({type(module).__name__}) is a recurrence"
+    if model._is_stateful or getattr(decoder, "_is_stateful", False):
+        return "it is a recurrent model"
+    return _state_in_config(model.config)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The text model under the head."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
+def _text_layers(decoder: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of the stack of layers: not those of towers for images or sound beside it."""
+    num_layers = getattr(decoder.config.get_text_config(), "num_hidden_layers", None)
+    stacks = [
+        (name, module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    ]
+    outermost = min((name.count(".") for name, _ in stacks), default=0)
+    chosen = [(name, stack) for name, stack in stacks if name.count(".") == outermost]
+    for prefix, stack in chosen or [("", decoder)]:
+        yield from stack.named_modules(prefix=prefix)
+
+
+def _state_in_config(config: PreTrainedConfig) -> str | None:
+    types: list[str] = getattr(config.get_text_config(), "layer_types", None) or []
+    for index, each in enumerate(types):
+        if each in _MIXES_BY_STATE:
+            return f"its layer {index} is of the kind {each}"
+    return None
+
+
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel | None:
+    """The model on the meta device: modules and shapes, no memory; None where that cannot be."""
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **options)
+    except (NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError):
+        return None  # code of its own, or values are read while building: judged when loaded

@@ -1,0 +1,328 @@
+"""Proof at start that the chosen attention is the model's: it and transformers' eager one agree.
+
+One small batch goes through the model twice, with the attention that was chosen and with the eager
+one that every class of transformers brings along: as padded rows, and packed where packing is on.
+The truth for packed rows is each document alone.
+
+How far two right implementations may lie apart is measured, not guessed: eager runs once more with
+the result of every module moved by a rounding of the dtype. Shapes: B batch, S sequence, T tokens,
+V vocabulary.
+"""
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainkit.errors import ModelError, TrainkitError
+from trainkit.models.attention.choice import NAME, Attention, Installed, install
+from trainkit.models.attention.packable import decoder_of, state_of
+from trainkit.models.attention.small_batch import small_batches
+
+_NARROWED = ("sliding_window", "attention_chunk_size", "index_topk")
+_NARROW = 8
+"""Tokens: a window of thousands would be left out of a small batch."""
+
+_ROUNDINGS = 4.0
+"""Allowed over the measured noise: it moves each module's result once, and each implementation
+rounds about four times between two results (scores, scaled scores, shares, their product)."""
+
+_FLOOR = 16
+"""Roundings that are always allowed: a sum over the head size in another order."""
+
+_TF32 = 2.0**-10
+"""What a GPU may round the factors of an fp32 product to."""
+
+_WORDS = {
+    "padded": "its logits differ by {:.2e} from eager attention's, where rounding explains {:.2e}",
+    "packed": "the logits of packed documents differ by {:.2e} from those of each document alone, "
+    "where rounding explains {:.2e}",
+}
+
+_FAILURES = (TrainkitError, RuntimeError, ValueError, TypeError, KeyError, AttributeError,
+             IndexError, NotImplementedError, ImportError)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProofRow:
+    """One batch through one implementation.
+
+    Args:
+        attention: the implementation, with its engine.
+        batch: "padded" or "packed".
+        max_error: the largest distance of a token's logits from eager's, relative to the size of
+            such logits; None where the model did not run.
+        allowed: what rounding explains.
+        status: "ok" or "failed".
+        detail: the reason of a failure.
+    """
+
+    attention: str
+    batch: str
+    max_error: float | None
+    allowed: float
+    status: str
+    detail: str
+
+
+class AttentionProofError(ModelError):
+    """The attention that the recipe names is not the model's; ``rows`` holds every result."""
+
+    part = "attention_checks"
+    """Where kernels.json keeps the rows."""
+
+    def __init__(self, rows: list[dict[str, object]], attention: str) -> None:
+        self.rows = rows
+        failed = next(row for row in rows if row["status"] == "failed")
+        super().__init__(
+            f"attention {attention} does not compute what the model's own eager one does on "
+            f"{failed['batch']} rows: {failed['detail']}",
+            where="model.attn_implementation",
+            fix="set it to auto, or to eager"
+            + (", or data.packing to false" if failed["batch"] == "packed" else ""),
+        )
+
+
+def require_proof(attention: Attention) -> None:
+    """Stop where the attention that a recipe names has failed its proof.
+
+    Raises:
+        AttentionProofError: with the rows of kernels.json.
+    """
+    if any(row["status"] == "failed" for row in attention.checks):
+        raise AttentionProofError(list(attention.checks), attention.name)
+
+
+def settle(model: PreTrainedModel, wanted: Attention, *, packed: bool, is_auto: bool) -> Attention:
+    """Give the model the attention that was chosen, or the next that computes the same as eager.
+
+    Args:
+        model: freshly loaded, on its device; it is left with the attention that is returned.
+        wanted: the first choice.
+        packed: whether documents share a row.
+        is_auto: whether another one may be taken; if not, failures stand in ``checks``.
+
+    Raises:
+        ModelError: no implementation keeps the documents of this model apart.
+    """
+    subject = _whole(model)
+    if packed and (state := state_of(subject)) is not None:
+        raise _cannot_pack(model, f"{state}, which carries state from one document into the next")
+    if not is_auto and not _exchangeable(subject):
+        detail = f"the attention of {type(subject).__name__} cannot be exchanged to compare it"
+        row = ProofRow(wanted.name, "padded", None, 0.0, "skipped", detail)
+        return replace(wanted, checks=(asdict(row),))
+    reference = _Reference(subject, packed=packed)
+    refused: list[ProofRow] = []
+    for candidate in _candidates(subject, wanted, is_auto=is_auto):
+        rows = _prove(subject, candidate, reference)
+        failed = [row for row in rows if row.status == "failed"]
+        if not failed or not is_auto:
+            reason = candidate.reason
+            if refused:
+                reason += f"; {refused[0].attention} was refused: {refused[0].detail}"
+            _apply(model, candidate)
+            checks = tuple(asdict(row) for row in [*refused, *rows])
+            return replace(candidate, reason=reason, checks=checks)
+        refused += [replace(row, status="refused") for row in failed]
+    last = refused[-1]
+    if last.batch == "packed":
+        raise _cannot_pack(model, f"even with {last.attention} attention, {last.detail}")
+    raise ModelError(
+        f"{type(subject).__name__} does not run: {last.detail}",
+        where="model.attn_implementation",
+        fix="report this with the model's config.json and the version of transformers",
+    )
+
+
+def _candidates(model: PreTrainedModel, wanted: Attention, *, is_auto: bool) -> list[Attention]:
+    """What is tried, in this order."""
+    if not is_auto:
+        return [wanted]
+    if not _exchangeable(model):
+        reason = f"{type(model).__name__} has an attention of its own, which cannot be exchanged"
+        return [Attention("eager", reason)]
+    found = [wanted]
+    if wanted.engine == "varlen":
+        found.append(replace(wanted, engine="flex", reason="flex attention with a block mask"))
+    if wanted.engine in ("varlen", "flex"):
+        found.append(replace(wanted, engine="blocks", reason="SDPA, document by document"))
+    return [
+        *found,
+        Attention("sdpa", "transformers' own SDPA attention"),
+        Attention("eager", "transformers' own eager attention"),
+    ]
+
+
+def _exchangeable(model: PreTrainedModel) -> bool:
+    """Whether the class looks its attention up; older ones have their own."""
+    return type(model)._can_set_attn_implementation()
+
+
+def _cannot_pack(model: PreTrainedModel, reason: str) -> ModelError:
+    return ModelError(
+        f"{model.config.model_type} cannot be trained on packed rows: {reason}",
+        where="data.packing",
+        fix="set data.packing to false",
+    )
+
+
+def _apply(model: PreTrainedModel, attention: Attention) -> Installed | None:
+    """Let the model attend so; returns the hooks, if it needs any."""
+    if _exchangeable(model):
+        model.set_attn_implementation(attention.name)
+    return install(model, attention.engine) if attention.name == NAME else None
+
+
+class _Reference:
+    """Eager attention's logits on the small batch, and how far rounding moves them."""
+
+    def __init__(self, model: PreTrainedModel, *, packed: bool) -> None:
+        self.batches = small_batches(model, packed=packed)
+        self.logits: dict[str, Tensor] = {}
+        self.allowed: dict[str, float] = {}
+        parameter = next(each for each in model.parameters() if each.is_floating_point())
+        eps = torch.finfo(parameter.dtype).eps
+        if parameter.is_cuda and parameter.dtype == torch.float32:
+            eps = _TF32
+        _apply(model, Attention("eager", ""))
+        with _quiet(model), _narrowed(model):
+            for name, batch in self.batches.items():
+                self.logits[name] = batch.eager(model)
+                with _rounded(model, eps):
+                    moved = batch.eager(model)
+                noise = distance(moved, self.logits[name], has_experts(model))
+                self.allowed[name] = _ROUNDINGS * noise + _FLOOR * eps
+
+
+def _prove(model: PreTrainedModel, attention: Attention, reference: _Reference) -> list[ProofRow]:
+    """Run one implementation on every batch."""
+    label = attention.name if attention.engine is None else f"{attention.name} ({attention.engine})"
+    rows: list[ProofRow] = []
+    hooks = None
+    try:
+        hooks = _apply(model, attention)
+        for name, batch in reference.batches.items():
+            allowed = reference.allowed[name]
+            with _quiet(model), _narrowed(model):
+                found = batch.chosen(model)
+            error = distance(found, reference.logits[name], has_experts(model))
+            status = "ok" if error <= allowed else "failed"
+            detail = "" if status == "ok" else _WORDS[name].format(error, allowed)
+            shown = error if math.isfinite(error) else None
+            rows.append(ProofRow(label, name, shown, allowed, status, detail))
+    except torch.OutOfMemoryError:
+        raise
+    except _FAILURES as error:
+        said = error.what if isinstance(error, TrainkitError) else str(error)
+        lines = said.strip().splitlines() or [repr(error)]
+        name = list(reference.batches)[len(rows)]
+        detail = f"it cannot run: {lines[0]} ({type(error).__name__})"
+        rows.append(ProofRow(label, name, None, reference.allowed[name], "failed", detail))
+    finally:
+        if hooks is not None:
+            hooks.remove()
+    return rows
+
+
+def distance(found: Tensor, truth: Tensor, has_experts: bool) -> float:
+    """How far the tokens' logits are apart, relative to the root mean square of a token's norm.
+
+    Args:
+        found: (T, V).
+        truth: (T, V).
+        has_experts: a rounding may send a token to other experts, so a quarter may lie apart.
+    """
+    apart = (found.double() - truth.double()).norm(dim=-1)
+    size = truth.double().norm(dim=-1).square().mean().sqrt()
+    worst = apart.quantile(0.75) if has_experts else apart.max()
+    return (worst / size).item() if apart.isfinite().all() else float("nan")
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether tokens are routed."""
+    return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, as it was afterwards."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+
+
+@contextlib.contextmanager
+def _narrowed(model: PreTrainedModel) -> Iterator[None]:
+    """Make windows, chunks and top-k narrower than the small batch, wherever they are kept."""
+    decoder = decoder_of(model)
+    owners = [model.config, model.config.get_text_config(), decoder.config, *decoder.modules()]
+    changed = []
+    for owner in {id(each): each for each in owners}.values():
+        for name in _NARROWED:
+            value = vars(owner).get(name)
+            if isinstance(value, int) and value > _NARROW:
+                changed.append((owner, name, value))
+                setattr(owner, name, _NARROW)
+    try:
+        yield
+    finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _rounded(model: nn.Module, eps: float) -> Iterator[None]:
+    """Move the result of every innermost module by up to one rounding."""
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def move(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        generator = generators.setdefault(
+            output.device, torch.Generator(output.device).manual_seed(0)
+        )
+        wide = output.float()
+        shift = torch.rand(wide.shape, generator=generator, device=wide.device)
+        return (wide * (1 + eps * (2 * shift - 1))).to(output.dtype)
+
+    leaves = [each for each in model.modules() if not any(True for _ in each.children())]
+    handles = [each.register_forward_hook(move) for each in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _whole(model: PreTrainedModel) -> PreTrainedModel:
+    """The model itself; a few random layers of it where its weights are held in pieces."""
+    if not any(hasattr(each, "ds_id") or each.is_meta for each in model.parameters()):
+        return model
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or [""]
+    depth = max(kinds.index(kind) for kind in kinds) + 1
+    num_layers = text.num_hidden_layers
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == num_layers:
+            setattr(text, name, value[:depth])
+    text.num_hidden_layers = depth
+    example = next(each for each in model.parameters() if each.is_floating_point())
+    devices = [example.device] if example.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), example.device:
+        torch.manual_seed(0)
+        replica = type(model)(config)
+    for parameter in replica.parameters():
+        parameter.data = parameter.data.to(example.dtype)
+    return replica
