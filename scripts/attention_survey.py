@@ -55,7 +55,7 @@ def try_rows(model: Any, *, packed: bool) -> dict[str, Any]:
     return {
         "outcome": chosen.name,
         "reason": "" if chosen.name == wanted.name else chosen.reason,
-        "error": max((check["max_error"] for check in accepted), default=None),
+        "error": max((check["error"] for check in accepted), default=None),
         "allowed": max((check["allowed"] for check in accepted), default=None),
         "seconds": round(time.perf_counter() - started, 2),
     }

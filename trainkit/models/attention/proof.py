@@ -29,12 +29,13 @@ _NARROWED = ("sliding_window", "attention_chunk_size", "index_topk")
 _NARROW = 8
 """Tokens: a window of thousands would be left out of a small batch."""
 
-_ROUNDINGS = 4.0
-"""Allowed over the measured noise: it moves each module's result once, and each implementation
-rounds about four times between two results (scores, scaled scores, shares, their product)."""
+_ROUNDINGS = 2.0
+"""Allowed over the measured noise, which moves each module's result by at most half an eps. Between
+two results an implementation rounds about four times (scores, scaled scores, shares, product), at
+random, which adds up to twice one rounding."""
 
-_FLOOR = 16
-"""Roundings that are always allowed: a sum over the head size in another order."""
+_FLOOR = 2.0
+"""In eps, always allowed: the last sums may run in another order."""
 
 _TF32 = 2.0**-10
 """What a GPU may round the factors of an fp32 product to."""
@@ -56,8 +57,8 @@ class ProofRow:
     Args:
         attention: the implementation, with its engine.
         batch: "padded" or "packed".
-        max_error: the largest distance of a token's logits from eager's, relative to the size of
-            such logits; None where the model did not run.
+        error: the distance of the logits from eager's, relative to their size; None where the
+            model did not run.
         allowed: what rounding explains.
         status: "ok" or "failed".
         detail: the reason of a failure.
@@ -65,7 +66,7 @@ class ProofRow:
 
     attention: str
     batch: str
-    max_error: float | None
+    error: float | None
     allowed: float
     status: str
     detail: str
@@ -232,17 +233,21 @@ def _prove(model: PreTrainedModel, attention: Attention, reference: _Reference) 
 
 
 def distance(found: Tensor, truth: Tensor, has_experts: bool) -> float:
-    """How far the tokens' logits are apart, relative to the root mean square of a token's norm.
+    """How far the logits are apart, relative to their size: root mean squares over the tokens.
+
+    What is wrong with an attention shows in most tokens, and a mean is a steadier measure than the
+    worst; that no document sees another is proved to the last bit, by `leak_test`.
 
     Args:
         found: (T, V).
         truth: (T, V).
-        has_experts: a rounding may send a token to other experts, so a quarter may lie apart.
+        has_experts: a rounding may send a token to other experts, so the worst quarter is left out.
     """
     apart = (found.double() - truth.double()).norm(dim=-1)
     size = truth.double().norm(dim=-1).square().mean().sqrt()
-    worst = apart.quantile(0.75) if has_experts else apart.max()
-    return (worst / size).item() if apart.isfinite().all() else float("nan")
+    if has_experts:
+        apart = apart.sort().values[: -(len(apart) // 4)]
+    return (apart.square().mean().sqrt() / size).item() if apart.isfinite().all() else float("nan")
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -294,7 +299,7 @@ def _rounded(model: nn.Module, eps: float) -> Iterator[None]:
         )
         wide = output.float()
         shift = torch.rand(wide.shape, generator=generator, device=wide.device)
-        return (wide * (1 + eps * (2 * shift - 1))).to(output.dtype)
+        return (wide * (1 + eps * (shift - 0.5))).to(output.dtype)
 
     leaves = [each for each in model.modules() if not any(True for _ in each.children())]
     handles = [each.register_forward_hook(move) for each in leaves]
