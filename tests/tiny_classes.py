@@ -53,6 +53,7 @@ _SIZES: dict[str, Any] = {
 
 _EXTRA: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16]},
     "blt": {"encoder_hash_byte_group_vocab": 128},

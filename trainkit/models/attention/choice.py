@@ -108,7 +108,7 @@ def _engine(
 class Installed:
     """The hooks on the model under the head; ``remove`` takes them away."""
 
-    def __init__(self, base: nn.Module, engine: Engine) -> None:
+    def __init__(self, base: PreTrainedModel, engine: Engine) -> None:
         self._base = base
         self._engine = engine
         self._tokens: list[Token[Batch | None]] = []
@@ -125,6 +125,8 @@ class Installed:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._base.config._attn_implementation != NAME:
+            return None  # another one was set since: transformers makes its masks
         bounds = kwargs.get("cu_seq_lens_q")
         shape, device = _shape_of(args, kwargs)
         documents = None

@@ -251,8 +251,9 @@ def distance(found: Tensor, truth: Tensor, has_experts: bool) -> float:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether tokens are routed."""
-    return any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    """Whether something is chosen by its score: experts for a token, or keys by an indexer."""
+    choosing = {"experts", "indexer"}
+    return any(name.rpartition(".")[2] in choosing for name, _ in model.named_modules())
 
 
 @contextlib.contextmanager
