@@ -4,11 +4,11 @@ import json
 
 import pytest
 from conftest import chat
-from tiny import make_tokenizer
+from tiny import make_qwen2, make_tokenizer
 
 from trainkit.cli.app import main
 from trainkit.data import DataOptions
-from trainkit.data.preview import RoleTable, choose, view
+from trainkit.data.preview import Authors, choose, view
 from trainkit.data.stats import measure
 
 END = "<|im_end|>"
@@ -34,6 +34,7 @@ def test_preview_json_says_what_is_trained(write, model, capsys, tiny_tokenizer)
     samples = [json.loads(line) for line in said.out.splitlines()]
     assert len(samples) >= 4
     keys = {"id", "source", "input_ids", "labels", "tokens", "num_trained_tokens"}
+    keys.add("untrained_answer")
     for sample in samples:
         assert set(sample) == keys
         number = int(sample["id"].rpartition(":")[2]) - 1
@@ -80,7 +81,9 @@ def test_worst_samples_are_shown(ready, write, tiny_tokenizer):
     assert why["longest"] == "31"
     assert why["least trained"] == "32"
     assert why["most cut"] == "33"
-    table = RoleTable(data, tiny_tokenizer, DataOptions(max_length=400)).rows(range(len(data)))
+    authors = Authors(data, tiny_tokenizer, DataOptions(max_length=400))
+    authors.read(range(len(data)))
+    table = authors.table()
     counts = {row["role"]: (row["tokens"], row["trained_tokens"]) for row in table}
     assert sum(tokens for tokens, _ in counts.values()) == int(data.lengths.sum())
     assert counts["assistant"][1] == int(data.num_trained.sum()) == counts["assistant"][0]
@@ -165,3 +168,146 @@ def test_nothing_to_look_at_is_an_error(capsys):
     code, said = run(capsys, "data", "stats")
     assert code == 2
     assert "--config" in said.err
+
+
+NO_END = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+SOME_BAD = [*ROWS, *ROWS, *ROWS, *ROWS, {"x": 1}]
+
+
+def test_words_of_an_answer_that_are_not_trained_are_marked(write, model, capsys, tmp_path):
+    row = chat("q1", "silent words", "q2", "spoken")
+    row["messages"][1]["weight"] = 0
+    page = tmp_path / "p.html"
+    given = ("--data", write([row]), "--model", model)
+    code, said = run(capsys, "data", "preview", *given, "--html", page)
+    assert code == 0, said.err
+    assert f"⟦silent words{END}⟧" in said.out
+    assert f"«spoken{END}»" in said.out
+    assert '<span class="missed">silent words' in page.read_text()
+    code, said = run(capsys, "data", "preview", *given, "--json")
+    shown = json.loads(said.out)
+    missed = [token for a, b in shown["untrained_answer"] for token in shown["tokens"][a:b]]
+    assert "".join(missed) == f"silent words{END}"
+
+
+def test_answers_whose_thinking_is_left_untrained_are_marked(ready, write):
+    from test_data_masks import QWEN3_LIKE, TestThinking, with_template
+
+    tokenizer = with_template(QWEN3_LIKE)
+    data = ready(write([TestThinking.row]), tokenizer=tokenizer)
+    authors = Authors(data, tokenizer, DataOptions())
+    authors.read([0])
+    shown = view(data, tokenizer, 0, "", authors.turns(0))
+    assert [run.text for run in shown.runs if run.missed] == [f"A1{END}"]
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202etxt\u2028\x00\x7f\rover"
+
+
+def test_control_characters_of_data_do_not_reach_the_terminal(write, model, capsys, tmp_path):
+    rows = [chat(HOSTILE, HOSTILE), *SOME_BAD, {HOSTILE: HOSTILE}, {"messages": HOSTILE}]
+    path = write(rows)
+    page = tmp_path / "p.html"
+    for extra in ((), ("--json",), ("--html", page)):
+        code, said = run(
+            capsys, "data", "preview", "-n", 200, "--data", path, "--model", model, *extra
+        )
+        assert code == 0, said.err
+        for each in HOSTILE.replace("txt", "").replace("over", "").replace("owned", ""):
+            if not each.isprintable():
+                assert each not in said.out
+    assert not any(each in page.read_text() for each in "\x1b\x9b\u202e")
+    code, said = run(capsys, "data", "check", "--data", path, "--model", model)
+    assert not any(each in said.out + said.err for each in "\x1b\x9b\u202e")
+
+
+def test_bad_rows_are_named_where_only_some_are_bad(write, model, capsys):
+    path = write(SOME_BAD)
+    code, said = run(capsys, "data", "check", "--data", path, "--model", model)
+    assert code == 0
+    assert f"{path}:{len(SOME_BAD)}: " in said.out
+    code, said = run(capsys, "data", "preview", "--data", path, "--model", model)
+    assert f"{path}:{len(SOME_BAD)} · not used" in said.out
+    assert '{"x": 1}' in said.out
+
+
+# -- one verdict ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A model whose template ends no turn but those that say 'fin'."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = NO_END.replace(
+        "m.content +", "m.content + ('<|im_end|>' if 'fin' in m.content else '') +"
+    )
+    tokenizer.save_pretrained(tmp_path / "endless")
+    return tmp_path / "endless"
+
+
+def test_missing_ends_are_judged_as_shares(write, endless, capsys):
+    path = write([chat("q", f"a{n}") for n in range(100)] + [chat("q", "fin")])
+    code, said = run(capsys, "data", "check", "--data", path, "--model", endless)
+    assert code == 2
+    assert "100 of 101 trained turns have no end-of-turn token" in said.out
+    assert "append_eos" in said.out
+    path = write([chat("q", "fin")] * 199 + [chat("q", "a")], "few.jsonl")
+    code, said = run(capsys, "data", "check", "--data", path, "--model", endless)
+    assert code == 0
+    assert "1 of 200 trained turns have no end-of-turn token" in said.out
+
+
+@pytest.mark.parametrize("what", ["endless", "rows", "length", "fine"])
+def test_a_run_stops_where_check_says_error(write, model, endless, capsys, tmp_path, what):
+    rows = {"endless": [chat("q", "a")] * 30, "fine": ROWS, **BAD}[what]
+    place = endless if what == "endless" else tmp_path / "model"
+    make_qwen2(len(make_tokenizer())).save_pretrained(place)
+    if what != "endless":
+        make_tokenizer().save_pretrained(place)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{name_or_path: {place}, dtype: float32}}\n"
+        f"data: {{train: [{write(rows)}], max_length: 512, cache_dir: {tmp_path / 'c'}}}\n"
+        f"training: {{max_steps: 1, output_dir: {tmp_path / 'out'}, use_cpu: true}}\n"
+    )
+    checked, said = run(capsys, "data", "check", "--config", recipe)
+    trained, told = run(capsys, "sft", "--config", recipe, "--dry-run")
+    assert (checked, trained) == ((0, 0) if what == "fine" else (2, 2)), said.out + told.err
+    if what != "fine":
+        assert {"endless": "end-of-turn", "rows": "dropped", "length": "lost"}[what] in told.err
+
+
+def test_check_reads_the_generation_config_of_a_model(write, tmp_path, capsys):
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path / "m")
+    path = write(ROWS)
+    _, said = run(capsys, "data", "check", "--data", path, "--model", tmp_path / "m")
+    assert "is not a stop token" in said.out
+    stop = tokenizer.convert_tokens_to_ids(END)
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    _, said = run(capsys, "data", "check", "--data", path, "--model", tmp_path / "m")
+    assert "is not a stop token" not in said.out
+
+
+def test_a_token_inside_answers_is_not_made_a_stop_token(ready, write):
+    """Two turns end with it, but it stands in the middle of the others."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|part|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{% if m.reasoning_content is defined %}{{ m.reasoning_content + '<|part|>' }}{% endif %}"
+        "{% if m.content %}{{ m.content + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    rows = [chat("q", "a") for _ in range(10)]
+    for row in rows:
+        row["messages"][1]["reasoning_content"] = "thought"
+    thinking = chat("q", "<think>\nthought\n</think>")
+    data = ready(write([*rows, thinking, thinking]), tokenizer=tokenizer)
+    assert data.summary["ends"] == {"<|im_end|>": 10, "<|part|>": 2}
+    assert data.eot_token_ids == (tokenizer.convert_tokens_to_ids(END),)
+    assert any("is not made one" in warning for warning in data.summary["warnings"])

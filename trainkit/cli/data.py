@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainkit.data import DataOptions, PreparedData, Source
+    from trainkit.data.dropped import DroppedRow
     from trainkit.data.preview import View
 
 app = typer.Typer(no_args_is_help=True, help="Look at the data, judge it, measure it.")
@@ -71,30 +72,40 @@ def preview(
 ) -> None:
     """Show real samples: trained text stands «between marks» and in colour.
 
-    After the drawn samples come the worst ones: the longest, the least trained, the most cut.
-    JSON objects have the keys id, source, input_ids, labels, tokens, num_trained_tokens.
+    Words of an answer that are not trained stand ⟦in these⟧. After the drawn samples come the worst
+    ones (the longest, the least trained, the most cut) and the first dropped rows of each reason.
+    JSON objects have the keys id, source, input_ids, labels, tokens, num_trained_tokens,
+    untrained_answer (ranges of tokens); those of dropped rows id, source, dropped, detail, row.
     """
     with _subject(config, overrides, data, model, mask) as subject:
         prepared = _prepare(subject, subject.options)
-        from trainkit.data.preview import RoleTable, choose, view
+        from trainkit.data.dropped import dropped_rows
+        from trainkit.data.escape import visible
+        from trainkit.data.preview import Authors, choose, view
 
         chosen = choose(prepared, num, seed=seed)
-        views = [view(prepared, subject.tokenizer, index, why) for index, why in chosen]
+        authors = Authors(prepared, subject.tokenizer, subject.options)
+        authors.read([index for index, _ in chosen])
+        views = [
+            view(prepared, subject.tokenizer, index, why, authors.turns(index))
+            for index, why in chosen
+        ]
+        bad = dropped_rows(prepared, max_row_bytes=subject.options.max_row_bytes)
         if as_json:
-            for each in views:
-                typer.echo(json.dumps(each.to_dict(), ensure_ascii=False))
+            for shown in [each.to_dict() for each in views] + [row.to_dict() for row in bad]:
+                typer.echo(visible(json.dumps(shown, ensure_ascii=False)))
             if html is None:
                 return
-        indices = [index for index, _ in chosen]
-        roles = RoleTable(prepared, subject.tokenizer, subject.options).rows(indices)
+        roles = authors.table()
         if html is not None:
             from trainkit.data.preview_html import page
 
             control = [str(token) for token in subject.tokenizer.get_added_vocab()]
             title = f"{len(prepared):,} samples of {', '.join(prepared.source_names)}"
-            html.write_text(page(views, roles, control, title), encoding="utf-8")
+            html.write_text(page(views, roles, control, title, bad), encoding="utf-8")
         if not as_json:
             _print_views(views, subject.tokenizer)
+            _print_dropped(bad)
             _print_roles(roles, prepared)
             if html is not None:
                 typer.echo(f"written: {html}")
@@ -112,19 +123,29 @@ def check(
     """Say whether the data would train what it should; exit with 2 if it would not."""
     with _subject(config, overrides, data, model, mask) as subject:
         from trainkit.data.check import judge
+        from trainkit.data.dropped import dropped_rows
+        from trainkit.data.escape import visible
         from trainkit.data.stats import measure
 
         prepared = _prepare(subject, subject.options)
         whole = _prepare(subject, dataclasses.replace(subject.options, max_length=NO_LIMIT))
         findings = judge(prepared, measure(whole))
+        rows = dropped_rows(prepared)
     bad = [finding for finding in findings if finding.status == "error"]
     for finding in findings:
         if as_json:
-            typer.echo(json.dumps(dataclasses.asdict(finding), ensure_ascii=False))
+            found = dataclasses.asdict(finding)
+            if finding.check == "rows":
+                found["dropped"] = [f"{row.id}: {row.reason}: {row.detail}" for row in rows]
+            typer.echo(visible(json.dumps(found, ensure_ascii=False)))
         else:
             color = {"ok": "green", "warning": "yellow", "error": "red"}[finding.status]
             label = typer.style(f"{finding.status:<8}", fg=color, bold=True)
-            typer.echo(f"{label} {finding.check}: {finding.detail}")
+            typer.echo(f"{label} {finding.check}: {visible(finding.detail)}")
+            if finding.status != "ok" and finding.fix:
+                typer.echo(f"         fix: {finding.fix}")
+            for row in rows if finding.check == "rows" else ():
+                typer.echo(visible(f"         {row.id}: {row.reason}: {row.detail}"))
     if bad:
         names = ", ".join(finding.check for finding in bad)
         raise DataError(
@@ -197,7 +218,12 @@ def _subject(
     from trainkit.train.launch import quieten_imports
 
     quieten_imports()
-    from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
+    from trainkit.train.loading import (
+        ModelSource,
+        check_exists,
+        load_tokenizer,
+        stop_token_ids,
+    )
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
@@ -233,6 +259,7 @@ def _subject(
         if data:
             sources = tuple(Source(path) for path in data)
         check_exists(place)
+        changes["stop_token_ids"] = stop_token_ids(place)
         options = dataclasses.replace(options, **changes)
         yield Subject(sources, load_tokenizer(place), options)
 
@@ -268,16 +295,23 @@ def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
 
 
 def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") -> None:
+    from trainkit.data.escape import visible
+
     control = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
+    if any(view.missed for view in views):
+        typer.secho("⟦in these⟧: words of an answer that are not trained\n", fg="red")
     for view in views:
         share = view.num_trained_tokens / len(view.input_ids)
         typer.secho(
-            f"── {view.id} · {view.why} · source {view.source} · {len(view.input_ids)} tokens, "
-            f"{view.num_trained_tokens} trained ({share:.0%})",
+            f"── {visible(view.id)} · {view.why} · source {visible(view.source)} · "
+            f"{len(view.input_ids)} tokens, {view.num_trained_tokens} trained ({share:.0%})",
             bold=True,
         )
         for run in view.runs:
-            text = run.text.replace("\n", "↵\n")
+            text = visible(run.text).replace("\n", "↵\n")
+            if run.missed:
+                typer.secho(f"⟦{text}⟧", fg="red", bold=True, nl=False)
+                continue
             if run.trained:
                 typer.secho(f"«{text}»", fg="green", bold=True, nl=False)
                 continue
@@ -287,11 +321,21 @@ def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") 
         typer.echo("\n")
 
 
+def _print_dropped(rows: "Sequence[DroppedRow]") -> None:
+    from trainkit.data.escape import visible
+
+    for row in rows:
+        typer.secho(f"── {visible(row.id)} · not used: {row.reason}", fg="red", bold=True)
+        typer.echo(f"{visible(row.detail)}\n{visible(row.excerpt)}\n")
+
+
 def _print_roles(roles: "Sequence[dict[str, Any]]", prepared: "PreparedData") -> None:
+    from trainkit.data.escape import visible
+
     typer.echo(f"{'written by':<12}{'tokens':>10}{'trained':>10}")
     for row in roles:
         typer.echo(f"{row['role']:<12}{row['tokens']:>10,}{row['trained_tokens']:>10,}")
     for note in prepared.summary["notes"]:
-        typer.echo(f"note: {note}")
+        typer.echo(f"note: {visible(note)}")
     for warning in prepared.summary["warnings"]:
-        typer.secho(f"warning: {warning}", fg="yellow")
+        typer.secho(f"warning: {visible(warning)}", fg="yellow")

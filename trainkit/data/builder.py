@@ -45,7 +45,7 @@ class Batch:
         lengths, rows, parts: one number per sample; ``rows`` counts within the run.
         events: for the ledger.
         counts: formats (``format:<name>``) and things worth telling, by name.
-        ends: end-of-turn tokens that are trained.
+        ends: end-of-turn tokens that are trained, and how many turns each ends.
         notes: what a person should know about the template.
     """
 
@@ -57,7 +57,7 @@ class Batch:
     parts: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    ends: set[str] = field(default_factory=set)
+    ends: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
 
     def add(self, ids: np.ndarray, mask: np.ndarray, row: int, part: int) -> None:
@@ -219,7 +219,7 @@ class SampleBuilder:
             if fitted.event is not None:
                 batch.events.append(fitted.event)
             batch.counts.update(fitted.counts)
-            batch.ends |= fitted.ends
+            batch.ends.update(fitted.ends)
             batch.add(fitted.input_ids, fitted.loss_mask, draft.row, draft.part)
 
     def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], batch: Batch) -> None:

@@ -69,14 +69,14 @@ class Fitted:
         loss_mask: (S,) uint8.
         event: what was cut, or None.
         counts: things worth telling, by name.
-        ends: end-of-turn tokens that are trained.
+        ends: end-of-turn tokens that are trained, and how many turns each ends.
     """
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     event: Event | None = None
     counts: Counter[str] = field(default_factory=Counter)
-    ends: frozenset[str] = frozenset()
+    ends: Counter[str] = field(default_factory=Counter)
 
 
 class Drafter:
@@ -244,19 +244,19 @@ class Drafter:
 
     def _account(
         self, draft: Draft, tokens: Encoded, ids: np.ndarray, mask: np.ndarray
-    ) -> tuple[Counter[str], frozenset[str]]:
+    ) -> tuple[Counter[str], Counter[str]]:
         counts = Counter(draft.counts)
         if self.options.mask != "none":
             counts["straddling_tokens"] += tokens.num_straddling
-        ends = set()
+        ends: Counter[str] = Counter()
         for span, (_, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
             if span.turn not in draft.trained or last > len(ids) or not mask[last - 1]:
                 continue
             if span.end_of_turn is not None:
-                ends.add(span.end_of_turn)
+                ends[span.end_of_turn] += 1
             else:
                 counts["turns_without_end"] += 1
-        return counts, frozenset(ends)
+        return counts, ends
 
     def _fewer_turns(
         self, draft: Draft, tokens: Encoded

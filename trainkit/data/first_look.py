@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.cache import tokenizer_digest
 from trainkit.data.finding import unread_files
+from trainkit.data.stops import EndsOfTurns
 from trainkit.data.streaming import Sample, SampleStream
 from trainkit.data.summary import ignored_fields, plain, template_digest, warnings_of
 
@@ -73,8 +74,9 @@ def first_look(
         DataError: what is wrong with the beginning of the data.
     """
     rows, found, counts = stream.first(min(NUM_SAMPLES, stream.buffer))
-    ends = sorted(found.ends)
-    eot_ids = [int(tokenizer.convert_tokens_to_ids(end)) for end in ends]
+    samples = [sample for row in rows for sample in row]
+    ends = EndsOfTurns(found.ends, tokenizer, stream.options)
+    stops = ends.stops(lambda index: sum(_num_trained(sample, index) for sample in samples))
     files = [
         {"path": str(file), "source": source.name, "bytes": file.stat().st_size}
         for source, files in zip(stream.sources, stream.files, strict=True)
@@ -91,9 +93,11 @@ def first_look(
             }
             for source, each in zip(stream.sources, counts, strict=True)
         ],
-        "end_of_turn": dict(zip(ends, eot_ids, strict=True)),
+        "counts": {k: n for k, n in sorted(found.counts.items()) if not k.startswith("ignored:")},
+        "ends": dict(ends.counts),
+        "end_of_turn": stops,
         "notes": sorted(found.notes),
-        "warnings": warnings_of(tokenizer, stream.options, ends, found.counts),
+        "warnings": warnings_of(ends, stops, found.counts),
         "template_sha256": template_digest(tokenizer, stream.options),
         "tokenizer_sha256": tokenizer_digest(tokenizer),
         "options": plain(asdict(stream.options)),
@@ -101,9 +105,13 @@ def first_look(
     return FirstLook(
         rows=FirstRows(rows, packing=stream.packing),
         summary=summary,
-        eot_token_ids=tuple(eot_ids),
+        eot_token_ids=tuple(stops.values()),
         fingerprint=_fingerprint(stream, summary),
     )
+
+
+def _num_trained(sample: Sample, index: int) -> int:
+    return int(np.count_nonzero((sample["input_ids"] == index) & (sample["loss_mask"] == 1)))
 
 
 def _fingerprint(stream: SampleStream, summary: dict[str, Any]) -> str:

@@ -89,13 +89,14 @@ class DataOptions:
         template_kwargs: extra variables for the chat template, such as ``enable_thinking``.
         chat_template: used instead of the tokenizer's own, which then counts as changed.
         frozen_date: the date (YYYY-MM-DD) told to templates that print today's.
-        append_eos: put the tokenizer's eos behind a last turn that the template leaves without an
+        append_eos: put the tokenizer's eos behind every answer that the template leaves without an
             end-of-turn token.
         escape_special: break up control tokens found inside message text.
         max_row_bytes: longer rows are dropped without being parsed.
         stop_token_ids: what generation stops at, besides the tokenizer's eos (from the model's
             generation_config); an end-of-turn token outside of these is warned about.
-        max_dropped: stop when more rows than this are dropped: a share (0.01), or a count.
+        max_dropped: stop when more rows than this are dropped: a share (0.01), or a count; None
+            stops only a run, at 1%.
         num_workers: processes that tokenise; 0 works in this one.
         cache_dir: where prepared data is kept; None means ``$XDG_CACHE_HOME/trainkit/data``.
         seed: chooses the rows of ``max_samples`` and the order of ``mixing``.

@@ -19,6 +19,7 @@ from trainkit.data.opening import container
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.prepared import Part, PreparedData
 from trainkit.data.source_store import LEDGER, Progress, SourceStoreBuilder, relative_names
+from trainkit.data.stops import EndsOfTurns
 from trainkit.data.store import Store
 from trainkit.data.summary import (
     check_dropped,
@@ -140,8 +141,12 @@ class _Preparation:
     def result(self) -> PreparedData:
         """All of it, with its summary."""
         meta = [part.store.meta for part in self.parts]
-        ends = sorted({end for m in meta for end in m["ends"]})
-        eot_ids = [int(self.tokenizer.convert_tokens_to_ids(end)) for end in ends]
+        ends = EndsOfTurns(
+            sum((Counter(m["ends"]) for m in meta), Counter()), self.tokenizer, self.options
+        )
+        stops = ends.stops(
+            lambda index: sum(part.store.num_trained_of(index) for part in self.parts)
+        )
         counts = Counter[str]()
         for m in meta:
             counts.update(m["counts"])
@@ -154,14 +159,15 @@ class _Preparation:
             ],
             "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("ignored:")},
             "dropped": dropped_rows(self.entries),
-            "end_of_turn": dict(zip(ends, eot_ids, strict=True)),
+            "ends": dict(ends.counts),
+            "end_of_turn": stops,
             "notes": sorted({note for m in meta for note in m["notes"]}),
-            "warnings": warnings_of(self.tokenizer, self.options, ends, counts),
+            "warnings": warnings_of(ends, stops, counts),
             "template_sha256": template_digest(self.tokenizer, self.options),
             "tokenizer_sha256": self.tokenizer_sha256,
             "options": plain(asdict(self.options)),
         }
-        return PreparedData(self.parts, summary, eot_ids)
+        return PreparedData(self.parts, summary, tuple(stops.values()))
 
 
 def named(source: Source) -> Source:

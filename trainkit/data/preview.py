@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.builder import SampleBuilder
 from trainkit.data.formats import parse_row
 from trainkit.data.ledger import read_ledger
-from trainkit.data.messages import ROLES, Conversation, RowError, validate
+from trainkit.data.messages import ROLES, Conversation, RowError, TextRow, validate
 from trainkit.data.options import IGNORE_INDEX, DataOptions, Source
 from trainkit.data.prepared import PreparedData
 from trainkit.data.reading import RawRow, decode, read_rows
@@ -27,11 +27,13 @@ class Run:
         text: decoded, control tokens included.
         trained: whether they are trained.
         num_tokens: how many.
+        missed: they belong to an answer, and are not trained.
     """
 
     text: str
     trained: bool
     num_tokens: int
+    missed: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class View:
         input_ids, labels: as the model gets them; -100 is not trained.
         tokens: the text of each token.
         runs: the sample's text.
+        missed: ranges of tokens that belong to an answer and are not trained.
     """
 
     id: str
@@ -54,6 +57,7 @@ class View:
     labels: list[int]
     tokens: list[str]
     runs: tuple[Run, ...]
+    missed: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
@@ -69,25 +73,52 @@ class View:
             "labels": self.labels,
             "tokens": self.tokens,
             "num_trained_tokens": self.num_trained_tokens,
+            "untrained_answer": [list(pair) for pair in self.missed],
         }
 
 
-def view(data: PreparedData, tokenizer: PreTrainedTokenizerBase, index: int, why: str) -> View:
-    """Look at one sample."""
+TRAINED, MISSED = 1, 2
+
+
+def view(
+    data: PreparedData,
+    tokenizer: PreTrainedTokenizerBase,
+    index: int,
+    why: str,
+    turns: Sequence[tuple[str, int, int]] = (),
+) -> View:
+    """Look at one sample.
+
+    Args:
+        data: prepared with ``tokenizer``.
+        tokenizer: decodes.
+        index: of the sample.
+        why: it is shown.
+        turns: who wrote its tokens, as :meth:`Authors.turns` says.
+    """
     sample = data[index]
     ids = [int(token) for token in sample["input_ids"]]
-    mask = sample["loss_mask"].copy()
-    mask[:1] = 0  # a first token is never predicted
-    labels = [token if trained else IGNORE_INDEX for token, trained in zip(ids, mask, strict=True)]
-    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+    kinds = sample["loss_mask"].astype(np.uint8)
+    kinds[:1] = 0  # a first token is never predicted
+    labels = [token if kind else IGNORE_INDEX for token, kind in zip(ids, kinds, strict=True)]
+    for role, first, last in turns:
+        if role in ANSWERS:
+            kinds[first:last][kinds[first:last] == 0] = MISSED
+    borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(ids)]
+    ranges = [(start, end) for start, end in itertools.pairwise(borders) if end > start]
     runs = tuple(
-        Run(tokenizer.decode(ids[start:end]), bool(mask[start]), end - start)
-        for start, end in itertools.pairwise(borders)
-        if end > start
+        Run(
+            tokenizer.decode(ids[start:end]),
+            kinds[start] == TRAINED,
+            end - start,
+            kinds[start] == MISSED,
+        )
+        for start, end in ranges
     )
+    missed = tuple((start, end) for start, end in ranges if kinds[start] == MISSED)
     tokens = [tokenizer.decode([token]) for token in ids]
     name = data.source_names[sample["source"]]
-    return View(data.sample_id(index), name, why, ids, labels, tokens, runs)
+    return View(data.sample_id(index), name, why, ids, labels, tokens, runs, missed)
 
 
 def choose(data: PreparedData, count: int, *, seed: int) -> list[tuple[int, str]]:
@@ -123,8 +154,12 @@ def _most_cut(data: PreparedData) -> int | None:
     return None if best is None else best[1]
 
 
-class RoleTable:
-    """Counts who wrote the tokens of samples, by reading their rows again.
+ANSWERS = ("assistant", "completion")
+"""Whose words are to be trained."""
+
+
+class Authors:
+    """Says who wrote the tokens of samples, by reading their rows again.
 
     Args:
         data: the prepared data.
@@ -137,11 +172,10 @@ class RoleTable:
         self.data = data
         self.options = options
         self.builder = SampleBuilder(tokenizer, options)
-        self._tokens: Counter[str] = Counter()
-        self._trained: Counter[str] = Counter()
+        self._turns: dict[int, list[tuple[str, int, int]]] = {}
 
-    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Rows {role, tokens, trained_tokens}; ``template`` is what no turn wrote."""
+    def read(self, indices: Sequence[int]) -> None:
+        """Read the rows of samples, each file once."""
         wanted: dict[tuple[int, int], dict[int, list[int]]] = {}
         for index in indices:
             part, place = self.data.find(index)
@@ -153,33 +187,43 @@ class RoleTable:
             last = max(rows)
             for raw in read_rows(path, max_row_bytes=self.options.max_row_bytes):
                 for index in rows.get(raw.number, ()):
-                    self._count(index, raw, part)
+                    source = self.data.parts[part].source
+                    self._turns[index] = self._of_row(raw, source, self.data[index])
                 if raw.number >= last:
                     break
+
+    def turns(self, index: int) -> list[tuple[str, int, int]]:
+        """Rows (role, first token, one past the last) of a sample that was read."""
+        return self._turns[index]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Rows {role, tokens, trained_tokens}; ``template`` is what no turn wrote."""
+        written: Counter[str] = Counter()
+        trained: Counter[str] = Counter()
+        for index, turns in self._turns.items():
+            mask = self.data[index]["loss_mask"].copy()
+            mask[:1] = 0
+            roles = np.full(len(mask), "template", dtype=object)
+            for role, first, last in turns:
+                roles[first:last] = role
+            for role in set(roles.tolist()):
+                written[role] += int(np.count_nonzero(roles == role))
+                trained[role] += int(np.count_nonzero(mask[roles == role]))
         return [
-            {"role": role, "tokens": count, "trained_tokens": self._trained[role]}
-            for role, count in self._tokens.most_common()
+            {"role": role, "tokens": count, "trained_tokens": trained[role]}
+            for role, count in written.most_common()
         ]
 
-    def _count(self, index: int, raw: RawRow, part: int) -> None:
-        sample = self.data[index]
-        mask = sample["loss_mask"].copy()
-        mask[:1] = 0
-        roles = np.full(len(mask), "template", dtype=object)
-        for role, first, last in self._turns(raw, self.data.parts[part].source, sample):
-            roles[first:last] = role
-        for role in set(roles.tolist()):
-            self._tokens[role] += int(np.count_nonzero(roles == role))
-            self._trained[role] += int(np.count_nonzero(mask[roles == role]))
-
-    def _turns(
+    def _of_row(
         self, raw: RawRow, source: Source, sample: dict[str, Any]
     ) -> list[tuple[str, int, int]]:
         assert raw.payload is not None
         parsed = parse_row(decode(raw.payload), source.format, source.columns)
-        whole = [("text", 0, len(sample["input_ids"]))]
+        size = len(sample["input_ids"])
+        if isinstance(parsed, TextRow) and parsed.prompt:
+            return self._of_completion(parsed, sample)
         if not isinstance(parsed, Conversation):
-            return whole
+            return [("text", 0, size)]
         drafter = self.builder.drafter_of(parsed.template_kwargs)
         masks = self.options.mask != "none"
         conversation, _ = drafter.template.prepare(validate(parsed, needs_assistant=masks))
@@ -190,10 +234,20 @@ class RoleTable:
             except RowError:
                 continue
             (tokens,) = drafter.encode([draft])
-            size = min(len(tokens.input_ids), len(sample["input_ids"]))
-            if np.array_equal(tokens.input_ids[:size], sample["input_ids"][:size]):
+            common = min(len(tokens.input_ids), size)
+            if np.array_equal(tokens.input_ids[:common], sample["input_ids"][:common]):
                 return [
                     (draft.conversation.messages[span.turn].role, first, last)
                     for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True)
                 ]
-        return whole
+        return [("text", 0, size)]
+
+    def _of_completion(self, row: TextRow, sample: dict[str, Any]) -> list[tuple[str, int, int]]:
+        spans = [(len(row.prompt), len(row.prompt) + len(row.text))]
+        whole = [row.prompt + row.text]
+        (tokens,) = self.builder.encoder.encode(whole, [spans], add_special_tokens=True)
+        size, first = len(sample["input_ids"]), tokens.ranges[0][0]
+        ids = tokens.input_ids
+        if len(ids) > 1 and ids[0] == ids[1] != sample["input_ids"][1]:
+            first -= 1  # the bos that was there twice
+        return [("prompt", 0, first), ("completion", first, size)]

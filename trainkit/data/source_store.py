@@ -90,7 +90,7 @@ class SourceStoreBuilder:
 
     def build(self, directory: Path) -> None:
         """Fill an empty directory with the source's store."""
-        ends: set[str] = set()
+        ends: Counter[str] = Counter()
         notes: set[str] = set()
         counts: Counter[str] = Counter()
         ledger = Ledger(directory / LEDGER)
@@ -101,7 +101,7 @@ class SourceStoreBuilder:
             for file, rows, batch in results:
                 self._write(writer, file, rows, batch)
                 self._enter(ledger, file, rows, batch)
-                ends |= batch.ends
+                ends.update(batch.ends)
                 notes |= batch.notes
                 counts.update(batch.counts)
                 self._report(rows)
@@ -109,7 +109,7 @@ class SourceStoreBuilder:
             writer.finish(
                 {
                     "files": [asdict(row) for row in self.counts],
-                    "ends": sorted(ends),
+                    "ends": dict(sorted(ends.items())),
                     "counts": {k: v for k, v in counts.items() if not k.startswith("format:")},
                     "notes": sorted(notes),
                 }

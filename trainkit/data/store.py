@@ -178,6 +178,19 @@ class Store:
         """(N,) tokens per sample."""
         return np.diff(self.offsets)
 
+    def num_trained_of(self, index: int) -> int:
+        """How often a token id is trained, over all samples."""
+        step = 1 << 24
+        places = range(0, len(self.input_ids), step)
+        return sum(
+            int(
+                np.count_nonzero(
+                    (self.input_ids[at : at + step] == index) & (self.loss_mask[at : at + step] > 0)
+                )
+            )
+            for at in places
+        )
+
 
 def _map(path: Path) -> np.ndarray:
     empty = path.stat().st_size <= HEADER_BYTES  # an empty file cannot be mapped

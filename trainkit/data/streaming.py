@@ -287,7 +287,7 @@ class Block:
     def _build(self, number: int, file: Path, run: list[RawRow]) -> None:
         batch = self.stream.builder.build(run, self.stream.sources[number])
         self.reader.count(number, len(run), batch.num_kept)
-        self.found.ends |= batch.ends
+        self.found.ends.update(batch.ends)
         self.found.notes |= batch.notes
         self.found.counts.update(batch.counts)
         self.counts[number].update(batch.counts)

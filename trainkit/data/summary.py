@@ -13,6 +13,7 @@ from trainkit.data.ledger import Entry
 from trainkit.data.options import DataOptions
 from trainkit.data.prepared import Part
 from trainkit.data.source_store import FileCounts
+from trainkit.data.stops import EndsOfTurns
 from trainkit.errors import DataError
 
 NUM_EXAMPLES = 3
@@ -147,26 +148,34 @@ def source_notes(source: Mapping[str, Any]) -> list[str]:
 
 
 def warnings_of(
-    tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
-    ends: Sequence[str],
-    counts: Counter[str],
+    ends: EndsOfTurns, stops: Mapping[str, int], counts: Mapping[str, int]
 ) -> list[str]:
-    """What the user should know before training."""
-    stops = {*options.stop_token_ids, tokenizer.eos_token_id}
-    warnings = [
-        f"the trained end-of-turn token {end!r} is not a stop token of this model; generation will "
-        "not stop at it unless its id is in generation_config.eos_token_id (trainkit writes it "
-        "there)"
-        for end in ends
-        if tokenizer.convert_tokens_to_ids(end) not in stops
-    ]
-    if counts["turns_without_end"]:
-        warnings.append(
-            f"{counts['turns_without_end']} trained turns have no end-of-turn token, so the model "
-            "may not learn to stop; append_eos: true puts the tokenizer's eos there"
+    """What the user should know before training.
+
+    Args:
+        ends: of the trained turns.
+        stops: those that are written as stop tokens.
+        counts: things worth telling, by name.
+    """
+    warnings = []
+    for end in sorted(set(ends.counts) - set(ends.known)):
+        text = f"the trained end-of-turn token {end!r} is not a stop token of this model; "
+        text += (
+            "generation will not stop at it unless its id is in generation_config.eos_token_id "
+            "(trainkit writes it there)"
+            if end in stops
+            else f"it ends {ends.counts[end]} of {ends.counts.total()} trained turns and stands "
+            "inside others, or ends too few, so it is not made one either"
         )
-    if counts["turns_not_trained_for_stripped_thinking"]:
+        warnings.append(text)
+    endless = counts.get("turns_without_end", 0)
+    if endless:
+        warnings.append(
+            f"{endless} of {endless + ends.counts.total()} trained turns have no end-of-turn "
+            "token, so the model may not learn to stop; append_eos: true puts the tokenizer's eos "
+            "there"
+        )
+    if counts.get("turns_not_trained_for_stripped_thinking"):
         warnings.append(
             f"{counts['turns_not_trained_for_stripped_thinking']} turns are not trained because "
             "the template strips their thinking; thinking: split trains each with its own history"

@@ -184,12 +184,12 @@ class DataSection(Section):
         default_factory=dict, description="For the chat template: {enable_thinking: false}."
     )
     append_eos: bool = Field(
-        False, description="End a last turn that the template leaves open with the eos token."
+        False, description="End every answer that the template leaves open with the eos token."
     )
     max_dropped: MaxDropped = Field(
         None,
         description="Unusable rows allowed before the run stops: a count, a share (1% or 0.01), "
-        "or null to only report them.",
+        "or null for 1%. A share also allows for as many trained tokens lost to max_length.",
     )
     cache_dir: str | None = Field(
         None, description="Where tokenised data is kept; null is the user's cache directory."

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.check import refuse_unfit
 from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.data.finding import resolve_files
 from trainkit.data.first_look import first_look
@@ -165,6 +166,7 @@ def prepare_run_data(
         summary, ends = data.summary, data.eot_token_ids
         notes = notes_of(summary, "training data")
         fingerprint = fingerprint_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
+    refuse_unfit(summary)
     held_out = prepared(evaluation) if evaluation else None
     if held_out is not None:
         notes += notes_of(held_out.summary, "evaluation data")
@@ -174,7 +176,7 @@ def prepare_run_data(
         eval=None if held_out is None else batches(held_out, None),
         summary={"train": summary, "eval": held_out.summary if held_out else None},
         ledger=ledger,
-        stop_token_ids=tuple(sorted({*ends, *(held_out.eot_token_ids if held_out else ())})),
+        stop_token_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,
         notes=tuple(notes),
         warnings=tuple(summary["warnings"]),
