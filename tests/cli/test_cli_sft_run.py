@@ -34,7 +34,8 @@ RUN_FILES = {
 }
 RECIPE = """\
 model: {{name_or_path: "{model}", dtype: float32}}
-data: {{train: ["{data}"], eval: ["{data}"], max_length: 256, cache_dir: "{cache}"}}
+data: {{train: ["{data}"], eval: ["{data}"], max_length: 256, max_dropped: 10%,
+       cache_dir: "{cache}"}}
 kernels: true
 generation_eval: {{data: ["{data}"], max_new_tokens: 8, max_samples: 2}}
 training: {{learning_rate: 1e-2, per_device_train_batch_size: 2, max_steps: 6, save_steps: 2}}
