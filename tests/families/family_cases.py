@@ -102,7 +102,7 @@ def add_silu_mul(monkeypatch):
     from families.silu_mul.spec import SILU_MUL
 
     from trainkit import kernels
-    from trainkit.models import forwards, patch
+    from trainkit.models import forwards, patch, self_check
     from trainkit.models.families import OPS, Swap, Unsupported
 
     class SiluMulMLP(forwards.SplitMLP):
@@ -117,7 +117,8 @@ def add_silu_mul(monkeypatch):
     monkeypatch.setitem(kernels.ops.OPS, "silu_mul", SILU_MUL)
     monkeypatch.setattr(kernels, "silu_mul", SILU_MUL.function, raising=False)
     # Step 8: a switch, and an answer in every row.
-    monkeypatch.setattr(patch, "OPS", (*OPS, "silu_mul"))
+    for module in (patch, self_check):
+        monkeypatch.setattr(module, "OPS", (*OPS, "silu_mul"))
     for family in list(FAMILIES.values()):
         ops = {**family.ops, "silu_mul": Unsupported("swiglu does the same")}
         if family.name == "llama":

@@ -40,6 +40,9 @@ class Unsupported:
     reason: str
 
 
+_Entry = tuple[Swap, ...] | Unsupported
+
+
 @dataclass(frozen=True)
 class Family:
     """One row.
@@ -67,32 +70,58 @@ def row(
     prefix: str,
     *,
     causal_lm: str | None = None,
-    norm: Mapping[str, object] = MappingProxyType({}),
-    layer: Mapping[str, object] = MappingProxyType({}),
-    attention: type[KernelForward] = rope_forwards.Attention,
+    norm: Mapping[str, object] | Unsupported = MappingProxyType({}),
+    layer: Mapping[str, object] | Unsupported = MappingProxyType({}),
+    attention: type[KernelForward] | Unsupported = rope_forwards.Attention,
     rope: Mapping[str, object] = MappingProxyType({}),
     vision_rope: tuple[Swap, ...] = (),
-    mlp: type[KernelForward] = forwards.SplitMLP,
+    mlp: type[KernelForward] | Unsupported = forwards.SplitMLP,
     mlp_class: str | None = None,
-    loss: Mapping[str, object] = MappingProxyType({}),
+    loss: Mapping[str, object] | Unsupported = MappingProxyType({}),
 ) -> Family:
-    """A row of the common shape: every class is ``prefix`` plus its role."""
+    """A row of the common shape: every class is ``prefix`` plus its role.
+
+    ``norm``, ``layer``, ``attention``, ``mlp`` and ``loss`` each take ``Unsupported("reason")`` for
+    a part that our forwards do not know. Without the norm the layer is left alone as well.
+    """
     norm_class = f"{prefix}RMSNorm"
-    fused = {"norm_class": norm_class, **norm, **layer}
+    head = causal_lm or f"{prefix}ForCausalLM"
+
+    def one(target: str, forward: type[KernelForward] | Unsupported, **settings: object) -> _Entry:
+        return forward if isinstance(forward, Unsupported) else (Swap(target, forward, settings),)
+
+    norms: _Entry
+    layers: _Entry
+    if isinstance(norm, Unsupported):
+        norms = layers = norm
+    else:
+        norms = one(norm_class, forwards.RMSNorm, **norm)
+        fused = {"norm_class": norm_class, **norm}
+        layers = (
+            layer
+            if isinstance(layer, Unsupported)
+            else one(f"{prefix}DecoderLayer", forwards.DecoderLayer, **{**fused, **layer})
+        )
+    rotary = one(f"{prefix}Attention", attention, **rope)
+    losses: _Entry = (
+        loss
+        if isinstance(loss, Unsupported)
+        else (
+            Swap(head, loss_head.CausalLM, loss),
+            Swap("Linear", loss_head.LossHead, at="lm_head"),
+        )
+    )
     return Family(
         name=name,
         model_type=name,
         modeling=f"transformers.models.{name}.modeling_{name}",
-        causal_lm=causal_lm or f"{prefix}ForCausalLM",
+        causal_lm=head,
         ops={
-            "rms_norm": (Swap(norm_class, forwards.RMSNorm, norm),),
-            "add_rms_norm": (Swap(f"{prefix}DecoderLayer", forwards.DecoderLayer, fused),),
-            "rope": (Swap(f"{prefix}Attention", attention, rope), *vision_rope),
-            "swiglu": (Swap(mlp_class or f"{prefix}MLP", mlp),),
-            "linear_cross_entropy": (
-                Swap(causal_lm or f"{prefix}ForCausalLM", loss_head.CausalLM, loss),
-                Swap("Linear", loss_head.LossHead, at="lm_head"),
-            ),
+            "rms_norm": norms,
+            "add_rms_norm": layers,
+            "rope": rotary if isinstance(rotary, Unsupported) else (*rotary, *vision_rope),
+            "swiglu": one(mlp_class or f"{prefix}MLP", mlp),
+            "linear_cross_entropy": losses,
         },
     )
 

@@ -8,7 +8,7 @@ model itself, with its weights, then makes one forward pass patched and one plai
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from trainkit.models import op_check
 from trainkit.models.families import OPS, Family
 from trainkit.models.op_check import Call
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
+from trainkit.models.rounding import LARGEST_SHARE, NORM_OPS, rounds_otherwise
 from trainkit.models.swap import plain_class
 
 MAX_TOKENS = 512
@@ -169,8 +170,20 @@ def _check_ops(
     rows = []
     for row in on:
         mine = [call for call in calls if call.spec.name in row.kernels]
-        rows.append(_check_op(row, report.family.name, mine))
+        checked = _check_op(row, report.family.name, mine)
+        rows.append(_check_rounding(checked, replica, report.family))
     return rows
+
+
+def _check_rounding(row: CheckRow, replica: PreTrainedModel, family: Family) -> CheckRow:
+    """A norm that is exact and rounds elsewhere than the plain one is another function."""
+    if row.op not in NORM_OPS or row.status == "failed":
+        return row
+    share = rounds_otherwise(replica, family, row.op)
+    if share is None or share <= LARGEST_SHARE:
+        return row
+    detail = f"rounds elsewhere than the plain norm: {share:.0%} of its values differ in bf16"
+    return replace(row, status="failed", detail=detail)
 
 
 def _check_op(row: PatchRow, family: str, calls: Sequence[Call]) -> CheckRow:
