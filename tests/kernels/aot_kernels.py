@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from trainkit.kernels import launch
 from trainkit.kernels.contract import Draw, OpCase, OpSpec, run
 from trainkit.kernels.ops import OPS
+from trainkit.kernels.rms_norm.spec import rms_norm_case
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -23,7 +24,7 @@ POINTERS = {
     torch.float64: "*fp64",
     torch.int64: "*i64",
 }
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 WHOLE = {"linear_cross_entropy"}  # composed of other ops' kernels
 
 
@@ -50,6 +51,17 @@ def compile_for(arch, kernel, pointers, strides, free, constants, num_warps, num
     assert compiled.asm["cubin"]
 
 
+WIDE = (4096, 8192, 65536)  # hidden sizes at which a row no longer leaves room for others
+
+
+def wide_cases(spec: OpSpec) -> list[OpCase]:
+    """Rows so wide that shared memory decides how they are read."""
+    if not spec.name.endswith("rms_norm"):
+        return []
+    residual = spec.name.startswith("add")
+    return [rms_norm_case(str(width), (2, width), residual=residual) for width in WIDE]
+
+
 def calls(spec: OpSpec) -> list[OpCase]:
     """A case for each set of options and gradients, and one that a real model would bring."""
     kinds = {(tuple(case.options.items()), case.grads): case for case in reversed(spec.cases)}
@@ -58,9 +70,10 @@ def calls(spec: OpSpec) -> list[OpCase]:
 
 def main(archs: list[int]) -> None:
     seen = set()
+    here: list[int] = []
 
     def record(self, programs, pointers, strides, free, constants, num_warps, num_stages=1):
-        for arch in archs:
+        for arch in here:
             kinds = tuple(pointer.dtype for pointer in pointers)
             key = (arch, self.jitted.__name__, kinds, constants, num_warps, num_stages)
             if key not in seen:
@@ -70,16 +83,20 @@ def main(archs: list[int]) -> None:
 
     launch.Kernel.launch = record
     launch.INTERPRETING = True  # CPU tensors take the kernels' road
-    for spec in OPS.values():
-        if spec.name in WHOLE:
-            continue
-        for case in calls(spec):
-            run(
-                spec.function,
-                case,
-                case.inputs(Draw.seeded(torch.bfloat16, "cpu", 0)),
-                torch.ones_like,
-            )
+    for arch in archs:
+        launch.SMALLEST_SHARED_BYTES = SHARED_BYTES[arch]
+        here[:] = [arch]
+        for spec in OPS.values():
+            if spec.name in WHOLE:
+                continue
+            # In fp32 a tile takes twice the room; the wide rows matter there only.
+            for dtype, cases in (
+                (torch.bfloat16, calls(spec)),
+                (torch.float32, [spec.cases[1], *wide_cases(spec)]),
+            ):
+                for case in cases:
+                    inputs = case.inputs(Draw.seeded(dtype, "cpu", 0))
+                    run(spec.function, case, inputs, torch.ones_like)
 
 
 if __name__ == "__main__":

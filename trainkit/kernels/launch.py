@@ -86,6 +86,20 @@ def num_multiprocessors(tensor: Tensor) -> int:
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
+SMALLEST_SHARED_BYTES = 99 * 1024
+"""Shared memory a block can have on the least of the GPUs served (RTX 4090, 5090); A100 163 KiB."""
+
+
+@remembered
+def _shared_bytes(device_index: int) -> int:
+    return int(torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin)
+
+
+def shared_bytes(tensor: Tensor) -> int:
+    """Bytes of shared memory a block can have on the tensor's GPU; the least of all without one."""
+    return _shared_bytes(tensor.get_device()) if tensor.is_cuda else SMALLEST_SHARED_BYTES
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length() if n > 1 else 1

@@ -20,6 +20,7 @@ from trainkit.kernels.launch import (
     num_multiprocessors,
     remembered,
     row_layout,
+    shared_bytes,
 )
 
 MAX_HIDDEN = 65536  # one row must fit the registers of a program
@@ -161,6 +162,7 @@ BACKWARD = Kernel(_backward)
 SUM_PARTIALS = Kernel(_sum_partials)
 
 SUM_CONFIG = (64, 512, 4) if INTERPRETING else (128, 16, 4)  # BLOCK_P, BLOCK_H, num_warps
+_REDUCTION_BYTES = 2048  # what the sums along a row pass between warps, at most
 _WIDE = torch.float32
 
 
@@ -192,6 +194,28 @@ def backward_config(hidden: int) -> tuple[int, int, int, int, int]:
     if block <= 8192:
         return block, 1, 16, 3, 1
     return block, 1, min(32, block // 1024), 2, 1
+
+
+@remembered
+def fitting(block: int, block_rows: int, stages: int, width: int, limit: int) -> tuple[int, int]:
+    """(BLOCK_ROWS, STAGES) of the backward, lowered until its tiles fit the shared memory.
+
+    All tiles in flight but the one in hand wait there.
+
+    Args:
+        block: BLOCK_H.
+        block_rows: BLOCK_ROWS where there is room.
+        stages: STAGES where there is room.
+        width: bytes an element takes in all tensors that are read.
+        limit: of the device, bytes.
+    """
+    room = limit - _REDUCTION_BYTES
+    while block * block_rows * width * (stages - 1) > room:
+        if block_rows > 1:
+            block_rows //= 2
+        else:
+            stages -= 1
+    return block_rows, stages
 
 
 def launch_forward(
@@ -242,6 +266,8 @@ def launch_backward(
     if not num_rows:
         return dx, torch.zeros_like(weight) if want_dw else None
     block, block_rows, warps, stages, per_multiprocessor = backward_config(hidden)
+    width = rows.itemsize + dy.itemsize + (0 if dtotal is None else others.itemsize)
+    block_rows, stages = fitting(block, block_rows, stages, width, shared_bytes(x))
     programs = min(num_multiprocessors(x) * per_multiprocessor, -(-num_rows // block_rows))
     partial = rstd
     if want_dw:
