@@ -31,6 +31,7 @@ from trainkit.train.loading import (
     load_config,
     load_model,
     load_tokenizer,
+    set_use_cache,
 )
 
 logger = logging.getLogger(__name__)
@@ -256,7 +257,7 @@ def load_engine(
             model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
         model = load_adapter(model, place.adapter)
     model.eval()
-    model.config.use_cache = True
+    set_use_cache(model.config, True)
     options = DataOptions(**training_options(place.run))
     if system is not None:
         options = replace(options, system="keep")

@@ -18,6 +18,7 @@ from trainkit.data.options import DataOptions
 from trainkit.models.auto import auto_class
 from trainkit.train.checkpoints import written_together
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
+from trainkit.train.loading import set_use_cache
 from trainkit.train.trainer import SftTrainer
 
 
@@ -97,11 +98,11 @@ def generation_config(
 def _with_cache(trainer: SftTrainer) -> Iterator[None]:
     """Save ``use_cache: true``: it is off for training, and a served model wants it on."""
     config = trainer.model.config
-    config.use_cache = True
+    set_use_cache(config, True)
     try:
         yield
     finally:
-        config.use_cache = False
+        set_use_cache(config, False)
 
 
 def answer_held_out(

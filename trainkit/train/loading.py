@@ -197,8 +197,14 @@ def load_model(
     if device is not None and getattr(model, "hf_quantizer", None) is None:
         model.to(device)
     # Packing is isolated only without a cache, and training never needs one.
-    model.config.use_cache = False
+    set_use_cache(model.config, False)
     return model
+
+
+def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
+    """Switch the key/value cache, also for the text model inside a larger one."""
+    config.use_cache = value
+    config.get_text_config().use_cache = value
 
 
 def _as_plain_model(model: PreTrainedModel) -> PreTrainedModel:
