@@ -206,6 +206,17 @@ def test_prompt_ids_are_those_of_training_for_every_template_that_trains(tmp_pat
     assert min(map(len, proved.values())) > 10, {kind: len(names) for kind, names in proved.items()}
 
 
+def test_a_rows_own_template_variables_count(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template += "{% if not brief %}Long{% endif %}"
+    tokenizer.chat_template = "{% if brief %}short {% endif %}" + tokenizer.chat_template
+    row = {"messages": TALK, "chat_template_kwargs": {"brief": True}}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({"messages": TALK}) + "\n")
+    texts = [PromptRenderer(tokenizer).text(each.asked) for each in read_questions(str(path))]
+    assert [text.startswith("short ") for text in texts] == [True, False]
+
+
 def test_token_rows_beyond_the_vocabulary_are_refused():
     with pytest.raises(DataError, match="token id 999999"):
         PromptRenderer(make_tokenizer()).input_ids(TokenRow((1, 999999), (False, False)))

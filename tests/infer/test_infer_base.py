@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
 from trainkit.checkpoint.atomic import staged_directory
 from trainkit.checkpoint.base_fingerprint import FILE_NAME, write_fingerprint
 from trainkit.cli.app import main
+from trainkit.infer.engine import load_engine
+from trainkit.infer.place import find_place
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +204,49 @@ def test_a_final_model_that_was_altered_is_named(kind, finished, tmp_path, monke
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     (tmp_path / "out.jsonl").unlink(missing_ok=True)
     assert main([*arguments, "--no-verify"]) == 0
+
+
+def gpt_oss():
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
+
+
+def gemma2():
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    return Gemma2ForCausalLM(Gemma2Config(**SMALL, attn_logit_softcapping=1.0))
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.mark.parametrize("make", [gpt_oss, gemma2])
+def test_answers_come_from_the_models_own_attention(make, tiny_tokenizer, tmp_path):
+    """Sinks and capped scores: what SDPA would drop."""
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    engine = load_engine(find_place(str(tmp_path / "model")), device="cpu")
+    eager = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager"
+    ).eval()
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        assert torch.equal(engine.model(ids).logits, eager(ids).logits)
+
+
+def test_a_plain_model_answers_with_sdpa(tiny_qwen2):
+    engine = load_engine(find_place(str(tiny_qwen2)), device="cpu")
+    assert engine.model.config._attn_implementation == "sdpa"

@@ -64,6 +64,19 @@ def test_streamed_text_is_the_answer(tiny_tokenizer, parrot, capsys):
     assert [m["content"] for m in chat.history.messages[1::2]] == [answer for _, answer in TALK]
 
 
+def test_control_characters_of_an_answer_stay_off_the_terminal(tiny_tokenizer, parrot, capsys):
+    unsafe = [chr(n) for n in (*range(9), *range(11, 32), *range(127, 160))]
+    unsafe += ["\x1b]0;title\x07", "\u202e", "\u2028"]
+    answer = "a\tb\n" + "|".join(unsafe)
+    chat = make_chat(tiny_tokenizer, parrot, answers=[answer])
+    chat.ask("x")
+    out = capsys.readouterr().out
+    assert set(out) <= {chr(n) for n in range(32, 127)} | {"\t", "\n"}
+    assert "\\u001b]0;title\\u0007" in out
+    assert "a\tb\n" in out
+    assert chat.history.messages[1]["content"] == answer
+
+
 @pytest.mark.parametrize("text", ["🙂🙂 a", "line\n" * 60 + "end", "\n\n", "é", "中文" * 30])
 def test_stream_never_shows_half_a_character(tiny_tokenizer, text):
     pieces = []

@@ -93,7 +93,7 @@ class Chat:
                 else:
                     self.ask(line.rstrip("\n"))
             except TrainkitError as error:
-                typer.echo(f"error: {error}", err=True)
+                _note(f"error: {error}")
 
     def command(self, text: str) -> bool:
         """Do what a line starting with a slash says.
@@ -175,9 +175,14 @@ def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text)
+    """What a model writes must not move the cursor or rename the window."""
+    from trainkit.data.escape import visible
+
+    sys.stdout.write(visible(text))
     sys.stdout.flush()
 
 
 def _note(text: str) -> None:
-    typer.echo(text, err=True)
+    from trainkit.data.escape import visible
+
+    typer.echo(visible(text), err=True)

@@ -1,5 +1,6 @@
 """The prompt of inference, rendered by the very same code that renders training samples."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,9 @@ from trainkit.data.messages import Conversation, Row, RowError, TokenRow, join_u
 from trainkit.data.options import DataOptions
 from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError
+
+_MAX_TEMPLATES = 16
+"""So many sets of row variables are kept at work; rows with more of them only take longer."""
 
 
 class PromptRenderer:
@@ -28,13 +32,18 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._options = options or DataOptions()
         self._encoder = Encoder(tokenizer)
-        self._known_template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
 
-    @property
-    def _template(self) -> ChatTemplate:
-        if self._known_template is None:
-            self._known_template = ChatTemplate(self._tokenizer, self._options)
-        return self._known_template
+    def _template_of(self, conversation: Conversation) -> ChatTemplate:
+        """The chat template with a row's own variables, which win over the options'."""
+        key = json.dumps(dict(conversation.template_kwargs), sort_keys=True)
+        if key not in self._templates:
+            kwargs = {**self._options.template_kwargs, **conversation.template_kwargs}
+            options = replace(self._options, template_kwargs=kwargs)
+            while len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.pop(next(iter(self._templates)))
+            self._templates[key] = ChatTemplate(self._tokenizer, options)
+        return self._templates[key]
 
     def text(self, asked: Row) -> str:
         """The prompt as text, up to where the model's answer starts; empty for token ids.
@@ -52,9 +61,10 @@ class PromptRenderer:
         try:
             # An empty answer may stand in a chat; training refuses its row.
             conversation = replace(conversation, messages=join_users(conversation.messages))
-            conversation, _ = self._template.prepare(conversation)
-            rendered = [self._template.as_dict(message) for message in conversation.messages]
-            return self._template.render(rendered, conversation.tools, generation=generation)
+            template = self._template_of(conversation)
+            conversation, _ = template.prepare(conversation)
+            rendered = [template.as_dict(message) for message in conversation.messages]
+            return template.render(rendered, conversation.tools, generation=generation)
         except RowError as error:
             raise DataError(error.detail, where="messages") from error
 
