@@ -3,7 +3,10 @@
 Builds each class tiny and random, in fp32 on the CPU, runs the proof that `trainkit sft` runs at
 start on padded and on packed rows, and writes one line for each class.
 
-    python scripts/attention_survey.py [--only TYPE ...] [--json FILE] [--markdown FILE]
+    python scripts/attention_survey.py [--only TYPE ...] [--json FILE] [--page FILE]
+
+``--page`` writes the table of this version of transformers into docs/guides/attention.md or another
+page; ``--rows`` takes the rows of an earlier ``--json`` instead of trying anything.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import sys
 import time
 import warnings
@@ -61,6 +65,59 @@ def try_rows(model: Any, *, packed: bool) -> dict[str, Any]:
     }
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows of one version as a Markdown section."""
+    lines = [
+        f"## transformers {rows[0]['transformers']}",
+        "| class | model_type | padded rows | packed rows | error | allowed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if not row["built"]:
+            continue
+        padded, packed = row["padded"], row["packed"]
+        best = packed if packed.get("error") is not None else padded
+        cells = [row["class"], row["model_type"], _cell(padded), _cell(packed)]
+        cells += [f"{best[key]:.0e}" if key in best else "" for key in ("error", "allowed")]
+        lines.append(f"| {' | '.join(cells)} |")
+    unbuilt = sorted(row["model_type"] for row in rows if not row["built"])
+    if unbuilt:
+        lines += ["", f"Not built tiny: {', '.join(unbuilt)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(result: dict[str, Any]) -> str:
+    """What runs, with the reason where it is not trainkit's own; short enough for a table."""
+    reason = result["reason"].removeprefix("data.packing: ").replace("|", "\\|")
+    for before, after in SHORTER:
+        reason = re.sub(before, after, reason)
+    return f"{result['outcome']}: {reason}" if reason else str(result["outcome"])
+
+
+SHORTER = [
+    (r"^\S+ cannot be trained on packed rows: ", ""),
+    (r", which carries state from one document into the next", ""),
+    (r"^even with eager attention, the logits of packed documents differ by (\S+) .*",
+     r"documents see each other or lose their positions, off by \1"),
+    (r"^\S+ has an attention of its own, which cannot be exchanged", "attention of its own"),
+    (r"^transformers' own (SDPA|eager) attention; ", ""),
+    (r", which trainkit's attention does not know; dropping it would change the model", ""),
+]  # fmt: skip
+
+
+def write_section(page: Path, rows: list[dict[str, Any]]) -> None:
+    """Put the table of one version into the page, in place of its last one."""
+    text = page.read_text(encoding="utf-8")
+    start, end = (f"<!-- {word} {rows[0]['transformers']} -->\n" for word in ("begin", "end"))
+    section = start + table(rows) + end
+    if start in text:
+        before, rest = text.split(start)
+        text = before + section + rest.split(end)[1]
+    else:
+        text += "\n" + section
+    page.write_text(text, encoding="utf-8")
+
+
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else repr(error)
@@ -71,12 +128,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="model types; all by default")
     parser.add_argument("--json", type=Path, help="write one JSON object a line")
+    parser.add_argument("--rows", type=Path, help="take the rows of an earlier --json")
+    parser.add_argument("--page", type=Path, help="write the table into this page")
     options = parser.parse_args()
+    if options.rows is not None:
+        lines = options.rows.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines]
+    else:
+        rows = survey(options.only)
+    if options.json is not None:
+        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    if options.page is not None:
+        write_section(options.page, rows)
+
+
+def survey(only: list[str] | None) -> list[dict[str, Any]]:
+    """Try every class, or those named; a line is printed for each."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     rows = []
     for model_type, (config_class, model_class) in sorted(classes().items()):
-        if options.only and model_type not in options.only:
+        if only and model_type not in only:
             continue
         with contextlib.redirect_stderr(io.StringIO()):
             row = try_class(config_class, model_class)
@@ -84,8 +156,7 @@ def main() -> None:
         rows.append(row)
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
-    if options.json is not None:
-        options.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return rows
 
 
 if __name__ == "__main__":

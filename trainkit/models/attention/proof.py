@@ -34,8 +34,9 @@ _ROUNDINGS = 2.0
 two results an implementation rounds about four times (scores, scaled scores, shares, product), at
 random, which adds up to twice one rounding."""
 
-_FLOOR = 2.0
-"""In eps, always allowed: the last sums may run in another order."""
+_FLOOR = {torch.bfloat16: 2.0, torch.float16: 2.0, torch.float32: 64.0, torch.float64: 64.0}
+"""In eps, always allowed: sums may run in another order. They are kept in fp32, so that it is two
+roundings of a narrow result, and a few dozen eps of a wide one."""
 
 _TF32 = 2.0**-10
 """What a GPU may round the factors of an fp32 product to."""
@@ -189,9 +190,9 @@ class _Reference:
         self.logits: dict[str, Tensor] = {}
         self.allowed: dict[str, float] = {}
         parameter = next(each for each in model.parameters() if each.is_floating_point())
-        eps = torch.finfo(parameter.dtype).eps
+        eps, floor = torch.finfo(parameter.dtype).eps, _FLOOR[parameter.dtype]
         if parameter.is_cuda and parameter.dtype == torch.float32:
-            eps = _TF32
+            eps, floor = _TF32, _FLOOR[torch.bfloat16]
         _apply(model, Attention("eager", ""))
         with _quiet(model), _narrowed(model):
             for name, batch in self.batches.items():
@@ -199,7 +200,7 @@ class _Reference:
                 with _rounded(model, eps):
                     moved = batch.eager(model)
                 noise = distance(moved, self.logits[name], has_experts(model))
-                self.allowed[name] = _ROUNDINGS * noise + _FLOOR * eps
+                self.allowed[name] = _ROUNDINGS * noise + floor * eps
 
 
 def _prove(model: PreTrainedModel, attention: Attention, reference: _Reference) -> list[ProofRow]:
