@@ -190,7 +190,7 @@ class _Reference:
         self.logits: dict[str, Tensor] = {}
         self.allowed: dict[str, float] = {}
         parameter = next(each for each in model.parameters() if each.is_floating_point())
-        eps, floor = torch.finfo(parameter.dtype).eps, _FLOOR[parameter.dtype]
+        eps, floor = torch.finfo(parameter.dtype).eps, _FLOOR.get(parameter.dtype, 2.0)
         if parameter.is_cuda and parameter.dtype == torch.float32:
             eps, floor = _TF32, _FLOOR[torch.bfloat16]
         _apply(model, Attention("eager", ""))
