@@ -6,6 +6,7 @@ launchers add.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from trainkit.recipe.overrides import is_override
 from trainkit.recipe.presets import DEFAULT_PRESET
@@ -27,6 +28,21 @@ def normalize(arguments: Sequence[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     words = list(_rewritten(arguments[:end], OPTIONAL_VALUES.get(command, {}), command == "sft"))
     return [*words, *arguments[end:]]
+
+
+def recipe_and_overrides(
+    config: Path | None, words: Sequence[str] | None
+) -> tuple[Path | None, list[str]]:
+    """Take a recipe that stands without ``--config`` from the front of the overrides.
+
+    Args:
+        config: what ``--config`` says.
+        words: the arguments without an option.
+    """
+    words = list(words or ())
+    if config is None and words and not is_override(words[0]):
+        return Path(words[0]), words[1:]
+    return config, words
 
 
 def _rewritten(
@@ -58,5 +74,7 @@ def _rewritten(
 
 
 def _is_value(word: str | None) -> bool:
-    """Whether a word after an option belongs to it: no other option, no override."""
-    return word is not None and not word.startswith("-") and not is_override(word)
+    """Whether a word after an option belongs to it: no other option, no override, no recipe."""
+    if word is None or word.startswith("-") or is_override(word):
+        return False
+    return not word.endswith((".yaml", ".yml"))

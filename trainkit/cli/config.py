@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from trainkit.recipe import ResolvedValue
+    from collections.abc import Sequence
+
+    from trainkit.recipe import KeyReference, ResolvedValue
 
 app = typer.Typer(no_args_is_help=True, help="Show what a recipe means, value by value.")
 
@@ -59,20 +61,37 @@ def show(
 def keys(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WORD]...", help="Only keys that contain one of these words."),
+        typer.Argument(
+            metavar="[WORD]...",
+            help="Only keys that contain one of these words; other tools' names are answered, too.",
+        ),
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one JSON object {key, type, default, help} a line."),
     ] = False,
 ) -> None:
-    """List the keys that a recipe can have, with type, default and effect."""
-    from trainkit.recipe import key_references, yaml_text
+    """List the keys that a recipe can have, with type, default and effect.
+
+    Exits with 1 where a word is part of no key and no other tool's name for one.
+    """
+    from trainkit.recipe import find_keys
+
+    found = find_keys(words or ())
+    _print_keys(found.entries, as_json=as_json)
+    for line in found.unknown:
+        typer.echo(line, err=True)
+    for line in found.notes:
+        typer.echo(line, err=as_json)
+    if found.unknown:
+        raise typer.Exit(1)
+
+
+def _print_keys(entries: "Sequence[KeyReference]", *, as_json: bool) -> None:
+    from trainkit.recipe import yaml_text
 
     width = shutil.get_terminal_size().columns
-    for entry in key_references():
-        if words and not any(word in entry.key for word in words):
-            continue
+    for entry in entries:
         if as_json:
             row = {
                 "key": entry.key,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainkit.cli.arguments import recipe_and_overrides
 from trainkit.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -29,7 +30,10 @@ Config = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that win over the recipe's."),
+    typer.Argument(
+        metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+        help="The recipe, where --config does not name it; values that win over its own.",
+    ),
 ]
 Data = Annotated[
     list[str] | None,
@@ -227,6 +231,8 @@ def _subject(
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
+    if overrides and overrides[0].endswith((".yaml", ".yml")):
+        config, overrides = recipe_and_overrides(config, overrides)
     changes: dict[str, Any] = {} if mask is None else {"mask": mask}
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:

@@ -1,5 +1,6 @@
 """How a failed command ends: one clear message and an exit code, a traceback for a bug only."""
 
+import errno
 import os
 import shutil
 import sys
@@ -26,6 +27,14 @@ _NOT_COMPILED = (
     "torch.compile could not compile the model. Leave out training.torch_compile, or take another "
     "training.torch_compile_backend"
 )
+_OF_THE_MACHINE = (
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+)
 # By name: comparing with the classes would import torch or a client of the network.
 _EXPLAINED = {
     "OutOfMemoryError": _OUT_OF_MEMORY,
@@ -35,6 +44,13 @@ _EXPLAINED = {
     "BackendCompilerFailed": _NOT_COMPILED,
     "InductorError": _NOT_COMPILED,
     "TorchRuntimeError": _NOT_COMPILED,
+}
+# Where the last lines of ours or transformers' are: what is refused there is a setting.
+_SETTINGS_OF = {
+    "/deepspeed/runtime/config": "deepspeed",
+    "/deepspeed/runtime/zero/config": "deepspeed",
+    "/transformers/integrations/deepspeed": "deepspeed",
+    "/accelerate/utils/deepspeed": "deepspeed",
 }
 _BUG = (
     "this is a bug in trainkit or in a library below it. Please report it with the lines above and "
@@ -63,9 +79,27 @@ def report_failure(error: BaseException) -> int:
     if isinstance(error, ImportError) and "install" in str(error):
         _say(str(error), prefix)  # transformers names the package that an option needs
         return 2
+    settings = _settings_at(error)
+    if settings is not None:
+        _say(
+            f"{settings}: these settings are refused: {error}\n  fix: change what is named", prefix
+        )
+        return 2
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        _say(f"{error.filename or 'the system'}: {error.strerror}\n  fix: mend that", prefix)
+        return 1
     traceback.print_exception(error, file=sys.stderr)
     _say(_EXPLAINED.get(type(error).__name__, _BUG), prefix)
     return 1
+
+
+def _settings_at(error: BaseException) -> str | None:
+    """The key whose settings a library was reading when it failed."""
+    if not isinstance(error, ValueError | TypeError | AttributeError | AssertionError | KeyError):
+        return None
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    found = [key for part, key in _SETTINGS_OF.items() if any(part in file for file in files)]
+    return found[0] if found else None
 
 
 def _say(message: str, prefix: str) -> None:

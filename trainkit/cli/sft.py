@@ -19,7 +19,10 @@ def sft(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that win over the recipe's."),
+        typer.Argument(
+            metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+            help="The recipe, where --config does not name it; values that win over its own.",
+        ),
     ] = None,
     deepspeed: Annotated[
         str | None,
@@ -40,7 +43,11 @@ def sft(
     ] = False,
     output_dir: Annotated[
         Path | None,
-        typer.Option(help="The run directory to make; by default a new one under train_model/."),
+        typer.Option(
+            "--output-dir",
+            "-o",
+            help="The run directory to make; by default a new one under train_model/.",
+        ),
     ] = None,
     resume: Annotated[
         str | None,
@@ -68,16 +75,18 @@ def sft(
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Train a model as a recipe says. The last line printed is the run directory."""
+    from trainkit.cli.arguments import recipe_and_overrides
     from trainkit.recipe import SftOptions, check_files
     from trainkit.train.resume.given import read_command
 
+    config, overrides = recipe_and_overrides(config, overrides)
     options = {
         "--deepspeed": deepspeed,
         "--replace-kernel": replace_kernel,
         "--pretrain": pretrain or None,
         "--output-dir": output_dir,
     }
-    given = read_command(config, overrides or (), options, resume=resume, output_dir=output_dir)
+    given = read_command(config, overrides, options, resume=resume, output_dir=output_dir)
     if given.is_done and not dry_run:
         if os.environ.get("RANK", "0") == "0":
             typer.echo("the run is done; nothing of it was touched", err=True)

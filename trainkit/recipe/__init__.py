@@ -2,6 +2,7 @@
 
 from trainkit.recipe.accumulation import resolve_accumulation
 from trainkit.recipe.derived import Derived, Machine, derive, derive_training
+from trainkit.recipe.fields.find import FoundKeys, find_keys
 from trainkit.recipe.files import check_files, read_chat_template
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
 from trainkit.recipe.options import SftOptions, option_values
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_PRESET",
     "PRESETS",
     "Derived",
+    "FoundKeys",
     "InvalidRecipe",
     "KeyReference",
     "LoadedRecipe",
@@ -29,6 +31,7 @@ __all__ = [
     "derive",
     "derive_training",
     "dump_resolved",
+    "find_keys",
     "key_references",
     "load_recipe",
     "option_values",

@@ -48,7 +48,19 @@ def check_deepspeed(choice: str | None, where: str | None = None) -> None:
             where=where,
             fix=f"{hint or ''} The presets are {', '.join(PRESETS)}".strip(),
         ) from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise RecipeError(f"not JSON: {error}", where=str(path), fix="mend the file") from error
     if not isinstance(content, dict):
         raise RecipeError("not a JSON object", where=str(path), fix="mend the file")
+    for key in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
+        if not isinstance(content.get(key, {}), dict):
+            raise RecipeError(
+                f"{key}: {content[key]!r} must be an object", where=str(path), fix="mend the file"
+            )
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        raise RecipeError(
+            f"zero_optimization.stage: {stage!r} must be 0, 1, 2 or 3",
+            where=str(path),
+            fix="write the number without quotes",
+        )

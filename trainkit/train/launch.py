@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.errors import RecipeError
 from trainkit.recipe import Machine
 
 
@@ -32,13 +33,33 @@ class ProcessPlace:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> "ProcessPlace":
-        """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process without them."""
+        """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process without them.
+
+        Raises:
+            RecipeError: they are no numbers, or do not fit each other.
+        """
         variables = os.environ if environment is None else environment
-        return cls(
-            dist_rank=int(variables.get("RANK", "0")),
-            local_rank=int(variables.get("LOCAL_RANK", "0")),
-            world_size=int(variables.get("WORLD_SIZE", "1")),
+        world_size = _whole_number(variables, "WORLD_SIZE", 1)
+        dist_rank = _whole_number(variables, "RANK", 0)
+        if world_size < 1 or dist_rank >= world_size:
+            raise RecipeError(
+                f"RANK is {dist_rank}, and WORLD_SIZE {variables.get('WORLD_SIZE', 'is not set')}",
+                where="environment",
+                fix="start with torchrun, or unset both",
+            )
+        _whole_number(variables, "MASTER_PORT", 0)
+        return cls(dist_rank, _whole_number(variables, "LOCAL_RANK", 0), world_size)
+
+
+def _whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
+    text = variables.get(name) or str(default)
+    if not text.strip().isdecimal():
+        raise RecipeError(
+            f"{name} is {text!r} and must be a whole number",
+            where="environment",
+            fix=f"unset {name}, or start with torchrun, which sets it",
         )
+    return int(text)
 
 
 def count_local_gpus() -> int:
@@ -55,7 +76,7 @@ def count_local_gpus() -> int:
 def this_machine() -> Machine:
     """What a run started here would find, asked without importing torch."""
     num_gpus = count_local_gpus()
-    world_size = int(os.environ.get("WORLD_SIZE") or max(num_gpus, 1))
+    world_size = _whole_number(os.environ, "WORLD_SIZE", max(num_gpus, 1))
     return Machine(world_size, on_cpu=num_gpus == 0)
 
 

@@ -1,0 +1,83 @@
+"""What users type first: ``-h`` anywhere, ``python -m trainkit``, a bare recipe, other names."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from trainkit.cli.app import COMMANDS, LazyCommand, main
+from trainkit.recipe import key_references
+from trainkit.recipe.foreign import FOREIGN, REFUSED, REMOVED
+
+
+def command_lines():
+    """Every command and subcommand of the table."""
+    for name, entry in COMMANDS.items():
+        yield (name,)
+        for subcommand in getattr(LazyCommand(name, entry).load(), "commands", ()):
+            yield (name, subcommand)
+
+
+@pytest.mark.parametrize("words", [(), *command_lines()], ids=" ".join)
+def test_every_command_answers_to_a_short_h(words, capsys):
+    assert main([*words, "-h"]) == 0
+    short = capsys.readouterr().out
+    assert main([*words, "--help"]) == 0
+    assert short == capsys.readouterr().out
+    assert f"Usage: {' '.join(('trainkit', *words))}" in short
+
+
+def test_python_dash_m():
+    done = subprocess.run(
+        [sys.executable, "-m", "trainkit", "--version"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("trainkit ")
+
+
+@pytest.mark.parametrize("command", [("sft",), ("data", "check"), ("config", "show")])
+def test_a_recipe_needs_no_option(command, tmp_path, capsys):
+    """The recipe is read: its one mistake is named, with its line."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {name_or_path: m}\ndata: {train: [d.jsonl]}\ndata_typo: 1\n")
+    assert main([*command, str(recipe), "training.seed=1"]) == 2
+    assert f"{recipe}:3" in capsys.readouterr().err
+
+
+def test_a_recipe_after_an_option_that_may_stand_alone(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model: {name_or_path: m}\ndata: {train: [d.jsonl]}\ndata_typo: 1\n")
+    for option in ("--deepspeed", "--resume"):
+        assert main(["sft", option, str(recipe)]) == 2
+        assert f"{recipe}:3" in capsys.readouterr().err
+
+
+def keys(capsys, *words):
+    code = main(["config", "keys", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, *REMOVED, *REFUSED])
+def test_config_keys_answers_every_other_name(name, capsys):
+    code, out, _ = keys(capsys, name)
+    assert code == 0
+    assert name in out
+    target = FOREIGN[name].target if name in FOREIGN else None
+    assert target is None or f"\n{target}: " in f"\n{out}"
+
+
+@pytest.mark.parametrize("word", ["nonsense_xyz", "max_lenght"])
+def test_config_keys_says_when_it_knows_none(word, capsys):
+    code, out, err = keys(capsys, word)
+    assert (code, out) == (1, "")
+    assert f"no key and no other tool's name for one has {word!r}" in err
+
+
+def test_config_keys_as_json_keeps_stdout_for_objects(capsys):
+    code, out, err = keys(capsys, "--json", "cutoff-len", "lora.r")
+    assert code == 0
+    found = [json.loads(line)["key"] for line in out.splitlines()]
+    assert {"data.max_length", "lora.r"} <= set(found) <= {row.key for row in key_references()}
+    assert "LLaMA-Factory" in err
