@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainkit.errors import ModelError
 from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
 
 
@@ -105,3 +106,75 @@ def test_lora_plus_gives_b_matrices_their_own_rate():
     assert by_size[8]["weight_decay"] == 0.1
     assert "lr" not in by_size[10]  # lora_A
     assert sum(by_size) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_gradients_of_micro_batches_are_summed_in_fp32(count):
+    """Each is rounded to bf16 once; in bf16 the sum of 64 would lose its last bits."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 16).to(torch.bfloat16)
+    optimizer = make(layer)
+    wanted = {parameter: torch.zeros(parameter.shape) for parameter in layer.parameters()}
+    for _ in range(count):
+        loss = layer(torch.randn(4, 16, dtype=torch.bfloat16)).square().sum()
+        gradients = torch.autograd.grad(loss, list(wanted), retain_graph=True)
+        for parameter, gradient in zip(wanted, gradients, strict=True):
+            wanted[parameter] += gradient.float()
+        loss.backward()
+        assert all(parameter.grad is None for parameter in wanted)  # not kept twice
+    optimizer.gather_gradients()
+    for master, total in zip(optimizer.parameters(), wanted.values(), strict=True):
+        assert torch.equal(master.grad, total)
+
+
+def test_a_loss_scaler_works_on_the_masters_of_float16_weights():
+    """torch's own scaler refuses float16 gradients; the masters have them in fp32."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).to(torch.float16)
+    optimizer = MasterWeightOptimizer(
+        [{"params": list(layer.parameters())}],
+        lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=100)
+    before, skipped, norms = layer.weight.clone(), 0, []
+    for _ in range(40):
+        loss = layer(torch.ones(2, 8, dtype=torch.float16)).float().mean() * 1e-6
+        scaler.scale(loss).backward()
+        optimizer.gather_gradients()
+        scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.clip_grad_norm_(optimizer.parameters(), 1.0))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if not norms[-1].isfinite():
+            skipped += 1
+            assert torch.equal(layer.weight, before)
+    assert 0 < skipped < 30
+    assert not torch.equal(layer.weight, before)
+    assert layer.weight.isfinite().all()
+    # d mean / d weight = 1/8 each, times 1e-6, which float16 cannot hold: 72 entries.
+    assert norms[-1].item() == pytest.approx(1e-6 / 8 * 72**0.5, rel=1e-2)
+
+
+def test_float16_weights_without_a_scaler_are_refused(lab):
+    with pytest.raises(ModelError, match=r"model\.dtype: bfloat16"):
+        lab.trainer("run", dtype="float16", max_steps=1).train()
+
+
+@pytest.mark.parametrize("lora_plus_ratio", [None, 4.0])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_norms_and_biases_do_not_decay(lab, dtype, lora_plus_ratio):
+    trainer = lab.trainer("run", dtype=dtype, weight_decay=0.1)
+    trainer._lora_plus_ratio = lora_plus_ratio
+    optimizer = trainer.create_optimizer()
+    pairs = [] if dtype is None else optimizer._pairs
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    names |= {id(master): names[id(parameter)] for parameter, master in pairs}
+    seen = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            is_spared = "norm" in name or name.endswith("bias")
+            assert group["weight_decay"] == (0.0 if is_spared else 0.1), name
+            seen.add(is_spared)
+    assert seen == {True, False}

@@ -16,6 +16,8 @@ CUTS = {
     "packed-plain": {"packed": True},
     "accumulated": {"kernels": True, "batch": 2, "accumulate": 4},
     "smoothed": {"label_smoothing_factor": 0.1},
+    "smoothed-kernels": {"kernels": True, "label_smoothing_factor": 0.1},
+    "smoothed-packed": {"kernels": True, "packed": True, "label_smoothing_factor": 0.1},
 }
 
 
@@ -57,7 +59,8 @@ def test_a_row_of_the_log_says_what_each_source_loses(cut, tmp_path):
     assert len(rows_of(trainer)) == 4
     for step, row in enumerate(rows_of(trainer)):
         check(row, *truth(plain, range(8 * step, 8 * step + 8), smoothing))
-    check(trainer.evaluate(), *truth(plain, range(len(documents()))), prefix="eval_")
+    # The same quantity: smoothed where training is.
+    check(trainer.evaluate(), *truth(plain, range(len(documents())), smoothing), prefix="eval_")
 
 
 def test_wide_rows_of_the_log_add_up_the_steps(tmp_path):

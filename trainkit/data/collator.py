@@ -14,7 +14,7 @@ from trainkit.data.options import IGNORE_INDEX
 __all__ = ["IGNORE_INDEX", "PackingCollator", "PaddingCollator"]
 
 Sample = Mapping[str, Any]
-"""``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` int."""
+"""``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` int, ``id`` for messages."""
 
 
 def _labels(sample: Sample) -> np.ndarray:

@@ -68,7 +68,7 @@ class PreparedData:
         return self._total
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample: ``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` int."""
+        """One sample: ``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` and ``id``."""
         part, place = self.find(index)
         store = self.parts[part].store
         start, end = int(store.offsets[place]), int(store.offsets[place + 1])
@@ -76,6 +76,7 @@ class PreparedData:
             "input_ids": store.input_ids[start:end],
             "loss_mask": store.loss_mask[start:end],
             "source": part,
+            "id": index,
         }
 
     def sample_id(self, index: int) -> str:
@@ -92,6 +93,12 @@ class PreparedData:
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self.starts, index, side="right")) - 1
         return part, index - int(self.starts[part])
+
+    @property
+    def has_equal_epochs(self) -> bool:
+        """Whether every epoch shows the same samples; not where sources are shown in part."""
+        shares = [part.share for part in self.parts]
+        return all(share.weight is None and float(share.epochs).is_integer() for share in shares)
 
     def epoch_order(self, *, seed: int, epoch: int) -> np.ndarray:
         """The sample indices of one epoch, mixed over the sources and shuffled stably."""

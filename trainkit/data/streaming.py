@@ -292,13 +292,14 @@ class Block:
         self.found.counts.update(batch.counts)
         self.counts[number].update(batch.counts)
         start = 0
-        for length in batch.lengths:
+        for length, row in zip(batch.lengths, batch.rows, strict=True):
             end = start + length
             self._samples.append(
                 {
                     "input_ids": batch.input_ids[0][start:end],
                     "loss_mask": batch.loss_mask[0][start:end],
                     "source": number,
+                    "id": f"{file}:{run[row].line}",
                 }
             )
             start = end

@@ -172,7 +172,7 @@ class CausalLM(KernelForward):
         return None
 
     def _forward(self, **given: Any) -> Any:
-        reason = self._why_logits(given)
+        reason = self.why_logits(given)
         if reason is not None:
             if given.get("labels") is not None:
                 _log_once(reason)
@@ -199,7 +199,7 @@ class CausalLM(KernelForward):
             attentions=outputs.attentions,
         )
 
-    def _why_logits(self, given: Mapping[str, Any]) -> str | None:
+    def why_logits(self, given: Mapping[str, Any]) -> str | None:
         """Why this call must compute logits, or None."""
         if given.get("labels") is None:
             return "there are no labels"
@@ -245,6 +245,12 @@ def configure(model: nn.Module, options: LossOptions) -> int:
     for head in heads:
         head.loss_options = options
     return len(heads)
+
+
+def takes_loss_from_head(model: nn.Module) -> bool:
+    """Whether a batch with labels gets its loss from the head, without logits."""
+    models = [module for module in model.modules() if isinstance(module, CausalLM)]
+    return bool(models) and all(each.why_logits({"labels": ()}) is None for each in models)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,9 @@ def prepare_run_data(
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
         row = _Row(options.max_length, pad_token_id, feeding.packing, labels(data.source_names))
-        return row.training_data(row.dataset(data, seed))
+        made = row.training_data(row.dataset(data, seed))
+        is_equal = seed is None or data.has_equal_epochs  # without a seed all is shown
+        return replace(made, sample_name=data.sample_id, has_equal_epochs=is_equal)
 
     if feeding.stream_buffer:
         stream = SampleStream(

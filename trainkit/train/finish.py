@@ -64,7 +64,9 @@ def save_final(
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left.
+        NumberError: a weight is NaN or infinite; one from before stays.
     """
+    trainer.check_numbers(target.name)
     whole = written_together(target, trainer.accelerator, metadata, replace=True)
     with whole as inner, _with_cache(trainer):
         trainer.save_model(str(inner), _internal_call=True)

@@ -15,6 +15,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainkit.data.streaming import SampleStream
 
+SAMPLE_IDS = "sample_ids"
+"""The key of a batch for the ids of its samples."""
+
 LENGTH_BLOCK = 400
 """``group_by_length`` sorts within blocks of so many samples, so that like lengths meet."""
 
@@ -57,20 +60,21 @@ class RankBatchSampler(Sampler[list[int]]):
         self._batch_size = batch_size
         self._dist_rank = dist_rank
         self._world_size = world_size
+        self._drop_last = drop_last
         self._group_by_length = group_by_length
-        stride = batch_size * world_size
-        self._num_batches = len(dataset) // stride if drop_last else -(-len(dataset) // stride)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
         self._dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        return self._num_batches
+        """Micro-batches of the chosen epoch; where sources are shown in part, epochs differ."""
+        stride, num_samples = self._batch_size * self._world_size, len(self._dataset)
+        return num_samples // stride if self._drop_last else -(-num_samples // stride)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
-        for index in range(self._num_batches):
+        for index in range(len(self)):
             start = (index * self._world_size + self._dist_rank) * self._batch_size
             batch = [int(place) for place in order[start : start + self._batch_size]]
             # Ranks must agree on the number of micro-batches, not on their sizes: the last one may
@@ -117,10 +121,11 @@ class EpochDataLoader(DataLoader[Any]):
 
 @dataclass(frozen=True)
 class CountingCollator:
-    """Collates samples and adds what the log needs to know about them, as plain numbers.
+    """Collates samples and adds what the log needs to know about them.
 
-    ``num_tokens`` counts real tokens (no padding); ``num_trained_tokens`` counts labels. Both are
-    taken out of the batch again before the model sees it.
+    ``num_tokens`` counts real tokens (no padding); ``num_trained_tokens`` counts labels;
+    ``sample_ids`` says which samples they are. All are taken out of the batch again before the
+    model sees it.
     """
 
     collate: Callable[[Sequence[Any]], dict[str, Any]]
@@ -134,6 +139,7 @@ class CountingCollator:
             **batch,
             "num_tokens": self.count_tokens(samples),
             "num_trained_tokens": int(torch.count_nonzero(labels != -100)),
+            SAMPLE_IDS: list(_ids(samples)),
         }
 
 
@@ -148,6 +154,8 @@ class TrainingData:
         sources: what to call each source in the log, where their losses are told apart; batches
             then have ``source_ids``.
         stream: where the training rows come from instead; ``samples`` are its first ones then.
+        sample_name: what to call a sample in a message, from its id.
+        has_equal_epochs: every epoch has as many rows as the first one.
     """
 
     samples: EpochDataset
@@ -155,6 +163,8 @@ class TrainingData:
     without_training: Callable[[Any], Any]
     sources: tuple[str, ...] = ()
     stream: SampleStream | None = None
+    sample_name: Callable[[Any], str] = str
+    has_equal_epochs: bool = True
 
     def one_batch(self) -> dict[str, torch.Tensor]:
         """The ``input_ids`` and ``labels`` of the first sample, for a look at the model."""
@@ -162,6 +172,21 @@ class TrainingData:
         return {name: batch[name] for name in ("input_ids", "labels")}
 
 
+def _ids(samples: Sequence[Any]) -> Iterator[Any]:
+    """The ids of samples, or of the samples in packed rows."""
+    for sample in samples:
+        if isinstance(sample, Mapping):
+            yield sample.get("id")
+        else:
+            yield from _ids(sample)
+
+
+def take_sample_ids(batch: dict[str, Any]) -> Sequence[Any]:
+    """Remove and return the ids that :class:`CountingCollator` put into ``batch``."""
+    return [each for each in batch.pop(SAMPLE_IDS, ()) if each is not None]
+
+
 def take_counts(batch: dict[str, Any]) -> Mapping[str, int]:
     """Remove and return the counts that :class:`CountingCollator` put into ``batch``."""
+    batch.pop(SAMPLE_IDS, None)
     return {name: int(batch.pop(name)) for name in ("num_tokens", "num_trained_tokens")}

@@ -45,13 +45,17 @@ class SourceLosses:
             head.keeps_row_losses = True
         self.sums: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, model: nn.Module, labels: Sequence[str]) -> "SourceLosses | None":
+        """None where the sources are not told apart."""
+        return cls(model, labels) if labels else None
+
     @torch.no_grad()
     def add(
         self,
         source_ids: torch.Tensor,
         labels: torch.Tensor,
         logits: torch.Tensor | None,
-        *,
         label_smoothing: float = 0.0,
     ) -> None:
         """Add the batch that just went through the model.
@@ -60,7 +64,7 @@ class SourceLosses:
             source_ids: (B, S), the source of each token; other numbers than 0..G-1 count nowhere.
             labels: (B, S), unshifted.
             logits: (B, S, V), or None where the loss came out of the head.
-            label_smoothing: the Trainer's, for losses from logits.
+            label_smoothing: for losses from logits.
         """
         losses = take_row_losses(self._heads)
         if logits is not None:

@@ -1,40 +1,46 @@
 """The Trainer subclass: our data order, checkpoints, optimizer and accounting in documented seams.
 
 Overridden: the two dataloaders, ``get_batch_samples`` (token counts), ``_prepare_inputs``
-(asynchronous copies), ``compute_loss`` (losses per source), ``create_optimizer``,
-``evaluation_loop`` (loss per trained token),
-``_save_checkpoint`` and ``_save`` (atomic, no pickled arguments), ``log``. Everything else, the
-loop itself included, is transformers' (Trainer, 5.17 to 5.23).
+(asynchronous copies), ``compute_loss`` (weights and sources), ``training_step``,
+``_clip_grad_norm`` and ``_get_grad_norm`` (fp32 gradients, watched numbers),
+``create_optimizer``, ``evaluation_loop`` (loss per trained token), ``_save_checkpoint`` and
+``_save`` (atomic, no pickled arguments), ``log``, and what `CountedEpochs` has. Everything else,
+the loop itself included, is transformers' (Trainer, 5.17 to 5.23).
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit.errors import TrainkitError
 from trainkit.models.loss_head import LossHead
 from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
+from trainkit.train.epochs import CountedEpochs
+from trainkit.train.evaluation import Evaluation
+from trainkit.train.finite import NumberGuard, check_weights, hold_back, number_advice
+from trainkit.train.loaders import sample_loader, stream_loader, stream_state
 from trainkit.train.meter import Meter
-from trainkit.train.optim import MasterWeightOptimizer, needs_master_weights, parameter_groups
+from trainkit.train.optim import (
+    MasterWeightOptimizer,
+    needs_master_weights,
+    parameter_groups,
+    refuse_float16,
+)
 from trainkit.train.refusals import settings_refused_by
 from trainkit.train.resume.take_up import options_of, save_window
-from trainkit.train.sampling import (
-    EpochDataLoader,
-    FillingDataset,
-    RankBatchSampler,
-    TrainingData,
-    take_counts,
-)
+from trainkit.train.sampling import EpochDataLoader, TrainingData, take_counts, take_sample_ids
 from trainkit.train.source_loss import SourceLosses
-from trainkit.train.streaming import StreamLoader, StreamState
+from trainkit.train.step_loss import StepLoss
+from trainkit.train.streaming import StreamLoader
 
 
 @dataclass
@@ -44,11 +50,7 @@ class StopRequest:
     reason: str | None = None
 
 
-def _source_losses(model: nn.Module, data: TrainingData | None) -> SourceLosses | None:
-    return SourceLosses(model, data.sources) if data is not None and data.sources else None
-
-
-class SftTrainer(Trainer):
+class SftTrainer(CountedEpochs):
     """Trains a causal language model on prepared samples.
 
     Args:
@@ -87,8 +89,10 @@ class SftTrainer(Trainer):
         self._lora_plus_ratio = lora_plus_ratio
         self._staging: Path | None = None
         self.group_options: list[dict[str, Any]] = []
+        self._has_equal_epochs = train_data.has_equal_epochs or train_data.stream is not None
+        self._masters: MasterWeightOptimizer | None = None
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
-        self._eval_source_losses = _source_losses(model, eval_data)
+        self._eval_source_losses = SourceLosses.of(model, eval_data.sources if eval_data else ())
         super().__init__(
             model=model,
             args=args,
@@ -96,10 +100,22 @@ class SftTrainer(Trainer):
             eval_dataset=None if eval_data is None else eval_data.samples,
             processing_class=tokenizer,
         )
-        self._stream = self._stream_state()
+        self._step_loss = StepLoss.of(
+            model,
+            takes_num_items=self.model_accepts_loss_kwargs,
+            label_smoothing=args.label_smoothing_factor,
+        )
+        self.label_smoother = None  # ours is the same for training and evaluation
+        self._guard = NumberGuard(
+            self.accelerator,
+            sample_name=train_data.sample_name,
+            where=str(args.output_dir),
+            advice=lambda: number_advice(args),
+        )
+        self._stream = stream_state(train_data, args)
         self.meter = Meter(
             self.accelerator,
-            sources=_source_losses(model, train_data),
+            sources=SourceLosses.of(model, train_data.sources),
             stream=self._stream,
             flops_per_token=flops_per_token,
             peak_flops=peak_flops,
@@ -109,37 +125,15 @@ class SftTrainer(Trainer):
 
     def get_train_dataloader(self) -> EpochDataLoader | StreamLoader:
         """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
+        args = self.args
         if self._stream is not None:
-            args = self.args
-            return StreamLoader(
-                self._stream,
-                self._train_data.collator,
-                batch_size=self._train_batch_size,
-                seed=args.seed,
-                num_workers=args.dataloader_num_workers,
-                prefetch_factor=args.dataloader_prefetch_factor,
-                pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            )
-        strategy = self.args.train_sampling_strategy
-        return self._loader(
+            return stream_loader(self._train_data, self._stream, args, self._train_batch_size)
+        return sample_loader(
             self._train_data,
+            args,
             self._train_batch_size,
-            drop_last=self.args.dataloader_drop_last,
-            group_by_length=strategy == "group_by_length",
-        )
-
-    def _stream_state(self) -> StreamState | None:
-        stream, args = self._train_data.stream, self.args
-        if stream is None:
-            return None
-        # The stream goes on from its own position; there is nothing to pass over.
-        args.ignore_data_skip = True
-        return StreamState(
-            stream,
-            Path(str(args.output_dir), "dropped.jsonl"),
-            num_slots=max(args.dataloader_num_workers, 1),
-            dist_rank=args.process_index,
-            world_size=args.world_size,
+            drop_last=args.dataloader_drop_last,
+            group_by_length=args.train_sampling_strategy == "group_by_length",
         )
 
     def train(
@@ -151,7 +145,9 @@ class SftTrainer(Trainer):
         """Transformers' loop; a stream goes on from where the checkpoint left it."""
         if self._stream is not None and isinstance(resume_from_checkpoint, str):
             self._stream.load(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        result = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        self._guard.flush()
+        return result
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EpochDataLoader:
         """Every evaluation sample once, dealt out over the ranks."""
@@ -159,37 +155,9 @@ class SftTrainer(Trainer):
             raise TrainkitError(
                 "there is nothing to evaluate on", where="data.eval", fix="name a file there"
             )
-        return self._loader(self._eval_data, self.args.eval_batch_size)
+        return sample_loader(self._eval_data, self.args, self.args.eval_batch_size)
 
-    def _loader(
-        self,
-        data: TrainingData,
-        batch_size: int,
-        *,
-        drop_last: bool = False,
-        group_by_length: bool = False,
-    ) -> EpochDataLoader:
-        args = self.args
-        sampler = RankBatchSampler(
-            data.samples,
-            batch_size=batch_size,
-            dist_rank=args.process_index,
-            world_size=args.world_size,
-            drop_last=drop_last,
-            group_by_length=group_by_length,
-        )
-        workers = args.dataloader_num_workers
-        return EpochDataLoader(
-            FillingDataset(data.samples, data.without_training),
-            batch_sampler=sampler,
-            collate_fn=data.collator,
-            # Workers are forked anew for each epoch: they must see its order.
-            num_workers=workers,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,
-            # Its own generator: iterating must not move the model's random numbers.
-            generator=torch.Generator().manual_seed(args.seed),
-        )
+    # -- steps ----------------------------------------------------------------------------------
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -200,14 +168,28 @@ class SftTrainer(Trainer):
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.meter.count_step(time.perf_counter() - started)
+        self._guard.begin([take_sample_ids(batch) for batch in batches])
+        num_trained = 0
         for batch in batches:
-            self.meter.count_batch(self._take_counts(batch))
+            counts = self._take_counts(batch)
+            self.meter.count_batch(counts)
+            num_trained += counts["num_trained_tokens"]
+        if not self._step_loss.takes_num_items:
+            count = torch.tensor(num_trained, device=device)
+            num_items = self.accelerator.reduce(count) if self._num_ranks > 1 else count
+        if self._masters is not None and self.accelerator.scaler is not None:
+            self._masters.zero_grad()  # those of a step that the loss scaler has skipped
         return batches, num_items
 
+    @property
+    def _num_ranks(self) -> int:
+        """Ranks that share a denominator."""
+        return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+
     def _take_counts(self, batch: dict[str, Any]) -> Mapping[str, int]:
-        """Take the counts out of a batch; a loss head is told how many rows it must compute."""
+        """Take the counts out of a batch; the loss is told how many tokens are trained."""
         counts = take_counts(batch)
-        if self._has_loss_head:
+        if self._has_loss_head or not self._step_loss.takes_num_items:
             batch["num_trained_tokens"] = counts["num_trained_tokens"]
         return counts
 
@@ -226,19 +208,57 @@ class SftTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Transformers' loss; what each source has of it is summed on the way."""
-        sources = self.meter.sources
-        if sources is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        source_ids, labels = inputs.pop("source_ids"), inputs["labels"]
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        sources.add(
-            source_ids,
-            labels,
-            outputs.get("logits"),
-            label_smoothing=self.args.label_smoothing_factor,
-        )
+        """The loss, weighed by tokens; what each source has of it is summed on the way."""
+        source_ids, labels = inputs.pop("source_ids", None), inputs["labels"]
+        parts = {
+            "num_items": num_items_in_batch,
+            "num_micro_batches": self.current_gradient_accumulation_steps,
+            "num_ranks": self._num_ranks,
+        }
+        ours, num_trained = self._step_loss, inputs.get("num_trained_tokens", 0)
+        if not self._has_loss_head:
+            inputs.pop("num_trained_tokens", None)
+        if ours.smoother is not None:
+            loss, outputs = ours.smoothed(model, inputs, **parts)
+        else:
+            given = num_items_in_batch if ours.takes_num_items else None
+            loss, outputs = super().compute_loss(model, inputs, True, given)
+            loss = ours.share(loss, outputs, num_trained=num_trained, **parts)
+        if self.meter.sources is not None:
+            logits = outputs.get("logits")
+            self.meter.sources.add(source_ids, labels, logits, ours.smoothing)
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """One micro-batch forth and back; its loss is watched without waiting for it."""
+        if self._masters is not None and isinstance(model, DistributedDataParallel):
+            self._masters.follow(model, accumulates=self.args.gradient_accumulation_steps > 1)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._guard.add_loss(loss)
+        return loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip where the gradients are: the fp32 masters have them, where there are some."""
+        return super()._clip_grad_norm(self._holder_of_gradients(model))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm that Trainer logs; the step is not taken where it, or a loss, is no number."""
+        grad_norm = super()._get_grad_norm(self._holder_of_gradients(model), grad_norm)
+        is_scaled = self.accelerator.mixed_precision == "fp16"
+        step = self.state.global_step + 1
+        found_inf = self._guard.close(step, grad_norm, forgives_gradients=is_scaled)
+        # A loss scaler and DeepSpeed hold the step back themselves. On a CPU we have raised.
+        if not is_scaled and not self.is_deepspeed_enabled and found_inf.is_cuda:
+            hold_back(self.optimizer.optimizer, found_inf)
+        return grad_norm
+
+    def _holder_of_gradients(self, model: nn.Module) -> Any:
+        return model if self._masters is None else self._masters.gather_gradients()
 
     # -- optimizer ------------------------------------------------------------------------------
 
@@ -247,6 +267,8 @@ class SftTrainer(Trainer):
         """Transformers' choice of optimizer, with fp32 masters where nobody else keeps them."""
         target = self.model if model is None else model
         wants_masters = not self.is_deepspeed_enabled and needs_master_weights(target)
+        if wants_masters and self.accelerator.scaler is None:
+            refuse_float16(target)
         existing: torch.optim.Optimizer | None = self.optimizer
         if existing is not None or not (wants_masters or self._lora_plus_ratio):
             return super().create_optimizer(model)
@@ -262,9 +284,10 @@ class SftTrainer(Trainer):
         def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
             return optimizer_class(groups, **options)
 
-        made = MasterWeightOptimizer(groups, make) if wants_masters else make(groups)
-        self.optimizer = made
-        return made
+        if wants_masters:
+            self._masters = MasterWeightOptimizer(groups, make)
+        self.optimizer = self._masters if wants_masters else make(groups)
+        return self.optimizer
 
     @settings_refused_by("the schedule", "training.lr_scheduler_type")
     def create_scheduler(
@@ -279,7 +302,6 @@ class SftTrainer(Trainer):
 
     # -- evaluation -----------------------------------------------------------------------------
 
-    @torch.no_grad()
     def evaluation_loop(
         self,
         dataloader: Any,
@@ -288,39 +310,17 @@ class SftTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss per trained token over all ranks; no logits are kept.
-
-        transformers averages the means of batches instead, which weighs a short answer in a small
-        batch more than a long one, and changes with the batch size.
-        """
-        model = self.model_wrapped
-        was_training = model.training
-        model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)
-        one = torch.ones((), device=self.args.device)
-        per_source = self._eval_source_losses
-        for batch in dataloader:
-            counts = self._take_counts(batch)
-            inputs = self._prepare_inputs(batch)
-            source_ids = inputs.pop("source_ids", None)
-            with self.compute_loss_context_manager():
-                outputs = model(**inputs, num_items_in_batch=one)
-            totals[0] += outputs["loss"].double()
-            totals[1] += counts["num_trained_tokens"]
-            if per_source is not None and source_ids is not None:
-                logits = outputs.get("logits")
-                per_source.add(source_ids, inputs["labels"], logits)
-        model.train(was_training)
-        if per_source is not None:
-            totals = torch.cat((totals, per_source.take(totals.device).flatten()))
-        totals = self.accelerator.reduce(totals, reduction="sum")
-        loss_sum, num_trained, *sums = totals.tolist()
-        metrics = {
-            f"{metric_key_prefix}_loss": loss_sum / max(num_trained, 1),
-            f"{metric_key_prefix}_num_trained_tokens": int(num_trained),
-        }
-        if per_source is not None:
-            metrics |= per_source.rows(sums, f"{metric_key_prefix}_")
+        """The mean loss per trained token over all ranks; no logits are kept."""
+        self._guard.flush()
+        evaluation = Evaluation(
+            self._step_loss,
+            self.accelerator,
+            take_counts=self._take_counts,
+            prepare=self._prepare_inputs,
+            autocast=self.compute_loss_context_manager,
+            sources=self._eval_source_losses,
+        )
+        metrics = evaluation.measure(self.model_wrapped, dataloader, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
 
     # -- the hub --------------------------------------------------------------------------------
@@ -342,6 +342,7 @@ class SftTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write ``checkpoint-N`` into a staging directory and let it appear whole."""
         step = self.state.global_step
+        self.check_numbers(folder_name(step))
         with self._checkpoints.saving(step, self.accelerator, self.state) as staging:
             self._staging = staging
             try:
@@ -353,6 +354,12 @@ class SftTrainer(Trainer):
             finally:
                 self._staging = None
         self._checkpoints.rotate(self.args.save_total_limit, self.state, self.accelerator)
+
+    def check_numbers(self, what: str) -> None:
+        """Raise a NumberError if a loss, gradient, weight or optimizer state is no number."""
+        self._guard.flush()
+        fix = number_advice(self.args)
+        check_weights(self.model, self.optimizer, self.accelerator, what=what, fix=fix)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
@@ -367,28 +374,25 @@ class SftTrainer(Trainer):
     # -- logging --------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add tokens, speed and memory to a training row; stop at the first loss that is no number.
+        """Add tokens, speed and memory to a training row.
 
         Raises:
-            TrainkitError: the loss or the gradient norm is NaN or infinite. Nothing is saved of it.
+            NumberError: the loss or the gradient norm is NaN or infinite. Nothing is saved of it.
         """
         if "loss" in logs:
+            self._guard.flush()
             figures, is_stopping = self.meter.read(
                 self.model, is_stopping=self._stop.reason is not None
             )
             logs.update(figures)
+            if self.accelerator.mixed_precision == "fp16":
+                logs["num_skipped_steps"] = self._guard.take_skipped()
+                if not math.isfinite(logs.get("grad_norm", 0.0)):
+                    del logs["grad_norm"]  # the step was skipped; a smaller scale follows
             if is_stopping:
                 self._stop.reason = self._stop.reason or "another process was asked to stop"
                 self.control.should_save = True
                 self.control.should_training_stop = True
-            for name in ("loss", "grad_norm"):
-                if not np.isfinite(logs.get(name, 0.0)):
-                    raise TrainkitError(
-                        f"{name} is {logs[name]} at step {self.state.global_step}",
-                        where=str(self.args.output_dir),
-                        fix="continue from the last checkpoint with a lower learning rate, or find "
-                        "the operation with kernels: false or model.dtype: float32",
-                    )
         if self._stream is not None:  # transformers counts from the start of this process
             self.state.epoch = self.state.global_step / self.state.max_steps
         super().log(logs, start_time)

@@ -1,0 +1,119 @@
+"""One step's loss whatever the cut and the model class; evaluation measures the same quantity."""
+
+import pytest
+import torch
+from tiny import make_qwen2
+
+
+def moe(vocab_size, **overrides):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=1.0,  # much larger than usual, so that it is seen
+        **overrides,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def meaning(vocab_size):
+    """A class that returns the mean of its micro-batch, as gemma3n and gemma4 do."""
+    model = make_qwen2(vocab_size)
+    plain = type(model)
+
+    class Mean(plain):
+        accepts_loss_kwargs = False
+
+        def forward(self, *args, num_items_in_batch=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model.__class__ = Mean
+    return model
+
+
+def run(lab, monkeypatch, make, name, **options):
+    """Rows of a run with this model, and its evaluation."""
+    import tiny
+
+    monkeypatch.setattr(tiny, "make_qwen2", lambda vocab_size, **_: make(vocab_size))
+    trainer = lab.trainer(name, max_steps=3, save_strategy="no", **options)
+    monkeypatch.undo()
+    before = trainer.evaluate()
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], before
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_class_that_returns_means_weighs_tokens_too(lab, monkeypatch, smoothing):
+    options = {"label_smoothing_factor": smoothing, "learning_rate": 1e-3}
+    runs = {
+        name: run(lab, monkeypatch, make, name, batch=batch, accumulate=8 // batch, **options)
+        for name, make, batch in [
+            ("plain", make_qwen2, 8),
+            ("wide", meaning, 8),
+            ("deep", meaning, 1),
+        ]
+    }
+    for rows, evaluated in runs.values():
+        for key in ("loss", "grad_norm"):
+            wanted = [row[key] for row in runs["plain"][0]]
+            assert [row[key] for row in rows] == pytest.approx(wanted, rel=1e-5)
+        assert evaluated["eval_loss"] == pytest.approx(runs["plain"][1]["eval_loss"], rel=1e-6)
+
+
+def test_a_micro_batch_without_a_trained_token_adds_nothing(lab, monkeypatch):
+    order = lab.data(seed=1).samples.order
+    lab.samples[order[1]]["loss_mask"][:] = 0
+    wide, _ = run(lab, monkeypatch, meaning, "wide", batch=4)
+    deep, _ = run(lab, monkeypatch, meaning, "deep", batch=1, accumulate=4)
+    assert [row["loss"] for row in deep] == pytest.approx([row["loss"] for row in wide], rel=1e-5)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_routers_loss_does_not_grow_with_accumulation(lab, monkeypatch, smoothing):
+    """It is the mean over the micro-batches, whose own losses differ a little from the whole's."""
+    options = {"label_smoothing_factor": smoothing, "learning_rate": 0.0}
+    wide, evaluated = run(lab, monkeypatch, moe, "wide", batch=8, **options)
+    deep, again = run(lab, monkeypatch, moe, "deep", batch=1, accumulate=8, **options)
+    for row, other in zip(wide, deep, strict=True):
+        # The router's part is about 2.1 of 7.7; growing with accumulation it would be 17.
+        assert other["loss"] == pytest.approx(row["loss"], rel=0.1)
+        assert row["loss"] == pytest.approx(evaluated["eval_loss"], rel=0.1)
+    assert again["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-2)
+
+
+def test_without_accumulation_it_is_the_models_own(lab, monkeypatch):
+    rows, _ = run(lab, monkeypatch, moe, "run", batch=8, learning_rate=0.0)
+    order = lab.data(seed=1).samples.order
+    batch = lab.data().collator([lab.samples[index] for index in order[:8]])
+    inputs = {key: batch[key] for key in ("input_ids", "labels", "attention_mask")}
+    model = moe(len(lab.tokenizer)).train()
+    assert rows[0]["loss"] == pytest.approx(model(**inputs).loss.item(), rel=1e-5)
+
+
+def test_smoothing_keeps_the_loss_in_the_head(lab, monkeypatch):
+    """No logits, and the plain model's numbers."""
+    from trainkit.models.patch import patch
+
+    def fused(vocab_size):
+        model = make_qwen2(vocab_size)
+        patch(model)
+        return model
+
+    options = {"label_smoothing_factor": 0.1, "batch": 4}
+    plain, evaluated = run(lab, monkeypatch, make_qwen2, "plain", **options)
+    ours, again = run(lab, monkeypatch, fused, "fused", **options)
+    assert [row["loss"] for row in ours] == pytest.approx([r["loss"] for r in plain], rel=1e-5)
+    assert again["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-6)
+    assert "token_accuracy" in ours[0]  # comes from the head: there were no logits
