@@ -122,15 +122,7 @@ def prepare_run_data(
         DataError: the data cannot be trained on as it is.
         ModelError: the tokenizer has no token to pad with.
     """
-    pad_token_id = tokenizer.pad_token_id
-    if pad_token_id is None:
-        pad_token_id = tokenizer.eos_token_id
-    if pad_token_id is None:
-        raise ModelError(
-            "the tokenizer has neither a padding nor an end-of-sequence token",
-            where="model.name_or_path",
-            fix="set pad_token in its tokenizer_config.json",
-        )
+    pad_token_id = _padding(tokenizer)
     entries = Ledger(ledger)
 
     def prepared(sources: Sequence[Source]) -> PreparedData:
@@ -183,6 +175,19 @@ def prepare_run_data(
         notes=tuple(notes),
         warnings=tuple(summary["warnings"]),
     )
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None:
+        pad_token_id = tokenizer.eos_token_id
+    if pad_token_id is None:
+        raise ModelError(
+            "the tokenizer has neither a padding nor an end-of-sequence token",
+            where="model.name_or_path",
+            fix="set pad_token in its tokenizer_config.json",
+        )
+    return int(pad_token_id)
 
 
 def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Conversation], int]:
