@@ -187,6 +187,7 @@ NO_JSON_LINES = {
     "checkpoint/zero.py",
     "cli/failures.py",
     "infer/place.py",
+    "models/attention/proof.py",
     "recipe/document.py",
     "run/environment.py",
     "run/report.py",
