@@ -186,6 +186,20 @@ def test_removing_the_hook():
     assert not model.model._forward_hooks
 
 
+def test_installing_twice_leaves_one_hook_and_no_batch_behind():
+    model = model_with("qwen2")
+    attention.install(model)
+    assert len(model.model._forward_pre_hooks) == len(model.model._forward_hooks) == 1
+    model(**packed_batch())
+    assert pattern.current_batch.get() is None
+
+
+def test_another_implementation_set_later_gets_its_own_masks():
+    model = model_with("qwen2")
+    model.set_attn_implementation("sdpa")
+    assert_documents_are_alone(model, model_with("qwen2", "eager"))
+
+
 def test_a_failed_forward_leaves_no_batch_behind():
     model = model_with("qwen2")
     with pytest.raises((RuntimeError, IndexError)):

@@ -114,7 +114,7 @@ class Installed:
         self._tokens: list[Token[Batch | None]] = []
         self._handles = [
             base.register_forward_pre_hook(self._before, with_kwargs=True),
-            base.register_forward_hook(self._after, always_call=True),
+            base.register_forward_hook(self._after, always_call=True, prepend=True),
         ]
 
     def remove(self) -> None:
@@ -181,5 +181,9 @@ def install(model: nn.Module, engine: Engine | None = None) -> Installed:
     causal_lm = next(each for each in model.modules() if isinstance(each, PreTrainedModel))
     if engine is None:
         engine, _ = _engine(next(causal_lm.parameters()).device)
+    for hook in list(causal_lm.base_model._forward_pre_hooks.values()):
+        earlier = getattr(hook, "__self__", None)
+        if isinstance(earlier, Installed):
+            earlier.remove()  # two would end each other's batches
     # Not on the decoder: what stands around it, in models of several parts, makes its masks.
     return Installed(causal_lm.base_model, engine)
