@@ -13,6 +13,7 @@ import typer
 
 from trainkit.cli.arguments import recipe_and_overrides
 from trainkit.errors import DataError, RecipeError
+from trainkit.terminal import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,7 +85,6 @@ def preview(
     with _subject(config, overrides, data, model, mask) as subject:
         prepared = _prepare(subject, subject.options)
         from trainkit.data.dropped import dropped_rows
-        from trainkit.data.escape import visible
         from trainkit.data.preview import Authors, choose, view
 
         chosen = choose(prepared, num, seed=seed)
@@ -128,7 +128,6 @@ def check(
     with _subject(config, overrides, data, model, mask) as subject:
         from trainkit.data.check import judge
         from trainkit.data.dropped import dropped_rows
-        from trainkit.data.escape import visible
         from trainkit.data.stats import measure
 
         prepared = _prepare(subject, subject.options)
@@ -301,8 +300,6 @@ def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
 
 
 def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") -> None:
-    from trainkit.data.escape import visible
-
     control = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
     if any(view.missed for view in views):
         typer.secho("⟦in these⟧: words of an answer that are not trained\n", fg="red")
@@ -328,16 +325,12 @@ def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") 
 
 
 def _print_dropped(rows: "Sequence[DroppedRow]") -> None:
-    from trainkit.data.escape import visible
-
     for row in rows:
         typer.secho(f"── {visible(row.id)} · not used: {row.reason}", fg="red", bold=True)
         typer.echo(f"{visible(row.detail)}\n{visible(row.excerpt)}\n")
 
 
 def _print_roles(roles: "Sequence[dict[str, Any]]", prepared: "PreparedData") -> None:
-    from trainkit.data.escape import visible
-
     typer.echo(f"{'written by':<12}{'tokens':>10}{'trained':>10}")
     for row in roles:
         typer.echo(f"{row['role']:<12}{row['tokens']:>10,}{row['trained_tokens']:>10,}")

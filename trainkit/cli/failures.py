@@ -10,6 +10,7 @@ import traceback
 import typer
 
 from trainkit.errors import RecipeError, TrainkitError
+from trainkit.terminal import visible
 
 INTERRUPTED = 130
 """What shells give to a process that Ctrl-C ended."""
@@ -104,7 +105,7 @@ def _settings_at(error: BaseException) -> str | None:
 
 def _say(message: str, prefix: str) -> None:
     """Print ``error: message``; on a terminal in colour and wrapped between words."""
-    lines = f"{prefix}{message}".splitlines()
+    lines = visible(f"{prefix}{message}").splitlines()
     if not sys.stderr.isatty():
         typer.echo("\n".join([f"error: {lines[0]}", *lines[1:]]), err=True)
         return

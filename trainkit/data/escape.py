@@ -1,4 +1,4 @@
-"""Text made harmless: control tokens broken up for models, control characters for terminals."""
+"""Control tokens inside message text: found, and broken up so that they stay mere text."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,18 +6,6 @@ from typing import Any
 
 ESCAPE = "\u200b"
 """A zero-width space behind the first character of a control token makes it plain text."""
-
-
-UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
-)
-"""Characters that move a terminal's cursor, change its state, or turn text around; tabs and line
-feeds are not among them."""
-
-
-def visible(text: str) -> str:
-    """A text whose control characters stand there as ``\\u001b``, which JSON reads back."""
-    return UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def alternatives(words: Iterable[str]) -> re.Pattern[str]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainkit.data.dropped import DroppedRow
-from trainkit.data.escape import visible
 from trainkit.data.preview import View
+from trainkit.terminal import visible
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem; padding: 0 1rem;

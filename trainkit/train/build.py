@@ -37,6 +37,7 @@ from trainkit.run import (
     stop_rank_log,
 )
 from trainkit.run.starts import begin_again, read_starts
+from trainkit.terminal import visible
 from trainkit.train.checkpoints import check_base_weights, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_one_step
@@ -145,9 +146,9 @@ def _prepare(
             progress=progress,
         )
     for note in (data.headline, *data.notes):
-        console.note(note)
+        console.note(visible(note))
     for warning in data.warnings:
-        console.warn(warning)
+        console.warn(visible(warning))
     held_out = _held_out(recipe, ledger, console)
     return _Prepared(source, tokenizer, data, held_out, trainer_arguments(recipe, place))
 
