@@ -178,6 +178,11 @@ def prepare_run_data(
 
 
 def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
+    pad_token_id = _pad_token_id(tokenizer)
+    return int(pad_token_id)
+
+
+def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     pad_token_id = tokenizer.pad_token_id
     if pad_token_id is None:
         pad_token_id = tokenizer.eos_token_id
