@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainkit.checkpoint.adapter import PREFIX, vocabulary_rows
 from trainkit.checkpoint.base_fingerprint import FILE_NAME, base_on_disk, check_fingerprint
 from trainkit.checkpoint.plain_files import plain_file
 from trainkit.checkpoint.reader import PickledFile, SafetensorsFile
 from trainkit.errors import CheckpointError
+from trainkit.models.auto import auto_class
 from trainkit.train.loading import ModelSource, load_config
 
 _MAX_NAMED = 4
@@ -47,7 +48,7 @@ def prove_base(adapter: Path, base: str, say: Callable[[str], None], *, any_base
 def _check_shapes(adapter: Path, base: str) -> None:
     config = load_config(ModelSource(base))
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
+        empty = auto_class(config).from_config(config)
     wrong = _misfits(adapter, empty)
     if wrong:
         more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""

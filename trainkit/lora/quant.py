@@ -92,6 +92,18 @@ def is_quantized(linear: nn.Module) -> bool:
     )
 
 
+def keep_trainable_on_cpu(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights for inference on a CPU.
+
+    With AVX-512 it does so at the first forward in evaluation mode (a self-check, an evaluation),
+    for good; the repacked weights pass no gradient to what comes before, and a layer with a bias
+    then fails.
+    """
+    for module in model.modules():
+        if is_quantized(module) and hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def unpacker(linear: Any) -> Unpack:
     """How to read a 4-bit layer's weight: packed storage in, (N, K) in the wanted dtype out.
 

@@ -14,7 +14,11 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
 from trainkit.lora.adapter import LoraOptions, attach, count_parameters, num_weights
-from trainkit.lora.quant import quantization_config, refuse_unpacked_experts
+from trainkit.lora.quant import (
+    keep_trainable_on_cpu,
+    quantization_config,
+    refuse_unpacked_experts,
+)
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
@@ -129,6 +133,7 @@ def build_model(
     # Every class has eager attention; what was chosen is set once it has been proved.
     loaded_with = "eager" if attention == "auto" else chosen.name
     model: Any = load_model(source, attention=loaded_with, quantization=quantization, device=device)
+    keep_trainable_on_cpu(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto")
     towers = outside_text(model)
     for parameter in towers.values():

@@ -1,0 +1,34 @@
+"""A 4-bit base on a CPU: an evaluation must not change what training does."""
+
+import pytest
+import torch
+
+from trainkit.lora import LoraOptions
+from trainkit.train.loading import ModelSource
+from trainkit.train.model import build_model
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["peft", "fused"])
+def test_training_after_an_evaluation_is_as_without_one(kernels, tiny_qwen2):
+    pytest.importorskip("bitsandbytes")
+    ids = torch.arange(18).reshape(2, 9)
+    grads = []
+    for evaluates in (False, True):
+        torch.manual_seed(0)
+        model = build_model(
+            ModelSource(str(tiny_qwen2), dtype="bfloat16"),
+            attention="auto",
+            packing=False,
+            lora=LoraOptions(r=4, init_lora_weights=False),
+            quantize="nf4",
+            kernels=kernels,
+            reentrant=False,
+            device=torch.device("cpu"),
+        ).model
+        if evaluates:
+            with torch.no_grad():
+                model.eval()(input_ids=ids)
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    plain, evaluated = grads
+    assert all(torch.equal(plain[name], evaluated[name]) for name in plain)
