@@ -80,7 +80,6 @@ def test_every_number_has_bounds():
         ({"ddp_backend": "ncll"}, "did you mean nccl"),
         ({"torch_compile_backend": "induktor"}, "did you mean inductor"),
         ({"torch_compile_mode": "max-autotun"}, "did you mean max-autotune"),
-        ({"dataloader_multiprocessing_context": "spwan"}, "did you mean spawn"),
         ({"debug": "underflow"}, "must be one of underflow_overflow"),
         ({"debug": ["tpu_metrics_debug"]}, "does not train on TPUs"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches does nothing here"),
@@ -91,7 +90,6 @@ def test_every_number_has_bounds():
         ({"optim_args": "amsgrad=true"}, "amsgrad does nothing with adamw_torch"),
         ({"optim": "sgd", "optim_args": "momentom=0.9"}, "it takes momentum"),
         ({"dataloader_prefetch_factor": 4}, "does nothing without training.dataloader_num_w"),
-        ({"dataloader_multiprocessing_context": "spawn"}, "does nothing without"),
         ({"liger_kernel_config": {"rope": False}}, "does nothing without training.use_liger"),
     ],
 )

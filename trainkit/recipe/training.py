@@ -164,7 +164,6 @@ def _disagreeing(training: Mapping[str, Any]) -> list[TrainingProblem]:
         "optim_target_modules": not optim.startswith(("galore", "apollo")),
         "liger_kernel_config": not training.get("use_liger_kernel"),
         "dataloader_prefetch_factor": not training.get("dataloader_num_workers"),
-        "dataloader_multiprocessing_context": not training.get("dataloader_num_workers"),
     }
     for name, is_unmet in unmet.items():
         if is_unmet and training.get(name) is not None:

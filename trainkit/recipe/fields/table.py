@@ -203,7 +203,6 @@ ACTS: Mapping[str, Acts] = {
     "dataloader_num_workers": Acts(at_least=0, at_most=1024),
     "dataloader_pin_memory": Acts(needs="a GPU"),
     "dataloader_prefetch_factor": Acts(at_least=1, needs=_WORKERS),
-    "dataloader_multiprocessing_context": Acts(needs=_WORKERS),
     # several processes
     "ddp_find_unused_parameters": Acts(
         needs="several processes without DeepSpeed", derived="from the model"
@@ -247,6 +246,10 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "dataloader_persistent_workers": (
         False,
         "loading processes are started anew for each epoch, so that they see its order",
+    ),
+    "dataloader_multiprocessing_context": (
+        None,
+        "loading processes are started as the system does by default",
     ),
     "dataloader_in_order": (True, "a resumed run counts the batches, so they come in order"),
 }
