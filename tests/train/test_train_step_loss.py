@@ -117,3 +117,14 @@ def test_smoothing_keeps_the_loss_in_the_head(lab, monkeypatch):
     assert [row["loss"] for row in ours] == pytest.approx([r["loss"] for r in plain], rel=1e-5)
     assert again["eval_loss"] == pytest.approx(evaluated["eval_loss"], rel=1e-6)
     assert "token_accuracy" in ours[0]  # comes from the head: there were no logits
+
+
+def test_flops_count_the_experts_that_a_token_goes_through():
+    """2 of 8 experts: the rest of the model, and a quarter of the experts' weights, 6 each."""
+    from trainkit.train.flops import training_flops_per_token
+
+    model = moe(300)
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert experts == 2 * 8 * 3 * 32 * 16  # layers, experts, three matrices
+    rest = sum(p.numel() for p in model.parameters()) - experts - 300 * 32  # but the look-up
+    assert training_flops_per_token(model, 0) == 6 * (rest + experts / 4)

@@ -97,10 +97,12 @@ def derive(
     elif training.get("use_cpu"):
         found["dataloader_pin_memory"] = Derived(False, "from training.use_cpu")
     # Plain full fine-tuning in half precision needs no autocast: the weights are in that dtype and
-    # the optimizer keeps fp32 masters. DeepSpeed's engine and fp32 adapters need to be told.
+    # the optimizer keeps fp32 masters. DeepSpeed's engine and fp32 adapters need to be told, and
+    # float16 always needs a loss scaler.
     says_nothing = "bf16" not in training and "fp16" not in training
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if says_nothing and (has_deepspeed or has_adapters) and model_dtype == dtype:
+        is_needed = has_deepspeed or has_adapters or name == "fp16"
+        if says_nothing and is_needed and model_dtype == dtype:
             found[name] = Derived(True, "from model.dtype")
     if has_eval and "eval_strategy" not in training:
         found["eval_strategy"] = (

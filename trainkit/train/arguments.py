@@ -57,6 +57,13 @@ def training_arguments(
             where="training.fp16",
             fix="leave it out here; bf16 works on a CPU",
         )
+    if on_cpu and model_dtype == "float16" and not has_adapters:
+        raise RecipeError(
+            "float16 weights need a loss scaler, which trains on GPUs only: without one small "
+            "gradients silently become 0",
+            where="model.dtype",
+            fix="model.dtype: bfloat16 (or float32)",
+        )
     derived = derive(
         training,
         model_dtype=model_dtype,

@@ -36,24 +36,27 @@ def training_flops_per_token(model: Any, max_length: int) -> float:
 
     Counted as PaLM (arXiv:2204.02311, appendix B) counts them, attention halved because it is
     causal. The input embedding is a look-up and does not count, the output head does. A frozen
-    weight needs no gradient of its own and counts 4.
+    weight needs no gradient of its own and counts 4. Of a mixture's experts, those count that a
+    token is sent to.
 
     Args:
         model: the transformers or peft model as it is trained.
         max_length: tokens per sequence, for the attention term.
     """
     config = model.config.get_text_config()
-    trained = frozen = 0
+    trained = frozen = 0.0
+    active_share = _active_share(config)
     counted: set[int] = set()
     embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
     head = model.get_output_embeddings()
     head_parameters = {id(p) for p in head.parameters()} if head is not None else set()
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         is_lookup = id(parameter) in embeddings and id(parameter) not in head_parameters
         if id(parameter) in counted or is_lookup:
             continue
         counted.add(id(parameter))
-        size = num_weights(parameter)
+        is_expert = ".experts." in name
+        size = num_weights(parameter) * (active_share if is_expert else 1.0)
         trained += size if parameter.requires_grad else 0
         frozen += 0 if parameter.requires_grad else size
     head_dim = getattr(config, "head_dim", None) or (
@@ -61,3 +64,15 @@ def training_flops_per_token(model: Any, max_length: int) -> float:
     )
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * max_length
     return 6.0 * trained + 4.0 * frozen + attention
+
+
+def _active_share(config: Any) -> float:
+    """The share of the routed experts that one token goes through; 1 without experts."""
+
+    def first(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    num_active = first("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    num_experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return num_active / num_experts if num_active and num_experts else 1.0
