@@ -29,7 +29,7 @@ from trainkit.data.reading import RawRow
 from trainkit.data.row_fields import without_effect
 from trainkit.data.rows import decode_row, read_row
 from trainkit.data.template import THINK_CLOSE
-from trainkit.errors import TrainkitError
+from trainkit.errors import DataError, TrainkitError
 
 MAX_DRAFTERS = 16
 """So many sets of row variables are kept at work; rows with more of them only take longer."""
@@ -147,6 +147,7 @@ class SampleBuilder:
             self._keep_conversations(drafter, mine, batch)
         if texts:
             self._keep_texts(texts, batch)
+        self._check_embeddings(batch, rows)
         kept = set(batch.rows)
         batch.num_kept = len(kept)
         # A row of several samples may lose one of them: the row is then cut, not dropped.
@@ -159,6 +160,24 @@ class SampleBuilder:
         if self._drafter is not None:
             batch.notes |= set(self._drafter.template.notes)
         return batch.sealed()
+
+    def _check_embeddings(self, batch: Batch, rows: Sequence[RawRow]) -> None:
+        """Stop at a token that the model has no row of its embedding for."""
+        size = self.options.num_embeddings
+        if size is None or self._vocabulary <= size:
+            return
+        for ids, number in zip(batch.input_ids, batch.rows, strict=True):
+            largest = int(ids.max(initial=-1))
+            if largest >= size:
+                token = self.tokenizer.convert_ids_to_tokens(largest)
+                raise DataError(
+                    f"the tokenizer is larger than the model's embedding: it gives {token!r} the "
+                    f"id {largest} (in the row of line {rows[number].line}), and the embedding has "
+                    f"{size} rows",
+                    where="model.name_or_path",
+                    fix="use the model's own tokenizer, or grow the model: "
+                    "model.resize_token_embeddings(len(tokenizer)), then save both",
+                )
 
     # -- rows -----------------------------------------------------------------------------------
 

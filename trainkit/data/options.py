@@ -95,6 +95,7 @@ class DataOptions:
         max_row_bytes: longer rows are dropped without being parsed.
         stop_token_ids: what generation stops at, besides the tokenizer's eos (from the model's
             generation_config); an end-of-turn token outside of these is warned about.
+        num_embeddings: rows of the model's embedding; a token id beyond them stops the run.
         max_dropped: stop when more rows than this are dropped: a share (0.01), or a count; None
             stops only a run, at 1%.
         num_workers: processes that tokenise; 0 works in this one.
@@ -116,6 +117,7 @@ class DataOptions:
     escape_special: bool = True
     max_row_bytes: int = 64 * 2**20
     stop_token_ids: tuple[int, ...] = ()
+    num_embeddings: int | None = None
     seed: int = 0
 
     max_dropped: float | int | None = None

@@ -27,6 +27,7 @@ def pack(lengths: np.ndarray, max_length: int, *, seed: int, epoch: int) -> list
         return []
     if int(lengths.max()) > max_length:
         raise ValueError(f"a sample of {int(lengths.max())} tokens exceeds max_length {max_length}")
+    max_length = min(max_length, int(lengths.sum()))  # a row never holds more than all samples
     random = np.random.default_rng([seed, epoch])
     shuffled = random.permutation(len(lengths))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]

@@ -47,8 +47,9 @@ from trainkit.train.launch import (
     count_local_gpus,
     torchrun_command,
 )
-from trainkit.train.loading import ModelSource, check_exists, load_tokenizer
+from trainkit.train.loading import ModelSource, check_exists, load_config, load_tokenizer
 from trainkit.train.model import BuiltModel, build_model, check_packable
+from trainkit.train.model_files import context_warning
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
 from trainkit.train.resume.changes import review, settings_of, versions
 from trainkit.train.resume.given import RUNS
@@ -130,6 +131,9 @@ def _prepare(
     check_exists(source)
     if recipe.data.packing:
         check_packable(source)
+    warning = context_warning(load_config(source), recipe.data.max_length)
+    if warning is not None:
+        console.warn(warning)
     tokenizer = load_tokenizer(source)
     # Set on the tokenizer, so that the held-out answers and final/ have it as well.
     tokenizer.chat_template = read_chat_template(recipe.data.chat_template) or (

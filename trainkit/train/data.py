@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def prepare_run_data(
         DataError: the data cannot be trained on as it is.
         ModelError: the tokenizer has no token to pad with.
     """
-    pad_token_id = _padding(tokenizer)
+    pad_token_id = _padding(tokenizer, options.num_embeddings)
     entries = Ledger(ledger)
 
     def prepared(sources: Sequence[Source]) -> PreparedData:
@@ -134,7 +135,8 @@ def prepare_run_data(
         return distinct_labels(names) if wanted else ()
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
-        row = _Row(options.max_length, pad_token_id, feeding.packing, labels(data.source_names))
+        length = _row_length(data, options.max_length)
+        row = _Row(length, pad_token_id, feeding.packing, labels(data.source_names))
         made = row.training_data(row.dataset(data, seed))
         is_equal = seed is None or data.has_equal_epochs  # without a seed all is shown
         return replace(made, sample_name=data.sample_id, has_equal_epochs=is_equal)
@@ -177,12 +179,7 @@ def prepare_run_data(
     )
 
 
-def _padding(tokenizer: PreTrainedTokenizerBase) -> int:
-    pad_token_id = _pad_token_id(tokenizer)
-    return int(pad_token_id)
-
-
-def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def _padding(tokenizer: PreTrainedTokenizerBase, num_embeddings: int | None) -> int:
     pad_token_id = tokenizer.pad_token_id
     if pad_token_id is None:
         pad_token_id = tokenizer.eos_token_id
@@ -191,6 +188,14 @@ def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
             "the tokenizer has neither a padding nor an end-of-sequence token",
             where="model.name_or_path",
             fix="set pad_token in its tokenizer_config.json",
+        )
+    if num_embeddings is not None and pad_token_id >= num_embeddings:
+        raise ModelError(
+            f"the padding token {tokenizer.pad_token!r} has the id {pad_token_id}, and the model's "
+            f"embedding has {num_embeddings} rows",
+            where="model.name_or_path",
+            fix="set pad_token in tokenizer_config.json to a token that the model has, or grow the "
+            "model: model.resize_token_embeddings(len(tokenizer)), then save both",
         )
     return int(pad_token_id)
 
@@ -291,6 +296,17 @@ class _Row:
             sources=self.sources,
             stream=stream,
         )
+
+
+ALIGNED = 64
+"""Shorter packed rows are padded to a multiple of so many tokens."""
+
+
+def _row_length(data: PreparedData, max_length: int) -> int:
+    """Tokens of a packed row: no more than an epoch could ever fill, however large the limit."""
+    num_samples = sum(len(part.store) * math.ceil(part.share.epochs) for part in data.parts)
+    most = num_samples * int(data.lengths.max(initial=1))
+    return min(max_length, -(-most // ALIGNED) * ALIGNED)
 
 
 def _untrained(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import pickle
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,6 @@ from urllib.parse import urlsplit
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -21,8 +22,9 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from trainkit.errors import ModelError
+from trainkit.errors import ModelError, TrainkitError
 from trainkit.models.auto import auto_class
+from trainkit.train.model_files import check_model_files, check_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -70,10 +72,12 @@ def check_exists(source: ModelSource) -> None:
     """Refuse a path that looks local and is not there, before anything is imported or fetched.
 
     Raises:
-        ModelError: naming the absolute path.
+        ModelError: naming the absolute path, or the file of the directory that is damaged.
     """
     path = Path(source.name_or_path).expanduser()
     looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    if path.is_dir() and source.gguf_file is None:
+        check_model_files(path, with_weights=not source.random_weights)
     if path.exists():
         return
     if not looks_local and source.name_or_path.count("/") <= 1:
@@ -117,6 +121,9 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     place, options = source.arguments()
     with _explained(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    directory = Path(source.name_or_path).expanduser()
+    if tokenizer is not None and directory.is_dir() and "gguf_file" not in options:
+        check_tokenizer_files(directory, tokenizer)
     if tokenizer is None or not len(tokenizer):
         raise ModelError(
             "there is no tokenizer beside the model",
@@ -180,8 +187,9 @@ def load_model(
                 dtype = config.dtype or torch.float32
             model = loader.from_config(config, dtype=dtype, attn_implementation=attention)
         else:
-            model = loader.from_pretrained(
+            model, report = loader.from_pretrained(
                 place,
+                output_loading_info=True,
                 dtype=dtype,
                 attn_implementation=attention,
                 # 4-bit weights cannot be moved later; the others are moved below.
@@ -192,6 +200,7 @@ def load_model(
                 ),
                 **options,
             )
+            _refuse_missing(report["missing_keys"], source)
     if "gguf_file" in options:
         model = _as_plain_model(model)
     if device is not None and getattr(model, "hf_quantizer", None) is None:
@@ -205,6 +214,18 @@ def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
     """Switch the key/value cache, also for the text model inside a larger one."""
     config.use_cache = value
     config.get_text_config().use_cache = value
+
+
+def _refuse_missing(names: Iterable[str], source: ModelSource) -> None:
+    """Weights that no file holds would be random numbers."""
+    missing = sorted(names)
+    if missing:
+        raise ModelError(
+            f"{len(missing)} weights of the model are in none of its files, the first is "
+            f"{missing[0]}",
+            where=f"model.name_or_path: {source.name_or_path}",
+            fix="fetch the files again; model.init: random trains from random weights",
+        )
 
 
 def _as_plain_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -223,8 +244,14 @@ def _explained(source: ModelSource, part: str) -> Any:
     """Turn transformers' and the hub's errors into one sentence with a way out."""
     try:
         yield
-    except (OSError, ValueError, HFValidationError) as error:
+    except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower, unpickling nearly anything
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if isinstance(error, pickle.UnpicklingError):
+            first_line = "a pickle of its weights is damaged, or holds more than plain tensors"
+        elif not isinstance(error, (OSError, ValueError)):
+            first_line = f"{type(error).__name__}: {first_line}"
         is_local = Path(source.name_or_path).expanduser().exists()
         raise ModelError(
             f"the {part} cannot be loaded: {first_line}",

@@ -16,7 +16,7 @@ from trainkit.recipe import Machine, Recipe, SourceSpec, deepspeed_path, resolve
 from trainkit.train.arguments import deepspeed_config, training_arguments
 from trainkit.train.data import Feeding
 from trainkit.train.launch import ProcessPlace, prepare_deepspeed
-from trainkit.train.loading import ModelSource, stop_token_ids
+from trainkit.train.loading import ModelSource, load_config, stop_token_ids
 from trainkit.train.resume.given import RUNS
 
 
@@ -55,6 +55,9 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     """The recipe's data section as the data package takes it; ``cache_dir`` wins over its own."""
     data, training = recipe.data, recipe.training
     seed = training.get("data_seed")
+    source = model_source(recipe)
+    # A GGUF file is slow to read for its configuration, and brings the tokenizer it was made with.
+    text = None if "gguf_file" in source.arguments()[1] else load_config(source).get_text_config()
     return DataOptions(
         max_length=data.max_length,
         mask=data.mask,
@@ -64,7 +67,8 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
         roles=tuple(data.roles),
         template_kwargs=data.template_kwargs,
         append_eos=data.append_eos,
-        stop_token_ids=stop_token_ids(model_source(recipe)),
+        stop_token_ids=stop_token_ids(source),
+        num_embeddings=getattr(text, "vocab_size", None),
         max_dropped=data.max_dropped,
         num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
         cache_dir=cache_dir or data.cache_dir,

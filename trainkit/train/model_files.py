@@ -1,0 +1,193 @@
+"""The files of a model directory, looked at before anything slow reads them."""
+
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from trainkit.errors import ModelError
+
+FETCH = "fetch the file again, or write the model anew with save_pretrained"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+LEARNED_POSITIONS = ("n_positions", "max_target_positions")
+"""Where configurations of models with a table of positions keep its size."""
+
+
+def check_model_files(directory: Path, *, with_weights: bool) -> None:
+    """Refuse a directory whose files are cut, damaged, or not all there.
+
+    Args:
+        directory: of the model.
+        with_weights: whether the weights are read, and not only the configuration.
+
+    Raises:
+        ModelError: naming the file and what is wrong with it.
+    """
+    if not (directory / "config.json").exists() and (directory / "adapter_config.json").exists():
+        raise ModelError(
+            "this is an adapter, and no model",
+            where=str(directory),
+            fix="give its base model, or merge the two: trainkit merge --help",
+        )
+    if (directory / "config.json").exists():
+        _object(directory / "config.json")
+    if not with_weights:
+        return
+    for name in (*WEIGHTS, *PICKLED_WEIGHTS):
+        file = directory / name
+        if not file.exists():
+            continue
+        homes = _shards(file) if name.endswith(".json") else {"": name}
+        held: dict[str, set[str]] = {home: _tensors(directory / home) for home in {*homes.values()}}
+        lost = [
+            name for name, home in homes.items() if held[home] and name not in {"", *held[home]}
+        ]
+        if lost:
+            raise ModelError(
+                f"the index puts {lost[0]} into {homes[lost[0]]}, where it is not "
+                f"({len(lost)} tensors like this)",
+                where=str(file),
+                fix=FETCH,
+            )
+        return
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"it is no JSON: {error}", where=str(file), fix=FETCH) from error
+    if not isinstance(content, dict):
+        raise ModelError("it is no JSON object", where=str(file), fix=FETCH)
+    return content
+
+
+def _shards(index: Path) -> dict[str, str]:
+    """Tensor to file, every file there."""
+    homes = _object(index).get("weight_map")
+    if not isinstance(homes, dict) or not homes:
+        raise ModelError("the index has no weight_map", where=str(index), fix=FETCH)
+    for name, home in homes.items():
+        if not isinstance(home, str) or not (index.parent / home).is_file():
+            raise ModelError(
+                f"the shard {home!r} is missing; the index puts {name} there",
+                where=str(index),
+                fix=FETCH,
+            )
+    return homes
+
+
+def _tensors(file: Path) -> set[str]:
+    """The names in a safetensors file, its length proved; nothing of a pickle but that it is whole.
+
+    Raises:
+        ModelError: the file was cut, or is something else.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        begins = stream.read(8)
+        if file.suffix != ".safetensors":
+            if not size or (begins.startswith(b"PK") and not zipfile.is_zipfile(file)):
+                raise ModelError(f"it was cut: {size} bytes are left", where=str(file), fix=FETCH)
+            return set()
+        length = int.from_bytes(begins, "little")
+        if begins.startswith(b"version "):
+            raise ModelError(
+                "it is a Git LFS pointer, and not the weights", where=str(file), fix="git lfs pull"
+            )
+        if len(begins) < 8 or length > size - 8:
+            raise ModelError(
+                f"it was cut, or is no safetensors file ({size} bytes)", where=str(file), fix=FETCH
+            )
+        try:
+            header = json.loads(stream.read(length))
+            ends = [each["data_offsets"][1] for k, each in header.items() if k != "__metadata__"]
+            end = 8 + length + max(ends, default=0)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise ModelError(
+                f"the header of the safetensors file is damaged: {error!r}",
+                where=str(file),
+                fix=FETCH,
+            ) from error
+    if end != size:
+        raise ModelError(
+            f"it was cut or is damaged: its tensors end at byte {end}, the file at {size}",
+            where=str(file),
+            fix=FETCH,
+        )
+    return set(header) - {"__metadata__"}
+
+
+def check_tokenizer_files(directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a directory whose tokenizer was made of nothing.
+
+    Without files transformers makes an empty one, which turns every text into no tokens.
+
+    Raises:
+        ModelError: none of the files that its class reads is there.
+    """
+    names = {"tokenizer.json", *tokenizer.vocab_files_names.values()} - {"tokenizer_config.json"}
+    if any((directory / name).exists() for name in names) or len(tokenizer) > _FEW_TOKENS:
+        return
+    raise ModelError(
+        f"there are no tokenizer files beside the model (none of {', '.join(sorted(names))})",
+        where=str(directory),
+        fix="copy tokenizer.json and tokenizer_config.json of the base model there",
+    )
+
+
+_FEW_TOKENS = 300
+"""An empty tokenizer has special tokens only, or the bytes beside them."""
+
+
+def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
+    """What to say where samples may be longer than the model's context; None where they cannot.
+
+    Raises:
+        ModelError: its positions are a table of that many rows, so a longer sample cannot run.
+    """
+    text = config.get_text_config()
+    table = next((n for n in map(text.to_dict().get, LEARNED_POSITIONS) if n), None)
+    context = table or context_of(text.to_dict())
+    if context is None or max_length <= context:
+        return None
+    said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"
+    if table is not None:
+        raise ModelError(
+            f"{said}, and it has no positions behind them",
+            where="data.max_length",
+            fix=f"set data.max_length={context} or less",
+        )
+    return (
+        f"{said} (max_position_embeddings with its rope scaling): longer samples train positions "
+        f"that it never saw; set data.max_length={context} or less, or give its config.json a rope "
+        "scaling"
+    )
+
+
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """The positions a model knows, its rope scaling included; None where it sets no bound."""
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        return limit
+    kinds = [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
+    return max(limit, *(_scaled(each, limit) for each in kinds))
+
+
+def _scaled(scaling: Mapping[str, Any], limit: int) -> int:
+    factor = scaling.get("factor")
+    if scaling.get("rope_type", scaling.get("type")) in (None, "default", "llama3"):
+        return limit  # Llama 3's limit is the scaled one already
+    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        return limit
+    original = scaling.get("original_max_position_embeddings") or limit
+    return int(original * factor)
