@@ -123,7 +123,12 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     for key in _UNKNOWN_HERE:
         if config.get(key):
-            raise CheckpointError(f"{CONFIG_NAME}: {key} is not supported", where=where)
+            raise CheckpointError(
+                f"{CONFIG_NAME}: {key} is not supported",
+                where=where,
+                fix="peft merges it in memory: PeftModel.from_pretrained(base, adapter)"
+                ".merge_and_unload().save_pretrained(...)",
+            )
     if config.get("bias", "none") != "none":
         raise CheckpointError(
             f"{CONFIG_NAME}: bias={config['bias']!r} trains the base's own biases, which the "
