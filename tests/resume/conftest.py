@@ -1,0 +1,87 @@
+"""A project as a user has it, and commands typed in it that may be killed."""
+
+import json
+
+import pytest
+from ranks import RankFailure, run_ranks
+
+CASE = "resume.resume_cases:sft"
+RECIPE = """\
+model: {name_or_path: m, dtype: bfloat16}
+data: {train: [d.jsonl], eval: [d.jsonl], max_length: 64, packing: false, cache_dir: cache}
+lora: {r: 4, alpha: 8}
+training: {learning_rate: 1e-2, per_device_train_batch_size: 4, max_steps: 8, save_steps: 2,
+  save_total_limit: 9}
+"""
+
+
+class Project:
+    """A folder with a tiny model ``m``, rows ``d.jsonl`` and a recipe ``r.yaml``."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def sft(self, *arguments, num_ranks=1, kill_at=None, stop_at=None, environment=None):
+        """What rank 0 said and its exit code; None where it was killed."""
+        try:
+            return run_ranks(
+                CASE,
+                world_size=num_ranks,
+                cwd=str(self.root),
+                argv=list(arguments),
+                kill_at=kill_at,
+                stop_at=stop_at,
+                environment=environment,
+                timeout=300,
+            )[0]
+        except RankFailure:
+            if kill_at is None:
+                raise
+            return None
+
+    def starts(self, run):
+        lines = (self.root / run / "changes.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def rates(self, run):
+        lines = (self.root / run / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        return {row["step"]: row["learning_rate"] for row in rows if "loss" in row}
+
+
+@pytest.fixture
+def project(tmp_path, tiny_llama):
+    rows = [
+        [
+            {"role": "user", "content": f"Say {number}."},
+            {"role": "assistant", "content": f"It is {number}{'!' * (number % 7)}"},
+        ]
+        for number in range(24)
+    ]
+    text = "\n".join(json.dumps({"messages": row}) for row in rows)
+    (tmp_path / "d.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "m").symlink_to(tiny_llama)
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    return Project(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory, tiny_tokenizer):
+    """Without biases, which 4-bit layers cannot take on a CPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    directory = tmp_path_factory.mktemp("tiny-llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tiny_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    tiny_tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,219 @@
+"""Sequences of commands: override, go back, kill, repeat."""
+
+import json
+import shutil
+
+import pytest
+from resume.record import digests, metrics, record
+
+from trainkit.run.starts import runs_named
+
+pytestmark = pytest.mark.slow
+
+START = ("--config", "r.yaml", "--output-dir", "run")
+
+
+def stored(run):
+    """Every file of a run with its bytes."""
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_overrides_act_from_the_checkpoint_on_and_are_recorded(project):
+    project.sft(*START, "lora=null", kill_at=5)
+    overrides = (
+        "training.learning_rate=1e-3",
+        "training.weight_decay=0.3",
+        "training.save_steps=3",
+        "training.adam_beta2=0.9",
+    )
+    assert project.sft("--resume", "run", *overrides, kill_at=7) is None
+    assert project.sft("--resume", "run")["code"] == 0  # they stay without being typed again
+    rates = project.rates("run")
+    assert rates[4] == pytest.approx(1e-2 * 5 / 8)
+    assert [rates[step] for step in (5, 8)] == pytest.approx([1e-3 * 4 / 8, 1e-3 / 8])
+    names = {path.name for path in (project.root / "run").glob("checkpoint-*")}
+    assert names == {"checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8"}
+    import torch
+
+    state = torch.load(project.root / "run/checkpoint-8/optimizer.pt", weights_only=True)
+    decays, betas = zip(
+        *((g["weight_decay"], g["betas"]) for g in state["param_groups"]), strict=True
+    )
+    assert decays == (0.3, 0.0)
+    assert set(betas) == {(0.9, 0.9)}
+    _, second, third = project.starts("run")
+    assert second["step"] == 4
+    assert {row["key"] for row in second["changes"]} == {key.split("=")[0] for key in overrides}
+    assert third["changes"] == []
+    resolved = (project.root / "run" / "resolved.yaml").read_text()
+    assert "learning_rate: 0.001  # override at step 4" in resolved
+    assert "weight_decay: 0.0 → 0.3" in (project.root / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3"])
+def test_a_new_rate_and_decay_reach_the_sharded_optimizer(project, shard):
+    project.sft(*START, "lora=null", f"deepspeed={shard}", num_ranks=2, kill_at=5)
+    overrides = ("training.learning_rate=1e-3", "training.weight_decay=0.3")
+    assert project.sft("--resume", "run", *overrides, num_ranks=2)["code"] == 0
+    assert project.rates("run")[5] == pytest.approx(1e-3 * 4 / 8)
+    import torch
+
+    (path,) = (project.root / "run/checkpoint-8").rglob("*rank_0_mp_rank_00_optim_states.pt")
+    state = torch.load(path, weights_only=False)["optimizer_state_dict"]
+    groups = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    groups = groups["param_groups"] if isinstance(groups, dict) else groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.optim=sgd", 'training.optim: "adamw_torch_fused" -> "sgd"'),
+        ("model.dtype=float32", 'model.dtype: "bfloat16" -> "float32"'),
+        ("training.lr_scheduler_type=constant", "training.lr_scheduler_type"),
+        ("lora.r=8", "lora.r: 4 -> 8"),
+        ("deepspeed=zero2", "trainkit merge"),
+        ("training.seed=9", "--allow-changed training.seed"),
+        ("data.mask=none", "--allow-changed data"),
+        ("training.max_steps=3", "is at step 4, and the recipe ends at step 3"),
+    ],
+)
+def test_what_cannot_be_changed_is_refused_by_name_and_touches_nothing(
+    project, broken, change, message
+):
+    before = stored(broken)
+    result = project.sft("--resume", "run", change)
+    assert result["code"] == 1
+    assert message in result["err"]
+    after = stored(broken)
+    for path in (broken / "status.json", *broken.glob("kernels.json"), *broken.glob("logs/*")):
+        before.pop(path, None), after.pop(path, None)
+    assert after == before
+
+
+@pytest.fixture(scope="module")
+def broken_run(tmp_path_factory):
+    return {}
+
+
+@pytest.fixture
+def broken(project, broken_run, tmp_path_factory):
+    """A run killed in step 5, made once."""
+    if "run" not in broken_run:
+        project.sft(*START, kill_at=5)
+        broken_run["run"] = tmp_path_factory.mktemp("kept") / "run"
+        shutil.copytree(project.root / "run", broken_run["run"])
+    elif not (project.root / "run").exists():
+        shutil.copytree(broken_run["run"], project.root / "run")
+    return project.root / "run"
+
+
+def test_going_back_retires_what_came_later(project):
+    assert project.sft(*START)["code"] == 0
+    run = project.root / "run"
+    whole = record(run)
+    assert project.sft("--resume", "run/checkpoint-4", kill_at=7) is None
+    names = {path.name for path in run.iterdir() if "checkpoint" in path.name}
+    assert names == {
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-6",
+        "retired-checkpoint-6",
+        "retired-checkpoint-8",
+    }
+    assert not (run / "final").exists(), "of the attempt that was given up"
+    assert project.starts("run")[-1]["retired"] == [
+        "retired-checkpoint-8",
+        "retired-checkpoint-6",
+        "retired-final",
+    ]
+    assert "continuing from " + str(run / "checkpoint-6") in project.sft("--resume", "run")["err"]
+    assert record(run) == whole
+    assert "renaming" in project.sft("--resume", "run/retired-checkpoint-8")["err"]
+
+
+def test_a_finished_run_is_left_alone(project):
+    project.sft(*START)
+    run = project.root / "run"
+    before = stored(run)
+    for command in (("--resume", "run"), (*START, "--resume"), ("--resume", "run/checkpoint-8")):
+        result = project.sft(*command)
+        assert (result["code"], result["out"].strip()) == (0, str(run))
+        assert "is done" in result["err"]
+    refused = project.sft("--resume", "run", "training.learning_rate=1")
+    assert (refused["code"], "nothing is left" in refused["err"]) == (1, True)
+    assert stored(run) == before
+    assert project.sft("--resume", "run", "training.max_steps=10")["code"] == 0
+    assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    "again",
+    [("--resume", "run"), (*START, "--resume", "auto")],
+    ids=["by its name", "by the same command"],
+)
+def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_place(project, again):
+    assert project.sft("--config", "r.yaml", "--output-dir", "whole")["code"] == 0
+    project.sft(*START, kill_at=2)
+    result = project.sft(*again)
+    assert result["code"] == 0, result["err"]
+    assert "stopped before its first checkpoint; it starts again" in result["err"]
+    assert record(project.root / "run") == record(project.root / "whole")
+
+
+def test_a_restart_by_torchrun_goes_on_with_its_own_run(project):
+    """The same command once more, without --resume and without --output-dir."""
+    launch = {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "0"}
+    command = ("--config", "r.yaml")
+    project.sft(*command, "training.seed=3")  # an earlier run of this recipe, by nobody
+    project.sft(*command, kill_at=1, environment=launch)
+    launch["TORCHELASTIC_RESTART_COUNT"] = "1"
+    project.sft(*command, kill_at=5, environment=launch)
+    last = project.sft(*command, environment=launch)
+    assert last["code"] == 0, last["err"]
+    newest, other = runs_named(project.root / "train_model", "r")
+    assert last["out"].strip() == str(newest)
+    assert len(project.starts(newest)) == 3
+    assert len(project.starts(other)) == 1
+
+
+def test_auto_takes_runs_of_this_recipe_only(project):
+    (project.root / "r-lowlr.yaml").write_text((project.root / "r.yaml").read_text())
+    project.sft("--config", "r.yaml", kill_at=5)
+    project.sft("--config", "r-lowlr.yaml", kill_at=5)
+    result = project.sft("--config", "r.yaml", "--resume", "auto")
+    (run,) = runs_named(project.root / "train_model", "r")
+    assert result["out"].strip() == str(run)
+    (other,) = runs_named(project.root / "train_model", "r-lowlr")
+    assert json.loads((other / "status.json").read_text())["state"] == "running"
+
+
+def test_fewer_processes_are_refused_with_the_difference(project):
+    arguments = (*START, "global_batch_size=4", "training.per_device_train_batch_size=1")
+    project.sft(*arguments, num_ranks=2, kill_at=5)
+    refused = project.sft("--resume", "run")
+    assert refused["code"] == 1
+    assert "num_ranks: 2 -> 1" in refused["err"]
+    accepted = project.sft("--resume", "run", "--allow-changed", "num_ranks", kill_at=5)
+    assert accepted is None
+    assert project.starts("run")[-1]["accepted"] == [{"key": "num_ranks", "before": 2, "now": 1}]
+    assert project.sft("--resume", "run")["code"] == 0, "what was accepted once stays so"
+
+
+def test_fewer_processes_for_shards_are_refused_with_the_way(project):
+    arguments = (*START, "global_batch_size=4", "training.per_device_train_batch_size=1")
+    project.sft(*arguments, "deepspeed=zero2", num_ranks=2, kill_at=5)
+    for extra in ((), ("--allow-changed",)):
+        refused = project.sft("--resume", "run", *extra)
+        assert refused["code"] == 1
+        assert "trainkit merge" in refused["err"]
+
+
+def test_other_data_is_refused_and_accepted(project, broken):
+    with (project.root / "d.jsonl").open("a") as stream:
+        stream.write('\n{"messages": [{"role": "user", "content": "a"}, ')
+        stream.write('{"role": "assistant", "content": "b"}]}')
+    refused = project.sft("--resume", "run")
+    assert (refused["code"], "--allow-changed data" in refused["err"]) == (1, True)
+    assert project.sft("--resume", "run", "--allow-changed", "data")["code"] == 0
+    assert digests(broken / "final")

@@ -1,0 +1,77 @@
+"""Killed twice and continued, a run ends with the bytes of the one that was never stopped.
+
+Nothing is set by hand that users leave out: the second command is ``sft --resume RUN``.
+"""
+
+from pathlib import Path
+
+import pytest
+from resume.record import record
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+VARIANTS = {
+    "adapters in bf16": [],
+    "full in fp32": ["lora=null", "model.dtype=float32"],
+    "full in bf16": ["lora=null"],
+    "4-bit base": ["lora.quantize=nf4"],
+    "rows logged now and then": ["lora=null", "kernels=true", "training.logging_steps=5"],
+    "streamed": ["data.streaming=8", "data.packing=true", "training.logging_steps=3"],
+    "evaluated each epoch": ["training.num_train_epochs=2", "training.max_steps=-1"],
+}
+ON_TWO_RANKS = {
+    "ddp": ["lora=null"],
+    "zero1": ["lora=null", "deepspeed=zero1"],
+    "zero2": ["deepspeed=zero2"],
+    "zero3": ["lora=null", "deepspeed=zero3", "training.logging_steps=3"],
+}
+
+
+def broken_and_whole(project, arguments, num_ranks=1):
+    whole = project.sft(*arguments, "--output-dir", "whole", num_ranks=num_ranks)
+    assert whole["code"] == 0, whole["err"]
+    project.sft(*arguments, "--output-dir", "parts", num_ranks=num_ranks, kill_at=3)
+    project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=6)
+    last = project.sft("--resume", "parts", num_ranks=num_ranks)
+    assert last["code"] == 0, last["err"]
+    return record(project.root / "parts"), record(project.root / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_process(project, variant):
+    parts, whole = broken_and_whole(project, ["--config", "r.yaml", *VARIANTS[variant]])
+    assert parts == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ON_TWO_RANKS)
+def test_two_processes(project, variant):
+    arguments = ["--config", "r.yaml", *ON_TWO_RANKS[variant]]
+    parts, whole = broken_and_whole(project, arguments, num_ranks=2)
+    assert parts == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_recipes(project, path):
+    """Each as it is, but for the model, the data and the number of steps."""
+    arguments = [
+        "--config",
+        str(path),
+        "model.name_or_path=m",
+        "data.train=[d.jsonl]",
+        "data.eval=[d.jsonl]",
+        "data.max_length=128",
+        "data.cache_dir=cache",
+        "data.chat_template=null",
+        "generation_eval=null",
+        "training.max_steps=8",
+        "training.save_strategy=steps",
+        "training.save_steps=2",
+        "training.per_device_train_batch_size=1",
+    ]
+    if "global_batch_size" in path.read_text(encoding="utf-8"):
+        arguments.append("global_batch_size=2")
+    parts, whole = broken_and_whole(project, arguments)
+    assert parts == whole
