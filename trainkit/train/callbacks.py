@@ -20,7 +20,7 @@ from trainkit.lora.offload import offload_where_it_pays
 from trainkit.models.leak_test import leak_test
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
-from trainkit.run.metrics import MetricsWriter
+from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.redraw import CurveRefresher
 from trainkit.train.checkpoints import TRAINER_STATE, ResumePoint
 from trainkit.train.trainer import StopRequest
@@ -51,6 +51,7 @@ class RunRecorder(TrainerCallback):
         self._resume_step = resume_step
         self._begin = begin
         self._metrics: MetricsWriter | None = None
+        self._evaluated: set[int] = set()
         self._curves = CurveRefresher(run)
 
     def on_train_begin(
@@ -62,6 +63,8 @@ class RunRecorder(TrainerCallback):
         """
         self._begin(args)
         self._metrics = self._run.open_metrics(resume_step=self._resume_step)
+        rows = read_metrics(self._run.metrics)
+        self._evaluated = {row["step"] for row in rows if "eval_loss" in row}
         self._console.start(state.max_steps, first_step=state.global_step)
 
     def on_step_end(
@@ -83,7 +86,9 @@ class RunRecorder(TrainerCallback):
         row = {"step": state.global_step, **(logs or {})}
         if "loss" not in row and not any(key.startswith("eval_") for key in row):
             return
-        if self._metrics is not None:
+        # A checkpoint is saved before the epoch's evaluation, which is then done once more.
+        is_known = "loss" not in row and state.global_step in self._evaluated
+        if self._metrics is not None and not is_known:
             self._metrics.append(row)
         self._console.log(row)
         self._curves.refresh()
