@@ -104,7 +104,7 @@ def test_without_accumulation_it_is_the_models_own(lab, monkeypatch):
 
 def test_smoothing_keeps_the_loss_in_the_head(lab, monkeypatch):
     """No logits, and the plain model's numbers."""
-    from trainkit.models.patch import patch
+    from trainkit.patching import patch
 
     def fused(vocab_size):
         model = make_qwen2(vocab_size)
