@@ -1,8 +1,8 @@
 """Samples straight from their files, for data that does not fit on the disk twice.
 
-Rows are read in runs of at most 64, from each source at about the same share of its bytes. The runs
-are dealt out over shares (ranks, and the loading processes of each). A share gathers samples into
-blocks of ``buffer``, shuffles and packs each block, and builds the next one while this one is used,
+Rows are read from each source at about the same share of its bytes and dealt out one by one over
+shares (ranks, and the loading processes of each), so that each gets as many. A share gathers
+samples into blocks of ``buffer``, shuffles and packs each block, and builds the next one meanwhile,
 so memory is bounded by two blocks a share and no row has to wait for a whole block.
 
 A block is a pure function of (files, seed, epoch, share, its starting position), so a position is a
@@ -37,7 +37,7 @@ from trainkit.data.options import DataOptions, Source
 from trainkit.data.packing import pack
 from trainkit.data.prepare import named
 from trainkit.data.reading import RawRow
-from trainkit.data.stream_reader import Position, RunReader
+from trainkit.data.stream_reader import Deal, Position, RunReader
 from trainkit.errors import DataError
 
 BUFFER = 4096
@@ -171,7 +171,7 @@ class Block:
     Args:
         stream: whose they are.
         position: where the block starts.
-        share, num_shares: which of the runs are its own.
+        share, num_shares: which of the rows are its own.
         reader: goes on reading; None starts at the position.
     """
 
@@ -187,8 +187,11 @@ class Block:
         self.position = position
         self.share = share
         self.num_shares = num_shares
+        # Each epoch deals anew, from a place of its own in the numbers of the seed.
+        seed = (stream.options.seed << 32) + (position.epoch << 48) if stream.shuffle else None
+        deal = Deal(share, num_shares, seed)
         self.reader = reader or RunReader(
-            stream.files, position, max_row_bytes=stream.options.max_row_bytes
+            stream.files, position, deal, max_row_bytes=stream.options.max_row_bytes
         )
         self.found = Batch()
         self.counts: list[Counter[str]] = [Counter() for _ in stream.sources]
@@ -204,24 +207,11 @@ class Block:
         A block grows to the stream's buffer whether it is filled at once or bit by bit.
         """
         while len(self._samples) < num_samples and not self._has_ended:
-            turn = self.reader.turn
             run = self.reader.next_run()
             if run is None:
                 self._end()
-            elif self._is_mine(turn):
+            else:
                 self._build(*run)
-
-    def _is_mine(self, turn: int) -> bool:
-        """Whether this share gets the run: of as many runs as there are shares, each gets one.
-
-        Which one is drawn, since sources take turns in reading: in a fixed order a share would
-        see one source and miss another.
-        """
-        hand, place = divmod(turn, self.num_shares)
-        if not self.stream.shuffle:
-            return place == self.share
-        random = np.random.default_rng([self.stream.options.seed, self.position.epoch, hand])
-        return int(random.permutation(self.num_shares)[place]) == self.share
 
     def arranged(self) -> list[list[Sample]]:
         """The block's rows, in their order."""
@@ -255,7 +245,7 @@ class Block:
             position = Position(
                 epoch=before.epoch,
                 block=before.block + 1,
-                turn=reader.turn,
+                num_dealt=reader.num_dealt,
                 num_rows=before.num_rows + self._num_rows,
                 num_dropped=before.num_dropped + self._num_dropped,
                 places=tuple(reader.places),
