@@ -260,6 +260,8 @@ def _tensors(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tens
     names = {}
     for name, parameter in model.named_parameters():
         names[id(parameter)] = name
+        if getattr(parameter, "quant_state", None) is not None:
+            continue  # 4-bit codes, kept in storage of a floating dtype
         yield from _numbers(name, getattr(parameter, "ds_tensor", parameter))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
