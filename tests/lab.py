@@ -82,12 +82,13 @@ class Lab:
         )
 
     def trainer(
-        self, name, *, batch=4, accumulate=1, dropout=0.0, dtype=None, deepspeed=None, **training
+        self, name, *, batch=4, accumulate=1, dropout=0.0, dtype=None, shard="none", **training
     ):
         import torch
         from tiny import make_qwen2
         from transformers import PrinterCallback, set_seed
 
+        from trainkit.parallel import Layout, ProcessPlace, strategy_for
         from trainkit.recipe.training import complete_training
         from trainkit.train.arguments import training_arguments
         from trainkit.train.checkpoints import CheckpointWriter
@@ -105,11 +106,12 @@ class Lab:
             **training,
         }
         directory = self.root / name
+        layout = Layout.of(strategy_for(shard), ProcessPlace.from_environment())
         args = training_arguments(
             complete_training(values),
             output_dir=directory,
             model_dtype="float32" if dtype is None else "bfloat16",
-            deepspeed=deepspeed,
+            layout=layout,
             has_adapters=False,
             has_eval=False,
             gradient_accumulation_steps=accumulate,
@@ -121,6 +123,7 @@ class Lab:
         trainer = SftTrainer(
             model=model,
             args=args,
+            layout=layout,
             tokenizer=self.tokenizer,
             train_data=self.data(seed=values["seed"]),
             eval_data=self.data(),

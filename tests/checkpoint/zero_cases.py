@@ -10,10 +10,10 @@ def save(root, stage, *, lora=False, frozen=False, dtype="bfloat16"):
     from safetensors.torch import save_file
     from tiny import make_qwen2, make_tokenizer
 
-    from trainkit.train.launch import ProcessPlace, prepare_deepspeed
+    from trainkit.parallel import STRATEGIES, Layout, ProcessPlace
 
     place = ProcessPlace.from_environment()
-    prepare_deepspeed(place, on_cpu=True)
+    Layout.of(STRATEGIES["zero1"], place).engine.prepare(place, on_cpu=True)
     deepspeed.init_distributed("gloo")
     tokenizer = make_tokenizer()
     model = make_qwen2(len(tokenizer)).to(getattr(torch, dtype))

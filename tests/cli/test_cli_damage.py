@@ -7,7 +7,7 @@ import pytest
 from trainkit.cli.app import main
 from trainkit.cli.failures import report_failure
 from trainkit.errors import RecipeError
-from trainkit.train.launch import ProcessPlace
+from trainkit.parallel.place import ProcessPlace
 
 RECIPE = "model: {name_or_path: m}\ndata: {train: [d.jsonl]}\n"
 

@@ -41,7 +41,7 @@ def test_the_last_line_is_the_run_directory(recipe, trained, capsys):
     assert main(["sft", "--config", "r.yaml"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "train_model/demo-1"
     ((loaded, options),) = trained
-    assert (loaded.recipe.deepspeed, loaded.recipe.kernels) == (None, False)
+    assert (loaded.recipe.parallel.shard, loaded.recipe.kernels) == ("none", False)
     assert (options.resume, options.output_dir, options.dry_run, options.json) == (
         None,
         None,
@@ -57,7 +57,7 @@ def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
     assert capsys.readouterr().out == ""
     ((loaded, options),) = trained
     recipe = loaded.recipe
-    assert (recipe.deepspeed, recipe.kernels, recipe.data.mask) == ("zero2", True, "none")
+    assert (recipe.parallel.shard, recipe.kernels, recipe.data.mask) == ("zero2", True, "none")
     assert (recipe.training["seed"], recipe.data.max_length) == (3, 64)
     assert (options.resume, options.dry_run, options.json) == (None, True, True)
     assert options.output_dir == Path("out/run")
@@ -75,7 +75,7 @@ def test_a_run_is_continued_with_its_own_recipe(recipe, trained, resume):
     training = loaded.recipe.training
     assert (training["max_steps"], training["seed"], loaded.recipe.kernels) == (7, 3, True)
     assert options.resume == Path(resume).resolve()
-    assert options.overrides == ("training.seed=3", "deepspeed=zero1")
+    assert options.overrides == ("training.seed=3", "parallel.shard=zero1")
     assert loaded.origins["training.max_steps"] == "override at step 0"
 
 

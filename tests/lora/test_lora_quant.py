@@ -1,5 +1,7 @@
 """Adapters on a 4-bit base: against a plain model that holds the dequantised weights."""
 
+import dataclasses
+
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config
 from trainkit.lora.adapter import count_parameters
-from trainkit.lora.quant import unpacker
+from trainkit.models.linears import LINEARS
 from trainkit.models.patch import patch_kernels
 from trainkit.train.flops import training_flops_per_token
 
@@ -79,15 +81,15 @@ def test_loss_and_gradients_equal_a_plain_model_with_dequantised_weights(folder,
 
 
 def test_a_weight_is_unpacked_straight_into_the_dtype_and_once_a_use(folder, monkeypatch):
-    from trainkit.lora import quant
-
     model = adapt(load_quantized(folder, torch.bfloat16))
     patch_kernels(model)
     fuse(model)
     unpacked = []
 
+    nf4 = LINEARS["nf4"]
+
     def counting(linear):
-        unpack = unpacker(linear)
+        unpack = nf4.unpacker(linear)
 
         def call(storage, dtype):
             weight = unpack(storage, dtype)
@@ -97,8 +99,8 @@ def test_a_weight_is_unpacked_straight_into_the_dtype_and_once_a_use(folder, mon
 
         return call
 
-    monkeypatch.setattr(quant, "unpacker", counting)
-    monkeypatch.setattr("trainkit.lora.fused.unpacker", counting)
+    table = {**LINEARS, "nf4": dataclasses.replace(nf4, unpacker=counting)}
+    monkeypatch.setattr("trainkit.models.linears.LINEARS", table)
     model(**like_model(make_batch("qwen2"), model)).loss.backward()
     # 14 layers, forward and backward; the first layer's q, k, v see an input without gradient.
     assert len(unpacked) == 2 * 14 - 3
@@ -122,10 +124,12 @@ def test_flops_count_a_packed_weight_as_what_it_stands_for(folder):
 def test_unpacking_to_another_dtype_makes_no_copy_in_between(folder):
     model = load_quantized(folder, torch.bfloat16)
     layer = next(m for m in model.modules() if isinstance(m, Linear4bit))
-    weight = unpacker(layer)(layer.weight, torch.float32)
+    weight = LINEARS["nf4"].unpacker(layer)(layer.weight, torch.float32)
     assert weight.dtype == torch.float32
     assert layer.weight.quant_state.dtype == torch.bfloat16  # the state itself is left alone
-    assert torch.equal(weight.to(torch.bfloat16), unpacker(layer)(layer.weight, torch.bfloat16))
+    assert torch.equal(
+        weight.to(torch.bfloat16), LINEARS["nf4"].unpacker(layer)(layer.weight, torch.bfloat16)
+    )
 
 
 def test_the_adapter_reloads_on_a_four_bit_base(folder, tmp_path):

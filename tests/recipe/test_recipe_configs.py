@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.recipe import PRESETS, load_recipe, resolve_accumulation
+from trainkit.parallel import STRATEGIES
+from trainkit.recipe import load_recipe, resolve_accumulation
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
@@ -45,13 +46,13 @@ def test_each_key_of_a_shipped_recipe_is_explained(path):
 def test_the_linked_presets_are_the_packages_own():
     linked = sorted((ROOT / "configs" / "deepspeed").glob("*.json"))
     assert [path.resolve() for path in linked] == sorted(
-        path.resolve() for path in PRESETS.values()
+        row.config.resolve() for row in STRATEGIES.values() if row.config
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [row.name for row in STRATEGIES.values() if row.config])
 def test_a_preset_leaves_the_numbers_to_the_recipe(name):
-    content = json.loads(PRESETS[name].read_text())
+    content = json.loads(STRATEGIES[name].config.read_text())
     for key in (
         "train_batch_size",
         "train_micro_batch_size_per_gpu",

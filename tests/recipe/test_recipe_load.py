@@ -48,7 +48,7 @@ def test_each_value_says_where_it_was_given(load):
         "lora.r": "recipe.yaml:9",
         "lora.alpha": DEFAULT,
         "kernels": "recipe.yaml:10",
-        "deepspeed": "--deepspeed",
+        "parallel.shard": "--deepspeed",
         "training.learning_rate": "recipe.yaml:12",
         "training.weight_decay": "override",
         "training.output_dir": "--output-dir",
@@ -57,7 +57,7 @@ def test_each_value_says_where_it_was_given(load):
     }
     assert {key: loaded.origins[key] for key in expected} == expected
     recipe = loaded.recipe
-    assert (recipe.data.max_length, recipe.deepspeed, recipe.training["output_dir"]) == (
+    assert (recipe.data.max_length, recipe.parallel.shard, recipe.training["output_dir"]) == (
         256,
         "zero3",
         "out",
@@ -108,7 +108,7 @@ def test_the_name_is_the_files_without_one(load):
         ("kernels={rope: false}", "kernels.rope", False),
         ("kernels.rope=false", "kernels.rope", False),
         ("kernels=false", "kernels", False),
-        ("deepspeed=zero1", "deepspeed", "zero1"),
+        ("deepspeed=zero1", "parallel.shard", "zero1"),
         (
             "training.lr_scheduler_kwargs.min_lr=1e-6",
             "training.lr_scheduler_kwargs",
@@ -324,12 +324,12 @@ def test_hub_names_are_left_to_the_hub(load, tmp_path):
 @pytest.mark.parametrize("choice", ["zero1", "zero2", "zero3", "zero3_offload"])
 def test_presets_are_found_from_anywhere(load, tmp_path, monkeypatch, choice):
     monkeypatch.chdir(tmp_path)
-    assert load(cli={"--deepspeed": choice}).recipe.deepspeed == choice
+    assert load(cli={"--deepspeed": choice}).recipe.parallel.shard == choice
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no DeepSpeed preset"), ("{", "not JSON"), ("[]", "not a JSON object")],
+    [(None, "no strategy"), ("{", "not JSON"), ("[]", "not a JSON object")],
 )
 def test_a_deepspeed_file_is_read_at_once(load, tmp_path, content, message):
     path = tmp_path / "ds.json"

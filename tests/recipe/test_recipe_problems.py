@@ -106,7 +106,7 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("kernels: {ropee: true}", "no op 'ropee'", None),
         ("kernels: fast", "'fast' must be true or false", None),
         ("kernels: yes", "must be true or false", "write true"),
-        ("deepspeed: 2", "deepspeed: 2 must be text", None),
+        ("deepspeed: 2", "parallel.shard: 2 must be text", None),
         ("global_batch_size: 0", "must be at least 1", None),
         ("name: a/b", "may hold letters", None),
         ("generation_eval: {data: [], max_new_tokens: 3}", "must not be empty", None),

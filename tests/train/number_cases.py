@@ -45,23 +45,18 @@ def poison(trainer, kind):
 def broken_run(root, kind, *, stage=0, dtype=None, poisoned_rank=None, **options):
     """What the run says, the checkpoints that are left, and whether its weights are sound."""
     import torch
+    from distributed.zero_cases import zero_file
     from lab import Lab
     from tiny import make_tokenizer
 
     from trainkit.train.finite import NumberError
-    from trainkit.train.launch import ProcessPlace, prepare_deepspeed
 
-    config = None
-    if stage:
-        from distributed.zero_cases import zero_config
-
-        prepare_deepspeed(ProcessPlace.from_environment(), on_cpu=True)
-        config = zero_config(stage)
+    shard = zero_file(root, stage) if stage else "none"
     lab = Lab(make_tokenizer(), Path(root))
     for number, sample in enumerate(lab.samples):
         sample["id"] = f"train.jsonl:{number + 1}"
     settings = {"batch": 2, "logging_steps": 10, "save_total_limit": 1, **options}
-    trainer = lab.trainer("run", dtype=dtype, deepspeed=config, **settings)
+    trainer = lab.trainer("run", dtype=dtype, shard=shard, **settings)
     if poisoned_rank is None or int(os.environ.get("RANK", 0)) == poisoned_rank:
         poison(trainer, kind)
     said = None

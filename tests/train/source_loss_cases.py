@@ -68,6 +68,7 @@ def make_trainer(
     from transformers import PrinterCallback
 
     from trainkit.models import attention
+    from trainkit.parallel import STRATEGIES, Layout, ProcessPlace
     from trainkit.patching import patch
     from trainkit.recipe.training import complete_training
     from trainkit.train.arguments import training_arguments
@@ -85,11 +86,12 @@ def make_trainer(
         "seed": 1,
         **training,
     }
+    layout = Layout.of(STRATEGIES["none"], ProcessPlace.from_environment())
     args = training_arguments(
         complete_training(values),
         output_dir=Path(root) / "run",
         model_dtype="float32",
-        deepspeed=None,
+        layout=layout,
         has_adapters=False,
         has_eval=True,
         gradient_accumulation_steps=accumulate,
@@ -106,6 +108,7 @@ def make_trainer(
     trainer = SftTrainer(
         model=model,
         args=args,
+        layout=layout,
         tokenizer=tokenizer,
         train_data=make_data(packed=packed, sources=sources),
         eval_data=make_data(packed=packed, sources=sources),

@@ -8,11 +8,11 @@ launchers add.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from trainkit.parallel.strategies import DEFAULT_SHARD
 from trainkit.recipe.overrides import is_override
-from trainkit.recipe.presets import DEFAULT_PRESET
 
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {
-    "sft": {"--deepspeed": DEFAULT_PRESET, "--resume": "auto", "--allow-changed": "all"},
+    "sft": {"--deepspeed": DEFAULT_SHARD, "--resume": "auto", "--allow-changed": "all"},
 }
 """Per command: options that may stand alone, and what they mean then."""
 

@@ -176,13 +176,13 @@ def _ctrl_c_stops() -> Iterator[Callable[[], bool]]:
 
 def _print(text: str) -> None:
     """What a model writes must not move the cursor or rename the window."""
-    from trainkit.data.escape import visible
+    from trainkit.terminal import visible
 
     sys.stdout.write(visible(text))
     sys.stdout.flush()
 
 
 def _note(text: str) -> None:
-    from trainkit.data.escape import visible
+    from trainkit.terminal import visible
 
     typer.echo(visible(text), err=True)

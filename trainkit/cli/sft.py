@@ -111,7 +111,7 @@ def sft(
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions") -> None:
-    from trainkit.train.launch import quieten_imports
+    from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
     from trainkit.train.build import run_sft

@@ -23,7 +23,7 @@ from trainkit.infer.place import ModelPlace, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.lora.adapter import load_adapter
-from trainkit.lora.quant import quantization_config
+from trainkit.models.linears import quantization_config
 from trainkit.train.loading import (
     DTYPES,
     ModelSource,

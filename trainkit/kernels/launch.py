@@ -92,7 +92,8 @@ SMALLEST_SHARED_BYTES = 99 * 1024
 
 @remembered
 def _shared_bytes(device_index: int) -> int:
-    return int(torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def shared_bytes(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from trainkit.lora.adapter import LoraOptions, attach, load_adapter
 from trainkit.lora.fused import fuse
-from trainkit.lora.quant import quantization_config
+from trainkit.models.linears import quantization_config
 
 __all__ = [
     "LoraOptions",

@@ -27,6 +27,7 @@ from trainkit.lora.targets import (
     refuse_with_experts,
     resolve_targets,
 )
+from trainkit.models.linears import num_weights
 
 
 @dataclass(frozen=True)
@@ -194,14 +195,6 @@ def load_adapter(
     return PeftModel.from_pretrained(
         model, str(path), adapter_name=adapter_name, is_trainable=trainable
     )
-
-
-def num_weights(parameter: nn.Parameter) -> int:
-    """How many weights a parameter stands for, packed in 4 bits or sharded by ZeRO-3 or not."""
-    state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two weights a byte
-    if state is not None:
-        return int(state.shape.numel())
-    return int(getattr(parameter, "ds_numel", parameter.numel()))  # ZeRO-3 shards are empty here
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -28,9 +28,9 @@ from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.projection import Projection
-from trainkit.lora.quant import is_quantized, unpacker
 from trainkit.models import forwards, guards, rope_forwards
 from trainkit.models.families import Unsupported
+from trainkit.models.linears import kind_of
 from trainkit.models.patch import PatchReport, PatchRow, family_of, refuse_unknown
 from trainkit.models.swap import Swaps, subclass_of
 
@@ -100,7 +100,7 @@ def why_unfused(layer: Any) -> str | None:
 
 
 def _why_unreadable(base: Any) -> str | None:
-    if not (type(base) is nn.Linear or is_quantized(base)):
+    if kind_of(base) is None:
         return f"its base layer is {type(base).__name__}"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "its base layer is trained"
@@ -110,7 +110,9 @@ def _why_unreadable(base: Any) -> str | None:
 def read(layer: nn.Module) -> Projection:
     """A layer's tensors as they are now; the weights are read here, inside the module's forward."""
     base: Any = layer.base_layer if isinstance(layer, LoraLayer) else layer
-    unpack = unpacker(base) if is_quantized(base) else None
+    kind = kind_of(base)
+    assert kind is not None  # `why_unfused` has been asked
+    unpack = kind.unpacker(base)
     if not isinstance(layer, LoraLayer):
         return Projection(base.weight, base.bias, unpack=unpack)
     name = layer.active_adapters[0]

@@ -9,8 +9,9 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from trainkit.lora.quant import is_quantized
 from trainkit.lora.targets import expert_parameters
+from trainkit.models.linears import kind_of, num_weights
+from trainkit.parallel.parameters import num_elements
 
 _LAYER = re.compile(r"\.\d+(?=\.)")
 
@@ -84,16 +85,17 @@ def _not_adapted(model: nn.Module, covered: set[int]) -> dict[str, int]:
 
 def _storage(model: nn.Module) -> dict[str, dict[str, Any]]:
     """How the frozen weights are kept; packed weights are counted as what they stand for."""
-    from trainkit.lora.adapter import num_weights
-
-    packed = {id(module.weight) for module in model.modules() if is_quantized(module)}
+    kinds = {
+        id(module.weight): found.name
+        for module in model.modules()
+        if (found := kind_of(module)) is not None and found.loading is not None
+    }
     totals: dict[str, dict[str, Any]] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
-        kind = "nf4" if id(parameter) in packed else str(parameter.dtype).removeprefix("torch.")
+        kind = kinds.get(id(parameter), str(parameter.dtype).removeprefix("torch."))
         total = totals.setdefault(kind, {"weights": 0, "gib": 0.0})
         total["weights"] += num_weights(parameter)
-        number = getattr(parameter, "ds_numel", parameter.numel())
-        total["gib"] += number * parameter.element_size() / 2**30
+        total["gib"] += num_elements(parameter) * parameter.element_size() / 2**30
     return totals

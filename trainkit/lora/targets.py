@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.parallel.parameters import whole_shape
 
 ALL_LINEAR = "all-linear"
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
@@ -49,7 +50,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, module in model.named_modules()
         if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
         for key, parameter in module.named_parameters(recurse=False)
-        if parameter.dim() == 3 or len(getattr(parameter, "ds_shape", ())) == 3
+        if len(whole_shape(parameter)) == 3
     }
 
 

@@ -22,6 +22,7 @@ from trainkit.models.op_check import Call
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
 from trainkit.models.rounding import LARGEST_SHARE, NORM_OPS, rounds_otherwise
 from trainkit.models.swap import plain_class
+from trainkit.parallel.parameters import is_whole
 
 MAX_TOKENS = 512
 """Tokens of the batch that the check reads: kernels see full rows, logits stay small."""
@@ -247,7 +248,7 @@ def _check_model(model: nn.Module, report: PatchReport, tokens: Mapping[str, Ten
     """The loss of the model itself, patched and plain, without gradients."""
     family = report.family.name
     for parameter in model.parameters():
-        if hasattr(parameter, "ds_id") or parameter.is_meta:
+        if not is_whole(parameter):
             reason = "its weights are sharded: only the engine's own forward gathers them"
             return CheckRow("model", family, "", None, None, None, "skipped", reason)
     dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())

@@ -1,33 +1,28 @@
 """Recipes: the schema, the YAML loader and overrides. No torch here."""
 
 from trainkit.recipe.accumulation import resolve_accumulation
-from trainkit.recipe.derived import Derived, Machine, derive, derive_training
+from trainkit.recipe.derived import Derived, derive, derive_training
 from trainkit.recipe.fields.find import FoundKeys, find_keys
 from trainkit.recipe.files import check_files, read_chat_template
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
 from trainkit.recipe.options import SftOptions, option_values
-from trainkit.recipe.presets import DEFAULT_PRESET, PRESETS, deepspeed_path
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.reference import KeyReference, key_references
 from trainkit.recipe.resolved import dump_resolved, shown_value, yaml_text
 from trainkit.recipe.schema import Recipe, SourceSpec
 
 __all__ = [
-    "DEFAULT_PRESET",
-    "PRESETS",
     "Derived",
     "FoundKeys",
     "InvalidRecipe",
     "KeyReference",
     "LoadedRecipe",
-    "Machine",
     "Problem",
     "Recipe",
     "ResolvedValue",
     "SftOptions",
     "SourceSpec",
     "check_files",
-    "deepspeed_path",
     "derive",
     "derive_training",
     "dump_resolved",

@@ -9,22 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.parallel.place import Machine
+from trainkit.parallel.strategies import strategy_for
 from trainkit.recipe.accumulation import resolve_accumulation
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.training_fields import training_fields
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What of the machine decides values.
-
-    Attributes:
-        world_size: processes of the run, one a GPU.
-        on_cpu: there is no GPU to train on.
-    """
-
-    world_size: int = 1
-    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,7 +40,7 @@ def derive_training(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
     derived = derive(
         recipe.training,
         model_dtype=recipe.model.dtype,
-        has_deepspeed=recipe.deepspeed is not None,
+        reads_precision=strategy_for(recipe.parallel.shard).reads_precision,
         has_adapters=recipe.lora is not None,
         has_eval=bool(recipe.data.eval),
         is_streaming=bool(recipe.data.streaming),
@@ -72,7 +61,7 @@ def derive(
     training: Mapping[str, Any],
     *,
     model_dtype: str,
-    has_deepspeed: bool,
+    reads_precision: bool,
     has_adapters: bool,
     has_eval: bool,
     is_streaming: bool = False,
@@ -83,7 +72,7 @@ def derive(
     Args:
         training: the section; what it says itself stays, but for what the machine cannot do.
         model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
-        has_deepspeed: DeepSpeed's engine trains.
+        reads_precision: an engine trains that computes in what ``bf16`` and ``fp16`` say.
         has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
         has_eval: evaluation data is given, so it is used unless told otherwise.
         is_streaming: the training rows are streamed.
@@ -97,11 +86,11 @@ def derive(
     elif training.get("use_cpu"):
         found["dataloader_pin_memory"] = Derived(False, "from training.use_cpu")
     # Plain full fine-tuning in half precision needs no autocast: the weights are in that dtype and
-    # the optimizer keeps fp32 masters. DeepSpeed's engine and fp32 adapters need to be told, and
+    # the optimizer keeps fp32 masters. Other engines and fp32 adapters need to be told, and
     # float16 always needs a loss scaler.
     says_nothing = "bf16" not in training and "fp16" not in training
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
-        is_needed = has_deepspeed or has_adapters or name == "fp16"
+        is_needed = reads_precision or has_adapters or name == "fp16"
         if says_nothing and is_needed and model_dtype == dtype:
             found[name] = Derived(True, "from model.dtype")
     if has_eval and "eval_strategy" not in training:

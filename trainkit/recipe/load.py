@@ -9,15 +9,18 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.derived import Derived, Machine, derive_training
+from trainkit.parallel.place import Machine
+from trainkit.parallel.strategies import STRATEGIES, strategy_for
+from trainkit.recipe.derived import Derived, derive_training
 from trainkit.recipe.document import Document, KeyPath, read_document
 from trainkit.recipe.fields.table import FIXED
 from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.options import option_values
 from trainkit.recipe.overrides import parse_override
-from trainkit.recipe.presets import check_deepspeed
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.settings import Origin, Settings
+from trainkit.recipe.short_forms import long_key, spell_out
+from trainkit.recipe.suggest import ask, nearest
 from trainkit.recipe.training import TRAINING_DEFAULTS
 from trainkit.recipe.training_fields import training_fields
 from trainkit.recipe.validation import validate
@@ -148,21 +151,36 @@ def load_recipe(
     settings = Settings()
     documents = _with_bases(path, bases)
     for document in documents:
+        spell_out(document)
         settings.merge(document)
     if bases is not None:
         settings.forget_secrets()
     for text, label in [*recorded, *((text, "override") for text in overrides)]:
         keys, value = parse_override(text)
+        keys = long_key(keys)
         _check_sections(settings, keys, text)
         settings.assign(keys, value, Origin(label, f"override {text!r}"))
     for option, (key, value) in option_values(cli or {}, settings.values).items():
         settings.assign(tuple(key.split(".")), value, Origin(option, option))
     recipe = validate(settings)
-    deepspeed = settings.origin(("deepspeed",))
-    check_deepspeed(recipe.deepspeed, deepspeed.where if deepspeed else None)
+    _check_strategy(recipe, settings)
     origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
     base_texts = tuple(document.text for document in documents[:-1])
     return LoadedRecipe(recipe, origins, documents[-1].text, path, settings, base_texts)
+
+
+def _check_strategy(recipe: Recipe, settings: Settings) -> None:
+    """Refuse a strategy that is no row of the table and no file, with the nearest row."""
+    shard, origin = recipe.parallel.shard, settings.origin(("parallel", "shard"))
+    try:
+        strategy_for(shard)
+    except RecipeError as error:
+        hint = ask(nearest(shard, STRATEGIES))
+        raise RecipeError(
+            error.what,
+            where=origin.where if origin else None,
+            fix=f"{hint or ''} The strategies are {', '.join(STRATEGIES)}".strip(),
+        ) from error
 
 
 def _with_bases(path: Path, bases: Sequence[Path] | None) -> list[Document]:

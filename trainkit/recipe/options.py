@@ -51,7 +51,7 @@ def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict
             if value:
                 values[option] = ("data.mask", "none")
         elif option == "--deepspeed":
-            values[option] = ("deepspeed", value)
+            values[option] = ("parallel.shard", value)
         elif option == "--output-dir":
             values[option] = ("training.output_dir", str(value))
         else:

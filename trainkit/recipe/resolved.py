@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from trainkit.recipe.derived import Derived, Machine
+from trainkit.parallel.place import Machine
+from trainkit.recipe.derived import Derived
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue
 from trainkit.recipe.settings import REDACTED
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from trainkit.parallel.strategies import NONE, STRATEGIES
 from trainkit.recipe.adapters import why_not_initialisation
 from trainkit.recipe.document import read_scalar
 from trainkit.recipe.training import check_training, complete_training
@@ -297,6 +298,16 @@ class LoraSection(Section):
         return self
 
 
+class ParallelSection(Section):
+    """How a run is spread over processes."""
+
+    shard: Annotated[str, BeforeValidator(lambda value: NONE if value is None else value)] = Field(
+        NONE,
+        description=f"{', '.join(STRATEGIES)}, or a DeepSpeed JSON file. `deepspeed: zero2` is "
+        "short for `parallel: {shard: zero2}`.",
+    )
+
+
 class GenerationEvalSection(Section):
     """After training, answer held-out conversations greedily and count exact matches."""
 
@@ -320,9 +331,7 @@ class Recipe(Section):
     kernels: bool | dict[str, bool] = Field(
         False, description="trainkit's kernels: all, none, or per op; ops not named are on."
     )
-    deepspeed: str | None = Field(
-        None, description="zero1, zero2, zero3, zero3_offload, or a JSON file; null is DDP."
-    )
+    parallel: ParallelSection = ParallelSection(shard=NONE)
     generation_eval: GenerationEvalSection | None = None
     global_batch_size: int | None = Field(
         None,

@@ -1,6 +1,5 @@
-"""transformers' TrainingArguments from a recipe's ``training`` section, and DeepSpeed's file."""
+"""transformers' TrainingArguments from a recipe's ``training`` section and the layout."""
 
-import json
 import logging
 from collections.abc import Mapping
 from enum import Enum
@@ -11,17 +10,10 @@ import torch
 from transformers import TrainingArguments
 
 from trainkit.errors import RecipeError
+from trainkit.parallel import Layout
 from trainkit.recipe import Derived, derive
 
 logger = logging.getLogger(__name__)
-
-
-def deepspeed_config(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed configuration; the recipe's own checks have seen that it is one."""
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    # DeepSpeed 0.19 clips at 1.0 where nothing is said; the recipe's max_grad_norm must decide.
-    content.setdefault("gradient_clipping", "auto")
-    return content
 
 
 def training_arguments(
@@ -29,7 +21,7 @@ def training_arguments(
     *,
     output_dir: Path,
     model_dtype: str,
-    deepspeed: Mapping[str, Any] | None,
+    layout: Layout,
     has_adapters: bool,
     has_eval: bool,
     gradient_accumulation_steps: int,
@@ -41,7 +33,7 @@ def training_arguments(
         training: the recipe's ``training`` section.
         output_dir: the run directory.
         model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
-        deepspeed: a DeepSpeed configuration, or None.
+        layout: how the run is spread over processes.
         has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
         has_eval: evaluation data is given, so evaluate each epoch unless told otherwise.
         gradient_accumulation_steps: micro-batches per optimizer step.
@@ -51,6 +43,7 @@ def training_arguments(
         RecipeError: transformers refuses the combination.
     """
     on_cpu = not torch.cuda.is_available()
+    layout.engine.prepare(layout.place, on_cpu=on_cpu)
     if on_cpu and training.get("fp16"):
         raise RecipeError(
             "fp16 needs a GPU: on a CPU transformers would train without it and not say so",
@@ -67,7 +60,7 @@ def training_arguments(
     derived = derive(
         training,
         model_dtype=model_dtype,
-        has_deepspeed=deepspeed is not None,
+        reads_precision=layout.strategy.reads_precision,
         has_adapters=has_adapters,
         has_eval=has_eval,
         is_streaming=is_streaming,
@@ -76,8 +69,7 @@ def training_arguments(
     values: dict[str, Any] = {**training, **{name: one.value for name, one in derived.items()}}
     values["output_dir"] = str(output_dir)
     values["gradient_accumulation_steps"] = gradient_accumulation_steps
-    if deepspeed is not None:
-        values["deepspeed"] = dict(deepspeed)
+    values |= layout.engine.training_arguments()
     try:
         arguments = TrainingArguments(**values)
     except (ValueError, TypeError) as error:
@@ -86,13 +78,10 @@ def training_arguments(
             where="training",
             fix="change the key that the message names",
         ) from error
-    # Asking for the device starts the process group. DeepSpeed must know it, too, before ZeRO-3
-    # shards a model while loading; on a CPU accelerate does not tell it.
+    # Asking for the device starts the process group, which an engine must know before it shards a
+    # model while it is loaded.
     logger.info("training on %s, %s", arguments.device, arguments.parallel_mode)
-    if deepspeed is not None:
-        from deepspeed import comm
-
-        comm.init_distributed("gloo" if on_cpu else "nccl", verbose=False)
+    layout.engine.start(on_cpu=on_cpu)
     return arguments
 
 

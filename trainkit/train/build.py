@@ -17,13 +17,14 @@ from typing import Any, TypeVar, cast
 
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from trainkit.checkpoint.ownership import refuse_foreign
 from trainkit.data.messages import Conversation
 from trainkit.errors import TrainkitError
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.self_check import SelfCheckError
+from trainkit.parallel import Layout, ProcessPlace
+from trainkit.parallel.launch import count_local_gpus, torchrun_command
 from trainkit.recipe import (
     LoadedRecipe,
     Recipe,
@@ -42,11 +43,6 @@ from trainkit.train.checkpoints import check_base_weights, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.finish import AfterTraining
-from trainkit.train.launch import (
-    ProcessPlace,
-    count_local_gpus,
-    torchrun_command,
-)
 from trainkit.train.loading import ModelSource, check_exists, load_config, load_tokenizer
 from trainkit.train.model import BuiltModel, build_model, check_packable
 from trainkit.train.model_files import context_warning
@@ -58,6 +54,7 @@ from trainkit.train.sections import (
     data_options,
     data_sources,
     feeding,
+    layout_of,
     lora_options,
     machine,
     model_source,
@@ -119,6 +116,7 @@ class _Prepared:
     tokenizer: PreTrainedTokenizerBase
     data: RunData
     held_out: list[Conversation]
+    layout: Layout
     args: TrainingArguments
 
 
@@ -127,6 +125,7 @@ def _prepare(
 ) -> _Prepared:
     """Tokenizer, data, arguments: in this order, since the last one starts the process group."""
     recipe = loaded.recipe
+    layout = layout_of(recipe, place)
     source = model_source(recipe)
     check_exists(source)
     if recipe.data.packing:
@@ -145,7 +144,7 @@ def _prepare(
             data_sources(recipe, recipe.data.eval),
             tokenizer,
             data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
-            feeding(recipe, place.world_size),
+            feeding(recipe, layout.data_size),
             ledger=ledger,
             progress=progress,
         )
@@ -154,7 +153,8 @@ def _prepare(
     for warning in data.warnings:
         console.warn(visible(warning))
     held_out = _held_out(recipe, ledger, console)
-    return _Prepared(source, tokenizer, data, held_out, trainer_arguments(recipe, place))
+    args = trainer_arguments(recipe, layout)
+    return _Prepared(source, tokenizer, data, held_out, layout, args)
 
 
 def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversation]:
@@ -194,6 +194,7 @@ def _session(
         run=run,
         console=console,
         args=prepared.args,
+        layout=prepared.layout,
         tokenizer=prepared.tokenizer,
         data=prepared.data,
         built=built,
@@ -229,7 +230,7 @@ def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
         quantize=recipe.lora.quantize if recipe.lora else None,
         kernels=recipe.kernels,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
-        device=None if is_deepspeed_zero3_enabled() else args.device,
+        device=prepared.layout.engine.loading_device(args.device),
     )
 
 
@@ -277,6 +278,7 @@ def _resumption(
         fingerprint,
         options.allow_changed,
         [row for start in starts for row in start.accepted],
+        sharded=prepared.layout.engine.shards_optimizer,
     )
     check_base_weights(point, loaded.recipe.model.name_or_path)
     # Optimizer states and ZeRO shards are pickles: only the user's own may be loaded.
@@ -337,10 +339,10 @@ def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> di
     quantized = recipe.lora is not None and recipe.lora.quantize is not None
     return {
         "data": prepared.data.fingerprint,
-        "rows_per_step": micro * place.world_size,
+        "rows_per_step": micro * prepared.layout.data_size,
         "num_ranks": place.world_size,
         "device": args.device.type,
-        "versions": versions(deepspeed=recipe.deepspeed is not None, quantized=quantized),
+        "versions": versions((*prepared.layout.engine.packages, *["bitsandbytes"] * quantized)),
     }
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from trainkit.errors import TrainkitError
+from trainkit.parallel.parameters import num_elements
 from trainkit.train.data import RunData
 from trainkit.train.finish import generation_config
 from trainkit.train.sampling import TrainingData
@@ -280,16 +280,11 @@ def _checkpoint_bytes(trainer: SftTrainer) -> int:
     """Bytes that a checkpoint holds, over all processes: weights, or adapters, and states."""
     is_peft = hasattr(trainer.model, "peft_config")
     saved = [p for p in trainer.model.parameters() if p.requires_grad or not is_peft]
-    weights = sum(_numel(parameter) * parameter.element_size() for parameter in saved)
+    weights = sum(num_elements(parameter) * parameter.element_size() for parameter in saved)
     if trainer.args.save_only_model:
         return weights
-    sharded = trainer.args.world_size if trainer.is_deepspeed_enabled else 1
+    sharded = trainer.layout.optimizer_shards
     return weights + _optimizer_bytes(trainer) * sharded
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter; ZeRO-3 leaves an empty one behind on each process."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _out_of_memory(session: Session) -> TrainkitError:

@@ -8,10 +8,6 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.integrations.deepspeed import (
-    is_deepspeed_zero3_enabled,
-    unset_hf_deepspeed_config,
-)
 
 from trainkit.data.messages import Conversation
 from trainkit.data.options import DataOptions
@@ -118,7 +114,7 @@ def answer_held_out(
 
     Args:
         trainer: after training.
-        final: the saved model; under ZeRO-3 it is loaded again, since no rank holds it whole.
+        final: the saved model, loaded again where no rank holds the model whole.
         tokenizer: of the model.
         stop_token_ids: what the model was taught to end its turn with.
         after: the conversations and how to answer.
@@ -142,13 +138,14 @@ def answer_held_out(
 
 
 def _whole_model(trainer: SftTrainer, final: Path) -> Any:
-    if not is_deepspeed_zero3_enabled():
-        return trainer.accelerator.unwrap_model(trainer.model)
-    unset_hf_deepspeed_config()
-    dtype = next(trainer.model.parameters()).dtype
-    loader = auto_class(trainer.accelerator.unwrap_model(trainer.model).config)
-    model = loader.from_pretrained(final, dtype=dtype)
-    return model.to(trainer.args.device)
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+
+    def reload() -> Any:
+        dtype = next(trainer.model.parameters()).dtype
+        model = auto_class(unwrapped.config).from_pretrained(final, dtype=dtype)
+        return model.to(trainer.args.device)
+
+    return trainer.layout.engine.whole_model(unwrapped, reload)
 
 
 @contextlib.contextmanager

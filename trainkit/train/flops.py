@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trainkit.lora.adapter import num_weights
+from trainkit.models.linears import num_weights
 
 # Dense bf16 tensor-core peaks in FLOP/s by NVIDIA's datasheets (without sparsity). The first name
 # found in the device's own name counts.

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 
+from trainkit.parallel import Layout
 from trainkit.train.sampling import (
     EpochDataLoader,
     FillingDataset,
@@ -17,6 +18,7 @@ from trainkit.train.streaming import StreamLoader, StreamState
 def sample_loader(
     data: TrainingData,
     args: TrainingArguments,
+    layout: Layout,
     batch_size: int,
     *,
     drop_last: bool = False,
@@ -26,7 +28,8 @@ def sample_loader(
 
     Args:
         data: what to deal out.
-        args: the ranks, loading processes and seed.
+        args: loading processes and seed.
+        layout: this rank's share of the rows.
         batch_size: rows of a micro-batch.
         drop_last: leave out what does not fill the ranks' last micro-batches.
         group_by_length: rows of like length meet in a micro-batch.
@@ -34,8 +37,8 @@ def sample_loader(
     sampler = RankBatchSampler(
         data.samples,
         batch_size=batch_size,
-        dist_rank=args.process_index,
-        world_size=args.world_size,
+        dist_rank=layout.data_rank,
+        world_size=layout.data_size,
         drop_last=drop_last,
         group_by_length=group_by_length,
     )
@@ -53,7 +56,7 @@ def sample_loader(
     )
 
 
-def stream_state(data: TrainingData, args: TrainingArguments) -> StreamState | None:
+def stream_state(data: TrainingData, args: TrainingArguments, layout: Layout) -> StreamState | None:
     """Where this rank's part of the stream is; None where nothing is streamed."""
     if data.stream is None:
         return None
@@ -63,8 +66,8 @@ def stream_state(data: TrainingData, args: TrainingArguments) -> StreamState | N
         data.stream,
         Path(str(args.output_dir), "dropped.jsonl"),
         num_slots=max(args.dataloader_num_workers, 1),
-        dist_rank=args.process_index,
-        world_size=args.world_size,
+        dist_rank=layout.data_rank,
+        world_size=layout.data_size,
     )
 
 

@@ -13,18 +13,15 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
-from trainkit.lora.adapter import LoraOptions, attach, count_parameters, num_weights
-from trainkit.lora.quant import (
-    keep_trainable_on_cpu,
-    quantization_config,
-    refuse_unpacked_experts,
-)
+from trainkit.lora.adapter import LoraOptions, attach, count_parameters
+from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, resolve_attention
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.proof import require_proof, settle
+from trainkit.models.linears import num_weights, prepare_for_training, quantization_config
 from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
 from trainkit.patching import patch
@@ -133,7 +130,7 @@ def build_model(
     # Every class has eager attention; what was chosen is set once it has been proved.
     loaded_with = "eager" if attention == "auto" else chosen.name
     model: Any = load_model(source, attention=loaded_with, quantization=quantization, device=device)
-    keep_trainable_on_cpu(model)  # before the first forward
+    prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto")
     towers = outside_text(model)
     for parameter in towers.values():

@@ -12,10 +12,10 @@ from transformers import TrainingArguments
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.streaming import BUFFER
 from trainkit.lora.adapter import LoraOptions
-from trainkit.recipe import Machine, Recipe, SourceSpec, deepspeed_path, resolve_accumulation
-from trainkit.train.arguments import deepspeed_config, training_arguments
+from trainkit.parallel import Layout, Machine, ProcessPlace, strategy_for
+from trainkit.recipe import Recipe, SourceSpec, resolve_accumulation
+from trainkit.train.arguments import training_arguments
 from trainkit.train.data import Feeding
-from trainkit.train.launch import ProcessPlace, prepare_deepspeed
 from trainkit.train.loading import ModelSource, load_config, stop_token_ids
 from trainkit.train.resume.given import RUNS
 
@@ -76,7 +76,7 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     )
 
 
-def feeding(recipe: Recipe, world_size: int) -> Feeding:
+def feeding(recipe: Recipe, data_size: int) -> Feeding:
     """How the recipe's samples become batches."""
     streaming = recipe.data.streaming
     return Feeding(
@@ -84,7 +84,7 @@ def feeding(recipe: Recipe, world_size: int) -> Feeding:
         shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
         per_source_loss=recipe.data.per_source_loss,
         stream_buffer=BUFFER if streaming is True else int(streaming),
-        num_shares=world_size * max(int(recipe.training.get("dataloader_num_workers", 0)), 1),
+        num_shares=data_size * max(int(recipe.training.get("dataloader_num_workers", 0)), 1),
     )
 
 
@@ -110,20 +110,21 @@ def lora_options(recipe: Recipe) -> LoraOptions | None:
     )
 
 
-def trainer_arguments(recipe: Recipe, place: ProcessPlace) -> TrainingArguments:
+def layout_of(recipe: Recipe, place: ProcessPlace) -> Layout:
+    """How the run is spread over processes."""
+    return Layout.of(strategy_for(recipe.parallel.shard), place)
+
+
+def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
     """The Trainer's arguments; with several ranks the process group exists after this."""
-    deepspeed = None
-    if recipe.deepspeed is not None:
-        prepare_deepspeed(place, on_cpu=not torch.cuda.is_available())
-        deepspeed = deepspeed_config(deepspeed_path(recipe.deepspeed))
     return training_arguments(
         recipe.training,
         output_dir=RUNS,  # replaced when the run directory is known to all ranks
         model_dtype=recipe.model.dtype,
-        deepspeed=deepspeed,
+        layout=layout,
         has_adapters=recipe.lora is not None,
         has_eval=bool(recipe.data.eval),
-        gradient_accumulation_steps=resolve_accumulation(recipe, place.world_size),
+        gradient_accumulation_steps=resolve_accumulation(recipe, layout.data_size),
         is_streaming=bool(recipe.data.streaming),
     )
 

@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
 from trainkit.models.auto import auto_class
+from trainkit.parallel import Layout
 from trainkit.run import Console, RunDirectory
 from trainkit.run.model_card import model_card, write_model_card
 from trainkit.run.plot import draw_plots
@@ -42,6 +43,7 @@ class Session:
         run: the run directory.
         console: speaks on rank 0.
         args: transformers' arguments.
+        layout: how the run is spread over processes.
         tokenizer: of the model.
         data: what is trained and evaluated on.
         built: the model.
@@ -60,6 +62,7 @@ class Session:
     run: RunDirectory
     console: Console
     args: TrainingArguments
+    layout: Layout
     tokenizer: PreTrainedTokenizerBase
     data: RunData
     built: BuiltModel
@@ -121,6 +124,7 @@ class Session:
             trainer = kind(
                 model=self.built.model,
                 args=self.args,
+                layout=self.layout,
                 tokenizer=self.tokenizer,
                 train_data=self.data.train,
                 eval_data=self.data.eval,

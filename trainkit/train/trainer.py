@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit.errors import TrainkitError
 from trainkit.models.loss_head import LossHead
+from trainkit.parallel import Layout
 from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
 from trainkit.train.epochs import CountedEpochs
 from trainkit.train.evaluation import Evaluation
@@ -56,6 +57,7 @@ class SftTrainer(CountedEpochs):
     Args:
         model: the model, patched and with adapters attached.
         args: transformers' arguments; ``output_dir`` is the run directory.
+        layout: how the run is spread over processes.
         tokenizer: saved with every checkpoint.
         train_data: what to train on.
         eval_data: what ``eval_loss`` is measured on, or None.
@@ -73,6 +75,7 @@ class SftTrainer(CountedEpochs):
         *,
         model: nn.Module,
         args: TrainingArguments,
+        layout: Layout,
         tokenizer: PreTrainedTokenizerBase,
         train_data: TrainingData,
         eval_data: TrainingData | None,
@@ -82,6 +85,7 @@ class SftTrainer(CountedEpochs):
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
     ) -> None:
+        self.layout = layout
         self._train_data = train_data
         self._eval_data = eval_data
         self._checkpoints = checkpoints
@@ -112,7 +116,7 @@ class SftTrainer(CountedEpochs):
             where=str(args.output_dir),
             advice=lambda: number_advice(args),
         )
-        self._stream = stream_state(train_data, args)
+        self._stream = stream_state(train_data, args, layout)
         self.meter = Meter(
             self.accelerator,
             sources=SourceLosses.of(model, train_data.sources),
@@ -131,6 +135,7 @@ class SftTrainer(CountedEpochs):
         return sample_loader(
             self._train_data,
             args,
+            self.layout,
             self._train_batch_size,
             drop_last=args.dataloader_drop_last,
             group_by_length=args.train_sampling_strategy == "group_by_length",
@@ -155,7 +160,7 @@ class SftTrainer(CountedEpochs):
             raise TrainkitError(
                 "there is nothing to evaluate on", where="data.eval", fix="name a file there"
             )
-        return sample_loader(self._eval_data, self.args, self.args.eval_batch_size)
+        return sample_loader(self._eval_data, self.args, self.layout, self.args.eval_batch_size)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -253,7 +258,7 @@ class SftTrainer(CountedEpochs):
         step = self.state.global_step + 1
         found_inf = self._guard.close(step, grad_norm, forgives_gradients=is_scaled)
         # A loss scaler and DeepSpeed hold the step back themselves. On a CPU we have raised.
-        if not is_scaled and not self.is_deepspeed_enabled and found_inf.is_cuda:
+        if not is_scaled and not self.layout.keeps_masters and found_inf.is_cuda:
             hold_back(self.optimizer.optimizer, found_inf)
         return grad_norm
 
@@ -266,7 +271,7 @@ class SftTrainer(CountedEpochs):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Transformers' choice of optimizer, with fp32 masters where nobody else keeps them."""
         target = self.model if model is None else model
-        wants_masters = not self.is_deepspeed_enabled and needs_master_weights(target)
+        wants_masters = not self.layout.keeps_masters and needs_master_weights(target)
         if wants_masters and self.accelerator.scaler is None:
             refuse_float16(target)
         existing: torch.optim.Optimizer | None = self.optimizer

@@ -24,6 +24,7 @@ from trainkit.errors import ModelError, TrainkitError
 from trainkit.models.attention.choice import NAME, Attention, Installed, install
 from trainkit.models.attention.packable import decoder_of, state_of
 from trainkit.models.attention.small_batch import small_batches
+from trainkit.parallel.parameters import is_whole
 
 _NARROWED = ("sliding_window", "attention_chunk_size", "index_topk")
 _NARROW = 8
@@ -314,7 +315,7 @@ def _rounded(model: nn.Module, eps: float) -> Iterator[None]:
 
 def _whole(model: PreTrainedModel) -> PreTrainedModel:
     """The model itself; a few random layers of it where its weights are held in pieces."""
-    if not any(hasattr(each, "ds_id") or each.is_meta for each in model.parameters()):
+    if all(is_whole(each) for each in model.parameters()):
         return model
     config = copy.deepcopy(model.config)
     text = config.get_text_config()

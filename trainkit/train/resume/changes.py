@@ -24,7 +24,7 @@ _OTHER_SHAPE = "it shapes the whole schedule, so the rate would jump"
 REFUSED: Mapping[str, str] = {
     "model.dtype": _OTHER_STATE,
     "lora": _OTHER_STATE,
-    "deepspeed": "the saved shards fit the engine and the stage that wrote them",
+    "parallel": "the saved shards fit the engine and the stage that wrote them",
     "training.bf16": "it follows the dtype that the saved state was trained in",
     "training.fp16": "it follows the dtype that the saved state was trained in",
     "training.optim": _OTHER_STATE,
@@ -108,9 +108,9 @@ def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
     return plain
 
 
-def versions(deepspeed: bool, quantized: bool) -> dict[str, str]:
+def versions(packages: Sequence[str]) -> dict[str, str]:
     """The versions of the packages that compute."""
-    names = [*_VERSIONS, *(["deepspeed"] * deepspeed), *(["bitsandbytes"] * quantized)]
+    names = [*_VERSIONS, *packages]
     return {name: metadata.version(name) for name in names}
 
 
@@ -120,6 +120,8 @@ def review(
     fingerprint: Mapping[str, Any],
     allowed: Sequence[str] = (),
     accepted_before: Iterable[Mapping[str, Any]] = (),
+    *,
+    sharded: bool = False,
 ) -> Review:
     """Hold a start against the checkpoint it continues from.
 
@@ -129,6 +131,7 @@ def review(
         fingerprint: what surrounds it: data, processes, versions.
         allowed: keys given with ``--allow-changed``.
         accepted_before: ``{key, now}`` of what earlier starts let pass; asked for once is enough.
+        sharded: each process has saved a part of the optimizer's state.
 
     Raises:
         ResumeRefusedError: naming each value that changed and may not.
@@ -136,12 +139,11 @@ def review(
     changes = list(_differences(point.settings, settings)) if point.settings else []
     refused = [(change, _rule(change.key, REFUSED)) for change in changes]
     reasons = [(change, REFUSED[key]) for change, key in refused if key is not None]
-    if reasons:
-        _refuse(point, reasons)
+    _refuse(point, reasons)
     around = list(_differences(point.fingerprint, fingerprint, only_known=True))
-    if any(change.key == "num_ranks" for change in around) and settings.get("deepspeed"):
-        change = next(change for change in around if change.key == "num_ranks")
-        _refuse(point, [(change, "ZeRO's shards fit the number of processes that wrote them")])
+    if sharded:
+        reason = "the saved shards fit the number of processes that wrote them"
+        _refuse(point, [(change, reason) for change in around if change.key == "num_ranks"])
     needing = [*around, *(c for c in changes if _rule(c.key, NEEDS_CONSENT) is not None)]
     known = [(row["key"], row["now"]) for row in accepted_before]
     needed = [
@@ -168,6 +170,8 @@ def _consent_key(key: str) -> str:
 
 
 def _refuse(point: ResumePoint, reasons: Sequence[tuple[Change, str]]) -> None:
+    if not reasons:
+        return
     text = "; ".join(f"{change} ({reason})" for change, reason in reasons)
     raise ResumeRefusedError(
         f"a continued run cannot change {text}",

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from trainkit.recipe import Derived, LoadedRecipe, Machine, SftOptions, dump_resolved
+from trainkit.parallel import Machine
+from trainkit.recipe import Derived, LoadedRecipe, SftOptions, dump_resolved
 from trainkit.run import RunDirectory, capture_environment, command_script
 from trainkit.run.redact import redact_text
 from trainkit.run.starts import Start, append_start, retire_after

@@ -1,0 +1,154 @@
+"""THE TABLE of what a linear layer may be made of, and nothing about a kind anywhere else.
+
+A row recognises its layers, reads their weights, counts them, and says how a frozen base of the
+kind is loaded. A new kind is a row here: fused functions, reports and the recipe's
+``lora.quantize`` follow.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from trainkit.errors import RecipeError
+from trainkit.kernels.lora.projection import Unpack
+from trainkit.parallel.parameters import num_elements
+
+
+@dataclass(frozen=True)
+class LinearKind:
+    """One row.
+
+    Attributes:
+        name: of the kind; ``lora.quantize`` names those that ``loading`` can make.
+        recognises: whether a module is of this kind.
+        unpacker: how to read the layer's weight: storage in, (N, K) in the wanted dtype out; None
+            where the weight is stored as it is.
+        num_weights: how many weights a parameter of this kind stands for; None for another kind's.
+        loading: the ``quantization_config`` for ``from_pretrained`` by compute dtype, or None.
+        prepare: makes a loaded layer fit for training, where it is not.
+    """
+
+    name: str
+    recognises: Callable[[nn.Module], bool]
+    unpacker: Callable[[Any], Unpack | None]
+    num_weights: Callable[[nn.Parameter], int | None]
+    loading: Callable[[torch.dtype], Any] | None = None
+    prepare: Callable[[Any], None] | None = None
+
+
+def kind_of(module: nn.Module) -> LinearKind | None:
+    """The row of a module, or None for what is no linear layer that trainkit can read."""
+    return next((kind for kind in LINEARS.values() if kind.recognises(module)), None)
+
+
+def num_weights(parameter: nn.Parameter) -> int:
+    """How many weights a parameter stands for, packed or sharded or not."""
+    counts = (kind.num_weights(parameter) for kind in LINEARS.values())
+    return next((count for count in counts if count is not None), num_elements(parameter))
+
+
+def prepare_for_training(model: nn.Module) -> None:
+    """Make the linear layers of a loaded model fit for training."""
+    for module in model.modules():
+        kind = kind_of(module)
+        if kind is not None and kind.prepare is not None:
+            kind.prepare(module)
+
+
+def quantization_config(
+    quantize: str = "nf4", compute_dtype: torch.dtype = torch.bfloat16
+) -> BitsAndBytesConfig:
+    """The ``quantization_config`` for ``from_pretrained`` of a frozen base.
+
+    Args:
+        quantize: a row that can be loaded.
+        compute_dtype: what the weights are dequantised to and the products run in.
+
+    Raises:
+        RecipeError: there is no such row, or a package that it needs is not installed.
+    """
+    loading = LINEARS[quantize].loading if quantize in LINEARS else None
+    if loading is None:
+        known = ", ".join(name for name, kind in LINEARS.items() if kind.loading)
+        raise RecipeError(f"quantize {quantize!r} is not one of {known}", where="lora.quantize")
+    return loading(compute_dtype)
+
+
+def _is_nf4(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")
+
+
+def _nf4_unpacker(linear: Any) -> Unpack:
+    """The quantisation state is taken now, the storage when the weight is used.
+
+    Under ZeRO-3 the storage is sharded and the state is not. The kernel writes the wanted dtype
+    directly.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = linear.weight.quant_state or linear.quant_state
+
+    def unpack(storage: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        wanted = state
+        if state.dtype != dtype:
+            wanted = copy.copy(state)
+            wanted.dtype = dtype
+        return dequantize_4bit(storage, wanted)
+
+    return unpack
+
+
+def _nf4_prepare(linear: Any) -> None:
+    """Keep bitsandbytes from repacking the weight for inference on a CPU.
+
+    With AVX-512 it does so at the first forward in evaluation mode (a self-check, an evaluation),
+    for good; the repacked weight passes no gradient to what comes before, and a layer with a bias
+    then fails.
+    """
+    if hasattr(linear, "support_avx512bf16_for_cpu"):
+        linear.support_avx512bf16_for_cpu = False
+
+
+def _nf4_num_weights(parameter: nn.Parameter) -> int | None:
+    state = getattr(parameter, "quant_state", None)  # bitsandbytes packs two weights a byte
+    return None if state is None else int(state.shape.numel())
+
+
+def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The storage has the compute dtype: ZeRO-3 and FSDP shard floating parameters only."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise RecipeError(
+            "a quantised base needs bitsandbytes, which is not installed",
+            where="lora.quantize",
+            fix="pip install 'trainkit[qlora]'",
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,  # quantises the scales, too: 0.37 bit a weight less
+        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_quant_storage=compute_dtype,
+    )
+
+
+LINEARS: Mapping[str, LinearKind] = {
+    kind.name: kind
+    for kind in (
+        LinearKind(
+            "plain",
+            recognises=lambda module: type(module) is nn.Linear,
+            unpacker=lambda linear: None,
+            num_weights=lambda parameter: None,
+        ),
+        LinearKind("nf4", _is_nf4, _nf4_unpacker, _nf4_num_weights, _nf4_loading, _nf4_prepare),
+    )
+}

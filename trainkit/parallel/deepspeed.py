@@ -1,0 +1,95 @@
+"""DeepSpeed: ZeRO-1, 2 and 3."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.parallel.engine import Engine
+from trainkit.parallel.launch import free_port
+from trainkit.parallel.place import ProcessPlace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class DeepSpeed(Engine):
+    """Trains as a DeepSpeed configuration file says."""
+
+    keeps_masters = True
+    scales_loss = True
+    shards_optimizer = True
+    packages = ("deepspeed",)
+
+    def __init__(self, path: Path) -> None:
+        self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # DeepSpeed 0.19 clips at 1.0 where nothing is said; the recipe's max_grad_norm must decide.
+        self.config.setdefault("gradient_clipping", "auto")
+
+    @property
+    def shards_weights(self) -> bool:
+        """ZeRO-3: no rank holds a whole weight but while it is used."""
+        zero = self.config.get("zero_optimization")
+        return isinstance(zero, dict) and zero.get("stage") == 3
+
+    def prepare(self, place: ProcessPlace, *, on_cpu: bool) -> None:
+        """Make DeepSpeed start cleanly.
+
+        A single process started without torchrun gets the variables DeepSpeed would otherwise look
+        for through MPI. On a CPU the shared-memory all-reduce is switched off: it would compile C++
+        for a minute at the first start, and gloo gives the same sums. Locks that a killed build
+        left behind are removed, because every later build waits for them for ever.
+        """
+        if place.world_size == 1:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            os.environ.setdefault("MASTER_PORT", str(free_port()))
+            for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
+                os.environ.setdefault(name, value)
+        if place.local_rank == 0:
+            _remove_stale_build_locks()
+        if on_cpu:
+            import deepspeed
+
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    def training_arguments(self) -> dict[str, Any]:
+        """The configuration, which transformers hands on."""
+        return {"deepspeed": dict(self.config)}
+
+    def start(self, *, on_cpu: bool) -> None:
+        """Tell DeepSpeed of the process group; on a CPU accelerate does not."""
+        from deepspeed import comm
+
+        comm.init_distributed("gloo" if on_cpu else "nccl", verbose=False)
+
+    def loading_device(self, device: torch.device) -> torch.device | None:
+        """ZeRO-3 shards weights while they are loaded, and puts them where they belong."""
+        return None if self.shards_weights else device
+
+    def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
+        """Under ZeRO-3 the saved model, loaded again without sharding."""
+        if not self.shards_weights:
+            return model
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        return reload()
+
+
+def _remove_stale_build_locks() -> None:
+    """Delete the lock files of extension builds that no compiler is working on any more."""
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    directory = Path(root) if root else Path.home() / ".cache" / "torch_extensions"
+    if not directory.is_dir() or shutil.which("pgrep") is None:
+        return
+    building = subprocess.run(["pgrep", "-x", "ninja"], capture_output=True, check=False)
+    if building.returncode == 0:
+        return
+    for lock in directory.glob("**/lock"):
+        lock.unlink(missing_ok=True)

@@ -1,0 +1,56 @@
+"""What a training engine is asked, and the answers of plain DistributedDataParallel. No torch.
+
+Another engine is a subclass that answers differently, and a row of ``strategies.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from trainkit.parallel.place import ProcessPlace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Engine:
+    """DistributedDataParallel, or one process: every rank holds the whole model.
+
+    Attributes:
+        keeps_masters: it keeps fp32 copies of half-precision weights, so the optimizer must not.
+        scales_loss: fp16 training scales the loss by its own means.
+        shards_optimizer: each rank holds a part of the optimizer's state, which fits the number of
+            ranks that wrote it only.
+        packages: whose versions decide the curve.
+    """
+
+    keeps_masters = False
+    scales_loss = False
+    shards_optimizer = False
+    packages: tuple[str, ...] = ()
+
+    def prepare(self, place: ProcessPlace, *, on_cpu: bool) -> None:
+        """Before TrainingArguments exist."""
+
+    def training_arguments(self) -> dict[str, Any]:
+        """What TrainingArguments are given besides the recipe's."""
+        return {}
+
+    def start(self, *, on_cpu: bool) -> None:
+        """Once the process group exists, before the model is loaded."""
+
+    def loading_device(self, device: torch.device) -> torch.device | None:
+        """Where weights go as they are loaded; None leaves it to the engine."""
+        return device
+
+    def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
+        """A model that each rank can run by itself, after training.
+
+        Args:
+            model: as it was trained, unwrapped.
+            reload: loads the saved final model, for engines under which no rank holds it whole.
+        """
+        del reload
+        return model

@@ -1,0 +1,73 @@
+"""Where this process stands among its peers, and what machine it is on. No torch.
+
+torchrun describes each process through environment variables; reading them needs no process group,
+so the data can be prepared before any collective exists that could time out.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainkit.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """One process of a run: its global rank, its rank on this host, and how many there are."""
+
+    dist_rank: int
+    local_rank: int
+    world_size: int
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the shared files of the run."""
+        return self.dist_rank == 0
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "ProcessPlace":
+        """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process without them.
+
+        Raises:
+            RecipeError: they are no numbers, or do not fit each other.
+        """
+        variables = os.environ if environment is None else environment
+        world_size = whole_number(variables, "WORLD_SIZE", 1)
+        dist_rank = whole_number(variables, "RANK", 0)
+        if world_size < 1 or dist_rank >= world_size:
+            raise RecipeError(
+                f"RANK is {dist_rank}, and WORLD_SIZE {variables.get('WORLD_SIZE', 'is not set')}",
+                where="environment",
+                fix="start with torchrun, or unset both",
+            )
+        whole_number(variables, "MASTER_PORT", 0)
+        return cls(dist_rank, whole_number(variables, "LOCAL_RANK", 0), world_size)
+
+
+def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
+    """An environment variable that is a number.
+
+    Raises:
+        RecipeError: it is none.
+    """
+    text = variables.get(name) or str(default)
+    if not text.strip().isdecimal():
+        raise RecipeError(
+            f"{name} is {text!r} and must be a whole number",
+            where="environment",
+            fix=f"unset {name}, or start with torchrun, which sets it",
+        )
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What of the machine decides values of a recipe.
+
+    Attributes:
+        world_size: processes of the run, one a GPU.
+        on_cpu: there is no GPU to train on.
+    """
+
+    world_size: int = 1
+    on_cpu: bool = False

@@ -1,0 +1,96 @@
+"""THE TABLE: one row per strategy of sharding a run over processes. No torch.
+
+``parallel: {shard: NAME}`` in a recipe names a row, or a DeepSpeed configuration file.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainkit.errors import RecipeError
+
+NONE = "none"
+DEFAULT_SHARD = "zero2"
+"""What a bare ``--deepspeed`` means."""
+
+_CONFIGS = Path(__file__).parents[1] / "configs" / "deepspeed"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row.
+
+    Attributes:
+        name: as recipes write it.
+        about: what each rank holds, for the help.
+        engine: ``module:class`` of the engine, imported when a run begins.
+        config: the engine's configuration file, where it has one.
+    """
+
+    name: str
+    about: str
+    engine: str
+    config: Path | None = None
+
+    @property
+    def reads_precision(self) -> bool:
+        """Whether the engine computes in what ``training.bf16`` and ``training.fp16`` say."""
+        return self.engine == _DEEPSPEED
+
+
+_DDP = "trainkit.parallel.engine:Engine"
+_DEEPSPEED = "trainkit.parallel.deepspeed:DeepSpeed"
+
+STRATEGIES: Mapping[str, Strategy] = {
+    row.name: row
+    for row in (
+        Strategy(NONE, "each rank holds everything (DDP)", _DDP),
+        Strategy(
+            "zero1", "optimizer states are sharded (DeepSpeed)", _DEEPSPEED, _CONFIGS / "zero1.json"
+        ),
+        Strategy("zero2", "and gradients", _DEEPSPEED, _CONFIGS / "zero2.json"),
+        Strategy("zero3", "and weights", _DEEPSPEED, _CONFIGS / "zero3.json"),
+        Strategy(
+            "zero3_offload",
+            "and all of it waits in host memory",
+            _DEEPSPEED,
+            _CONFIGS / "zero3_offload.json",
+        ),
+    )
+}
+
+
+def strategy_for(shard: str) -> Strategy:
+    """The row of a name; a file is a DeepSpeed configuration.
+
+    Raises:
+        RecipeError: there is neither such a row nor a file with a JSON object, with the reason.
+    """
+    if shard in STRATEGIES:
+        return STRATEGIES[shard]
+    path = Path(shard).expanduser()
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(
+            f"there is no strategy {shard!r} and no file {path.absolute()}"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} is not JSON: {error}") from error
+    _check(content, path)
+    return Strategy(shard, "as the file says (DeepSpeed)", _DEEPSPEED, path)
+
+
+def _check(content: object, path: Path) -> None:
+    """Refuse what DeepSpeed would fail on late, or take for something else."""
+    if not isinstance(content, dict):
+        raise RecipeError(f"{path} is not a JSON object")
+    for key in ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler"):
+        if not isinstance(content.get(key, {}), dict):
+            raise RecipeError(f"{path}: {key}: {content[key]!r} must be an object")
+    stage = content.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or stage not in range(4):
+        raise RecipeError(
+            f"{path}: zero_optimization.stage: {stage!r} must be 0, 1, 2 or 3, without quotes"
+        )
