@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.checkpoint import atomic
-from trainkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from trainkit.checkpoint.whole import atomic
+from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, read_manifest
 from trainkit.errors import CheckpointError
 
 
@@ -299,7 +299,7 @@ CHILD_STAGES = textwrap.dedent(
     """
     import sys
     from pathlib import Path
-    from trainkit.checkpoint import atomic
+    from trainkit.checkpoint.whole import atomic
     (atomic.stage(Path(sys.argv[1])) / "x").write_text("half")
     """
 )
@@ -310,7 +310,7 @@ CHILD_DIES = textwrap.dedent(
     """
     import os, sys
     from pathlib import Path
-    from trainkit.checkpoint import atomic
+    from trainkit.checkpoint.whole import atomic
     target, replace, fuse = Path(sys.argv[1]), sys.argv[2] == "replace", int(sys.argv[3])
     count = 0
     def step():

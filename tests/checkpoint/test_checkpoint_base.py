@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from tiny import make_qwen2
 from transformers import AutoModelForCausalLM
 
-from trainkit.checkpoint.adapter import read_adapter
-from trainkit.checkpoint.base_fingerprint import FILE_NAME, fingerprint, write_fingerprint
-from trainkit.checkpoint.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.weights.adapter import read_adapter
+from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, fingerprint, write_fingerprint
 from trainkit.errors import CheckpointError
 
 VOCAB = 40

@@ -124,7 +124,7 @@ def test_merge_of_nothing(tiny_qwen2, tmp_path, capsys):
 
 
 def test_verify(tmp_path, capsys):
-    from trainkit.checkpoint.atomic import staged_directory
+    from trainkit.checkpoint.whole.atomic import staged_directory
 
     for name in ("a", "b"):
         with staged_directory(tmp_path / name) as staging:
@@ -140,7 +140,7 @@ def test_verify(tmp_path, capsys):
 
 
 def test_verify_a_run_with_all_that_is_in_it(tmp_path, capsys):
-    from trainkit.checkpoint.atomic import staged_directory
+    from trainkit.checkpoint.whole.atomic import staged_directory
 
     run = tmp_path / "run"
     run.mkdir()

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainkit.checkpoint.adapter import read_adapter
-from trainkit.checkpoint.atomic import verify_directory
-from trainkit.checkpoint.companions import carry_record
-from trainkit.checkpoint.convert import ConvertOptions, convert_model
-from trainkit.checkpoint.glm_formats import FORMATS
-from trainkit.checkpoint.glm_source import head_and_embedding
-from trainkit.checkpoint.merge import MergeOptions, merge_adapter
-from trainkit.checkpoint.proof import prove_same_function
+from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
+from trainkit.checkpoint.convert.glm_formats import FORMATS
+from trainkit.checkpoint.convert.glm_source import head_and_embedding
+from trainkit.checkpoint.convert.proof import prove_same_function
+from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.weights.adapter import read_adapter
+from trainkit.checkpoint.weights.companions import carry_record
+from trainkit.checkpoint.whole.atomic import verify_directory
 from trainkit.errors import CheckpointError
 
 SMALL_SHARDS = ConvertOptions(max_shard_bytes=100_000)
@@ -212,7 +212,7 @@ def test_peak_memory_is_two_tensors_not_the_model(tmp_path):
     code = (
         "import resource, sys; from pathlib import Path\n"
         "import torch\n"
-        "from trainkit.checkpoint.convert import ConvertOptions, convert_model\n"
+        "from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "options = ConvertOptions(verify=False)\n"
         "convert_model(Path(sys.argv[1]), Path(sys.argv[2]), 'qwen2', options)\n"
@@ -431,7 +431,7 @@ def test_proof_looks_at_the_last_logit(glm, glm_directory, tmp_path, value):
 
 @pytest.mark.parametrize("kind", ["order", "bias", "rope"])
 def test_proof_catches_a_wrong_conversion(glm_directory, tmp_path, monkeypatch, kind):
-    from trainkit.checkpoint import glm4_to_qwen2, glm_formats, keymap, partial_rope
+    from trainkit.checkpoint.convert import glm4_to_qwen2, glm_formats, keymap, partial_rope
 
     if kind == "order":  # the published script's mistake in another form: no reordering at all
         monkeypatch.setattr(

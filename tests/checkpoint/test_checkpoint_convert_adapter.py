@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 from tiny_glm import write_chatglm
 from transformers import AutoModelForCausalLM
 
-from trainkit.checkpoint.adapter import read_adapter
-from trainkit.checkpoint.convert import ConvertOptions, convert_model
-from trainkit.checkpoint.convert_adapter import convert_adapter
-from trainkit.checkpoint.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
+from trainkit.checkpoint.convert.convert_adapter import convert_adapter
+from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.infer.place import find_place
 

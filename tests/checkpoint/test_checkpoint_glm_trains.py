@@ -7,7 +7,7 @@ from tiny_glm import glm_model
 from transformers import AutoModelForCausalLM
 
 import trainkit
-from trainkit.checkpoint.convert import ConvertOptions, convert_model
+from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 
 STEPS = 12
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainkit.checkpoint.plain_files import plain_file, read_json
-from trainkit.checkpoint.reader import WeightsReader
+from trainkit.checkpoint.weights.plain_files import plain_file, read_json
+from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.errors import CheckpointError
 
 BODY = bytes(range(32))
@@ -229,7 +229,7 @@ def test_damaged_pickle(tmp_path, damage):
 def test_remote_code_beside_the_weights_is_never_imported(glm, tmp_path):
     from tiny_glm import write_chatglm
 
-    from trainkit.checkpoint.convert import ConvertOptions, convert_model
+    from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 
     source = write_chatglm(glm, tmp_path / "source")
     code = f"open({str(tmp_path / 'canary')!r}, 'w')"

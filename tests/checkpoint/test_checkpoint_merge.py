@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tiny import make_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainkit.checkpoint.adapter import read_adapter
-from trainkit.checkpoint.atomic import verify_directory
-from trainkit.checkpoint.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.weights.adapter import read_adapter
+from trainkit.checkpoint.whole.atomic import verify_directory
 from trainkit.errors import CheckpointError
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -264,7 +264,7 @@ def test_adapter_with_a_missing_half_or_nan(base, tmp_path):
 
 
 def test_parity_refuses_a_wrong_merge(base, tmp_path, monkeypatch):
-    from trainkit.checkpoint.adapter import ModuleAdapter
+    from trainkit.checkpoint.weights.adapter import ModuleAdapter
 
     adapter = make_adapter(base, tmp_path / "a")
     exact = ModuleAdapter.delta

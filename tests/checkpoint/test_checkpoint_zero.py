@@ -10,9 +10,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from trainkit.checkpoint.adapter import adapter_from_tensors, read_adapter_config
-from trainkit.checkpoint.export import export_plain
-from trainkit.checkpoint.zero import ZeroReader, find_zero_folder
+from trainkit.checkpoint.weights.adapter import adapter_from_tensors, read_adapter_config
+from trainkit.checkpoint.weights.export import export_plain
+from trainkit.checkpoint.zero.zero import ZeroReader, find_zero_folder
 from trainkit.errors import CheckpointError
 
 CASES = {

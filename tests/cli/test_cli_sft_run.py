@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from trainkit.checkpoint.base_fingerprint import check_fingerprint
+from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
 from trainkit.errors import CheckpointError
 
 RUN_FILES = {

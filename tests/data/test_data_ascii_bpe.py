@@ -5,8 +5,8 @@ import random
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from trainkit.data.ascii_bpe import PATTERNS, find_ascii_bpe
-from trainkit.data.encode import Encoder
+from trainkit.data.render.ascii_bpe import PATTERNS, find_ascii_bpe
+from trainkit.data.render.encode import Encoder
 
 TEXT = [
     "The quick brown fox, aged 42, isn't lazy; it's 2026 and they're THERE.\n\nIs it?  No!",
@@ -130,7 +130,7 @@ def test_ranges_are_those_of_the_offsets():
 
 
 def test_the_memory_of_words_is_bounded(monkeypatch):
-    from trainkit.data import ascii_bpe
+    from trainkit.data.render import ascii_bpe
 
     core = trained(KNOWN["gpt2"])
     fast = find_ascii_bpe(core)

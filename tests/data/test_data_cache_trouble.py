@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from conftest import chat
 
-from trainkit.data import DataOptions, Ledger, Source, cache, prepare
+from trainkit.data import DataOptions, Ledger, Source, prepare
+from trainkit.data.build import cache
 from trainkit.errors import DataError
 
 SCRIPT = """

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.collator import IGNORE_INDEX, PackingCollator, PaddingCollator
+from trainkit.data.serve.collator import IGNORE_INDEX, PackingCollator, PaddingCollator
 
 
 def sample(ids, mask, source=0):

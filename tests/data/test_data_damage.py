@@ -10,8 +10,8 @@ from conftest import chat
 from tokenizers import processors
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.builder import SampleBuilder
-from trainkit.data.reading import RawRow, decode, read_rows
+from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.read.reading import RawRow, decode, read_rows
 from trainkit.errors import DataError
 
 LIMIT = 1 << 26

@@ -11,11 +11,11 @@ import random
 import pytest
 from conftest import chat
 
-from trainkit.data.builder import SampleBuilder
-from trainkit.data.ledger import Ledger
+from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.build.ledger import Ledger
+from trainkit.data.build.prepare import prepare
 from trainkit.data.options import DataOptions, Source
-from trainkit.data.prepare import prepare
-from trainkit.data.reading import read_rows
+from trainkit.data.read.reading import read_rows
 from trainkit.errors import DataError
 
 NUM_FILES = 3000

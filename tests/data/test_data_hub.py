@@ -5,7 +5,7 @@ import pytest
 from conftest import chat
 
 from trainkit.data import Source
-from trainkit.data.hub import hub_name
+from trainkit.data.read.hub import hub_name
 from trainkit.errors import DataError
 
 

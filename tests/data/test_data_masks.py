@@ -8,10 +8,10 @@ from conftest import chat, trained_texts
 from tiny import CHATML, make_tokenizer
 
 from trainkit.data import DataOptions, render_prompt
-from trainkit.data.encode import Encoder
-from trainkit.data.masking import MaskFinder
-from trainkit.data.messages import Conversation, Message, RowError
-from trainkit.data.template import ChatTemplate
+from trainkit.data.read.messages import Conversation, Message, RowError
+from trainkit.data.render.encode import Encoder
+from trainkit.data.render.masking import MaskFinder
+from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import DataError, ModelError
 
 END = "<|im_end|>"

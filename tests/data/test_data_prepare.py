@@ -15,7 +15,7 @@ from conftest import chat
 from tiny import CHATML, make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.cache import sha256_of
+from trainkit.data.build.cache import sha256_of
 from trainkit.errors import DataError
 
 ROWS = [chat(f"question {n}", f"answer {n}") for n in range(40)]
@@ -225,7 +225,7 @@ class TestCache:
         assert sha256_of(file, tmp_path / "memo") != one
 
     def test_a_crash_half_way_leaves_nothing_that_counts(self, write, tmp_path, monkeypatch):
-        from trainkit.data import builder
+        from trainkit.data.build import builder
 
         path = write(ROWS * 20)
         build, calls = builder.SampleBuilder.build, []
@@ -328,7 +328,7 @@ def _die(rows, source):
 
 
 def test_a_dead_worker_is_an_error_that_says_so(write, ready, monkeypatch):
-    from trainkit.data import workers
+    from trainkit.data.build import workers
 
     monkeypatch.setattr(workers, "_build", _die)
     with pytest.raises(DataError, match="process died"):

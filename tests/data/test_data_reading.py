@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from trainkit.data.finding import resolve_files, unread_files
-from trainkit.data.opening import MARKS, UNREADABLE
-from trainkit.data.reading import decode, read_rows
+from trainkit.data.read.finding import resolve_files, unread_files
+from trainkit.data.read.opening import MARKS, UNREADABLE
+from trainkit.data.read.reading import decode, read_rows
 from trainkit.errors import DataError
 
 ROWS = [
@@ -56,7 +56,7 @@ def test_json_array(write, indent):
 
 
 def test_json_array_across_chunks(write, monkeypatch):
-    import trainkit.data.reading as reading
+    import trainkit.data.read.reading as reading
 
     rows = ROWS * 20
     path = write(json.dumps(rows).encode(), "x.json")

@@ -3,10 +3,10 @@
 import pytest
 from conftest import chat, trained_texts
 
-from trainkit.data import switches
-from trainkit.data.formats import FORMATS, parse_row
-from trainkit.data.messages import RowError
-from trainkit.data.row_fields import (
+from trainkit.data.read import switches
+from trainkit.data.read.formats import FORMATS, parse_row
+from trainkit.data.read.messages import RowError
+from trainkit.data.read.row_fields import (
     READS,
     REFUSED,
     ROW_SWITCHES,

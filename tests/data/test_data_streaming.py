@@ -8,8 +8,8 @@ import pytest
 from conftest import chat
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.stream_reader import Position
-from trainkit.data.streaming import SampleStream
+from trainkit.data.serve.stream_reader import Position
+from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import DataError
 
 ROWS = [chat(f"q{n}", f"a{n}" * (n % 7 + 1)) for n in range(700)]
@@ -165,7 +165,7 @@ def test_sources_are_read_side_by_side(write, tiny_tokenizer):
 
 
 def test_memory_is_two_blocks(write, tiny_tokenizer, monkeypatch):
-    from trainkit.data import streaming
+    from trainkit.data.serve import streaming
 
     alive = []
     make = streaming.Block.__init__

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from trainkit.checkpoint.manifest import verify_directory
+from trainkit.checkpoint.whole.manifest import verify_directory
 
 CASE = "distributed.zero_cases:train"
 

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from tiny import make_qwen2
 from transformers import AutoModelForCausalLM, GlmConfig, GlmForCausalLM
 
-from trainkit.checkpoint.atomic import staged_directory
-from trainkit.checkpoint.base_fingerprint import FILE_NAME, write_fingerprint
+from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, write_fingerprint
+from trainkit.checkpoint.whole.atomic import staged_directory
 from trainkit.cli.app import main
 from trainkit.infer.engine import load_engine
 from trainkit.infer.place import find_place
@@ -147,7 +147,7 @@ def test_its_own_base_is_taken_in_silence_and_a_foreign_adapter_with_a_word(
 
 
 def test_fingerprints_of_the_first_kind_are_still_read(adapter, tiny_qwen2, tmp_path):
-    from trainkit.checkpoint.base_fingerprint import check_fingerprint, fingerprint
+    from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint, fingerprint
 
     old = shutil.copytree(adapter, tmp_path / "old")
     digest = fingerprint(tiny_qwen2, 1)

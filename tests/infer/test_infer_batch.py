@@ -5,7 +5,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainkit.data.questions import QuestionOptions, read_questions
+from trainkit.data.read.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
 from trainkit.infer.batch import BatchOptions, generate_file
 from trainkit.infer.engine import Engine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.data.questions import QuestionOptions, read_questions
+from trainkit.data.read.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
 from trainkit.infer.batch import BatchOptions, generate_file
 from trainkit.infer.conversation import ChatHistory

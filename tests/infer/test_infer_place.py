@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from trainkit.checkpoint.atomic import staged_directory
+from trainkit.checkpoint.whole.atomic import staged_directory
 from trainkit.errors import ModelError
 from trainkit.infer.place import find_place, trained_stop_ids, training_options
 

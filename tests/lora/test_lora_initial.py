@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from test_lora_adapter import make_model, train_a_little
 
-from trainkit.checkpoint.adapter import read_adapter
+from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.errors import RecipeError
 from trainkit.lora import LoraOptions, attach
 from trainkit.recipe.adapters import (

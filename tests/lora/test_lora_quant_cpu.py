@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainkit.lora import LoraOptions
-from trainkit.train.loading import ModelSource
+from trainkit.models.loading import ModelSource
 from trainkit.train.model import build_model
 
 

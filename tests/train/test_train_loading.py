@@ -5,7 +5,7 @@ import json
 import pytest
 
 from trainkit.lora.adapter import LoraOptions, attach
-from trainkit.train.loading import ModelSource, load_model
+from trainkit.models.loading import ModelSource, load_model
 
 
 @pytest.mark.parametrize("name", ["base", "./base", "~/base"])

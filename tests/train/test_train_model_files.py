@@ -11,14 +11,14 @@ from transformers import GPT2Config, Qwen2Config
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
-from trainkit.train.loading import (
+from trainkit.models.files import context_warning
+from trainkit.models.loading import (
     ModelSource,
     check_exists,
     load_config,
     load_model,
     load_tokenizer,
 )
-from trainkit.train.model_files import context_warning
 
 
 @pytest.fixture(scope="module")

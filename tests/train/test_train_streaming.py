@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.collator import PackingCollator
-from trainkit.data.streaming import SampleStream
+from trainkit.data.serve.collator import PackingCollator
+from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import CheckpointError, DataError
 from trainkit.train.streaming import StreamLoader, StreamState
 
@@ -106,7 +106,7 @@ def test_positions_fit_the_number_of_processes(make, tmp_path):
 def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monkeypatch):
     import source_loss_cases
 
-    from trainkit.data.first_look import FirstRows
+    from trainkit.data.look.first_look import FirstRows
     from trainkit.train.sampling import CountingCollator, TrainingData
 
     state, _ = make()

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from trainkit.lora import LoraOptions
 from trainkit.models.auto import auto_class
 from trainkit.models.families import FAMILIES
-from trainkit.train.loading import ModelSource
+from trainkit.models.loading import ModelSource
 from trainkit.train.model import build_model
 
 TEXT = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.checkpoint.manifest import verify_directory
+from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.run import Console
 from trainkit.train.checkpoints import find_resume_point

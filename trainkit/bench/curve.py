@@ -20,7 +20,7 @@ import torch
 
 from trainkit.bench.processes import run_in_processes
 from trainkit.bench.providers import MODELS, Shape, attention_of, provide
-from trainkit.data.collator import PaddingCollator
+from trainkit.data.serve.collator import PaddingCollator
 from trainkit.train.optim import MasterWeightOptimizer
 
 RUNS = ("hf_cudnn", "hf_efficient", "hf_math", "trainkit")

@@ -21,8 +21,8 @@ from trainkit.bench.ceilings import warm_up
 from trainkit.bench.clock import peak_gib, timed
 from trainkit.bench.processes import run_in_processes
 from trainkit.bench.providers import MODELS, Provided, Shape, attention_of, provide
-from trainkit.data.collator import PackingCollator, PaddingCollator
-from trainkit.data.packing import pack
+from trainkit.data.build.packing import pack
+from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 
 LAYOUTS = ("max", "batch", "packed")
 TRAINED_SHARE = 0.6

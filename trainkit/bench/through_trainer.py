@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainingArguments
 
 from trainkit.bench.providers import MODELS, Shape, provide
-from trainkit.data.collator import PaddingCollator
+from trainkit.data.serve.collator import PaddingCollator
 from trainkit.parallel import STRATEGIES, Layout, ProcessPlace
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.sampling import CountingCollator, TrainingData

@@ -25,7 +25,7 @@ def verify(
     ] = False,
 ) -> None:
     """Compare every byte with the manifest; the exit code is 1 if any directory is damaged."""
-    from trainkit.checkpoint.manifest import verify_directory
+    from trainkit.checkpoint.whole.manifest import verify_directory
     from trainkit.errors import CheckpointError
 
     is_damaged = False

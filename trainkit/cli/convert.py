@@ -95,14 +95,14 @@ def _run(
     as_json: bool,
 ) -> None:
     size = parse_shard_size(shard_size)
-    from trainkit.checkpoint.adapter import is_adapter
+    from trainkit.checkpoint.weights.adapter import is_adapter
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
     if is_adapter(source):
         row = _convert_adapter(source, target, layout, base_model)
     else:
-        from trainkit.checkpoint.convert import ConvertOptions, convert_model
+        from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 
         options = ConvertOptions(None if dtype is None else dtype.value, size, verify)
         done = convert_model(source, target, layout, options, progress=_say)
@@ -117,7 +117,7 @@ def _run(
 def _convert_adapter(
     source: Path, target: Path, layout: str, base_model: Path | None
 ) -> dict[str, Any]:
-    from trainkit.checkpoint.convert_adapter import convert_adapter
+    from trainkit.checkpoint.convert.convert_adapter import convert_adapter
 
     if base_model is None:
         raise RecipeError(
@@ -135,7 +135,7 @@ def parse_shard_size(text: str) -> int:
     Raises:
         RecipeError: it is no size.
     """
-    from trainkit.checkpoint.sizes import parse_size
+    from trainkit.checkpoint.weights.sizes import parse_size
 
     try:
         return parse_size(text)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainkit.data import DataOptions, PreparedData, Source
-    from trainkit.data.dropped import DroppedRow
-    from trainkit.data.preview import View
+    from trainkit.data.build.dropped import DroppedRow
+    from trainkit.data.look.preview import View
 
 app = typer.Typer(no_args_is_help=True, help="Look at the data, judge it, measure it.")
 
@@ -84,8 +84,8 @@ def preview(
     """
     with _subject(config, overrides, data, model, mask) as subject:
         prepared = _prepare(subject, subject.options)
-        from trainkit.data.dropped import dropped_rows
-        from trainkit.data.preview import Authors, choose, view
+        from trainkit.data.build.dropped import dropped_rows
+        from trainkit.data.look.preview import Authors, choose, view
 
         chosen = choose(prepared, num, seed=seed)
         authors = Authors(prepared, subject.tokenizer, subject.options)
@@ -102,7 +102,7 @@ def preview(
                 return
         roles = authors.table()
         if html is not None:
-            from trainkit.data.preview_html import page
+            from trainkit.data.look.preview_html import page
 
             control = [str(token) for token in subject.tokenizer.get_added_vocab()]
             title = f"{len(prepared):,} samples of {', '.join(prepared.source_names)}"
@@ -126,9 +126,9 @@ def check(
 ) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
     with _subject(config, overrides, data, model, mask) as subject:
-        from trainkit.data.check import judge
-        from trainkit.data.dropped import dropped_rows
-        from trainkit.data.stats import measure
+        from trainkit.data.build.dropped import dropped_rows
+        from trainkit.data.look.check import judge
+        from trainkit.data.look.stats import measure
 
         prepared = _prepare(subject, subject.options)
         whole = _prepare(subject, dataclasses.replace(subject.options, max_length=NO_LIMIT))
@@ -173,7 +173,7 @@ def stats(
 ) -> None:
     """Lengths, trained share, duplicates, what each max_length would cut, packing efficiency."""
     with _subject(config, overrides, data, model, mask) as subject:
-        from trainkit.data.stats import as_rows, draw_histogram, measure
+        from trainkit.data.look.stats import as_rows, draw_histogram, measure
 
         limit = subject.options.max_length
         whole = _prepare(subject, dataclasses.replace(subject.options, max_length=NO_LIMIT))
@@ -221,7 +221,7 @@ def _subject(
     from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
-    from trainkit.train.loading import (
+    from trainkit.models.loading import (
         ModelSource,
         check_exists,
         load_tokenizer,

@@ -57,9 +57,9 @@ def check(
 def _checked(model: Path, device: str | None) -> list[dict[str, Any]]:
     import torch
 
+    from trainkit.models.loading import ModelSource, check_exists, load_model
     from trainkit.models.self_check import self_check
     from trainkit.patching import patch
-    from trainkit.train.loading import ModelSource, check_exists, load_model
 
     source = ModelSource(str(model))
     check_exists(source)

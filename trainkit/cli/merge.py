@@ -13,7 +13,7 @@ from trainkit.cli.run_settings import run_settings
 from trainkit.errors import ModelError
 
 if TYPE_CHECKING:
-    from trainkit.checkpoint.merge import MergeOptions
+    from trainkit.checkpoint.merge.merge import MergeOptions
 
 
 _LARGE_SHARE = 0.1  # of the adapter's own effect, lost by rounding the merged weights
@@ -64,14 +64,14 @@ def merge(
     size = parse_shard_size(shard_size)
     if not source.is_dir():
         raise ModelError("there is no such directory", where=str(source))
-    from trainkit.checkpoint.export_zero import (
+    from trainkit.checkpoint.merge.merge import MergeOptions
+    from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, verify_directory
+    from trainkit.checkpoint.zero.export_zero import (
         export_zero,
         extract_adapter,
         needs_adapter_from_shards,
     )
-    from trainkit.checkpoint.manifest import MANIFEST_NAME, verify_directory
-    from trainkit.checkpoint.merge import MergeOptions
-    from trainkit.checkpoint.zero import find_zero_folder
+    from trainkit.checkpoint.zero.zero import find_zero_folder
     from trainkit.infer.place import locate
     from trainkit.train.quiet import quieten_libraries
 
@@ -111,8 +111,8 @@ def merge(
 def _merge_adapter(
     adapter: Path, base_model: str | None, target: Path, options: "MergeOptions", *, origin: Path
 ) -> dict[str, Any]:
-    from trainkit.checkpoint.adapter import read_adapter
-    from trainkit.checkpoint.merge import merge_adapter
+    from trainkit.checkpoint.merge.merge import merge_adapter
+    from trainkit.checkpoint.weights.adapter import read_adapter
     from trainkit.infer.place import base_directory
 
     base = base_directory(origin, base_model)

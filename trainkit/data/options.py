@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trainkit.data.formats import FORMATS
+from trainkit.data.read.formats import FORMATS
 from trainkit.errors import DataError
 
 MaskPolicy = Literal["assistant", "last_assistant", "none"]
@@ -32,7 +32,7 @@ class Source:
         path: a file, a directory, a glob, a hub name (``org/name`` or ``hf://org/name``); a
             ``#5000`` at the end is the same as ``max_samples=5000``.
         name: the label in summaries and in per-source losses; the path's stem when empty.
-        format: a name of ``trainkit.data.formats.FORMATS``, or ``auto`` to recognise it by rows.
+        format: a name of ``FORMATS``, or ``auto`` to recognise it by rows.
         split: the split of a hub data set.
         weight: this source's share of the mixture, relative to the other weights. When any source
             has one, all sources count (1.0 where none is given) and an epoch keeps its size; 0

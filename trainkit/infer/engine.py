@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from trainkit.checkpoint.adapter import vocabulary_rows
-from trainkit.checkpoint.manifest import verify_model
+from trainkit.checkpoint.weights.adapter import vocabulary_rows
+from trainkit.checkpoint.whole.manifest import verify_model
 from trainkit.data import DataOptions, PromptRenderer
-from trainkit.data.masking import MaskFinder
-from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
-from trainkit.data.prompt import conversation_of
-from trainkit.data.template import ChatTemplate
+from trainkit.data.read.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
+from trainkit.data.render.masking import MaskFinder
+from trainkit.data.render.prompt import conversation_of
+from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base_proof import prove_base
 from trainkit.infer.place import ModelPlace, trained_stop_ids, training_options
@@ -24,7 +24,7 @@ from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.lora.adapter import load_adapter
 from trainkit.models.linears import quantization_config
-from trainkit.train.loading import (
+from trainkit.models.loading import (
     DTYPES,
     ModelSource,
     check_exists,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.atomic import newest_valid
+from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -76,10 +76,9 @@ def find_place(
 def weights_digest(place: ModelPlace) -> str | None:
     """Tells whether the weights at a place are those of an earlier call; None where unreadable.
 
-    The model's are sampled, as ``trainkit.checkpoint.base_fingerprint`` does; an adapter's are read
-    whole.
+    The model's are sampled, as ``base_fingerprint`` does; an adapter's are read whole.
     """
-    from trainkit.checkpoint.base_fingerprint import fingerprint
+    from trainkit.checkpoint.weights.base_fingerprint import fingerprint
 
     digest = hashlib.sha256()
     try:

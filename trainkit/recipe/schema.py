@@ -30,7 +30,7 @@ RowFormat = Literal[
     "text",
     "tokens",
 ]
-"""``auto`` and ``trainkit.data.formats.FORMATS``; a test holds them equal."""
+"""``auto`` and ``trainkit.data.read.formats.FORMATS``; a test holds them equal."""
 
 
 def broken_rule(key: str, what: str, fix: str) -> PydanticCustomError:

@@ -18,10 +18,12 @@ from typing import Any, TypeVar, cast
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from trainkit.checkpoint.ownership import refuse_foreign
-from trainkit.data.messages import Conversation
+from trainkit.checkpoint.whole.ownership import refuse_foreign
+from trainkit.data.read.messages import Conversation
 from trainkit.errors import TrainkitError
 from trainkit.models.attention.proof import AttentionProofError
+from trainkit.models.files import context_warning
+from trainkit.models.loading import ModelSource, check_exists, load_config, load_tokenizer
 from trainkit.models.self_check import SelfCheckError
 from trainkit.parallel import Layout, ProcessPlace
 from trainkit.parallel.launch import count_local_gpus, torchrun_command
@@ -43,9 +45,7 @@ from trainkit.train.checkpoints import check_base_weights, find_resume_point
 from trainkit.train.data import RunData, prepare_run_data, read_conversations
 from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.finish import AfterTraining
-from trainkit.train.loading import ModelSource, check_exists, load_config, load_tokenizer
 from trainkit.train.model import BuiltModel, build_model, check_packable
-from trainkit.train.model_files import context_warning
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
 from trainkit.train.resume.changes import review, settings_of, versions
 from trainkit.train.resume.given import RUNS

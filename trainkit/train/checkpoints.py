@@ -16,14 +16,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 
-from trainkit.checkpoint.atomic import commit, discard, newest_valid, remove_directory, stage
-from trainkit.checkpoint.base_fingerprint import (
+from trainkit.checkpoint.weights.base_fingerprint import (
     base_on_disk,
     check_fingerprint,
     write_fingerprint,
 )
-from trainkit.checkpoint.companions import carry_record
-from trainkit.checkpoint.manifest import Manifest, verify_directory
+from trainkit.checkpoint.weights.companions import carry_record
+from trainkit.checkpoint.whole.atomic import commit, discard, newest_valid, remove_directory, stage
+from trainkit.checkpoint.whole.manifest import Manifest, verify_directory
 from trainkit.errors import CheckpointError
 
 TRAINER_STATE = "trainer_state.json"

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.check import refuse_unfit
-from trainkit.data.collator import PackingCollator, PaddingCollator
-from trainkit.data.finding import resolve_files
-from trainkit.data.first_look import first_look
-from trainkit.data.ledger import Entry, Ledger
-from trainkit.data.messages import Conversation, RowError, validate
+from trainkit.data.build.ledger import Entry, Ledger
+from trainkit.data.build.prepare import Progress, prepare
+from trainkit.data.build.prepared import PackedDataset, PreparedData, SampleDataset
+from trainkit.data.build.summary import notes_of, source_notes
+from trainkit.data.look.check import refuse_unfit
+from trainkit.data.look.first_look import first_look
 from trainkit.data.options import DataOptions, Source
-from trainkit.data.prepare import Progress, prepare
-from trainkit.data.prepared import PackedDataset, PreparedData, SampleDataset
-from trainkit.data.reading import RawRow, read_rows
-from trainkit.data.rows import decode_row, read_row
-from trainkit.data.streaming import SampleStream
-from trainkit.data.summary import notes_of, source_notes
+from trainkit.data.read.finding import resolve_files
+from trainkit.data.read.messages import Conversation, RowError, validate
+from trainkit.data.read.reading import RawRow, read_rows
+from trainkit.data.read.rows import decode_row, read_row
+from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import DataError, ModelError
 from trainkit.train.sampling import CountingCollator, EpochDataset, TrainingData
 from trainkit.train.source_loss import distinct_labels

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.messages import Conversation
 from trainkit.data.options import DataOptions
-from trainkit.data.prompt import PromptRenderer
+from trainkit.data.read.messages import Conversation
+from trainkit.data.render.prompt import PromptRenderer
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from trainkit.models.attention import Attention, resolve_attention
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.linears import num_weights, prepare_for_training, quantization_config
+from trainkit.models.loading import DTYPES, ModelSource, load_config, load_model
 from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
 from trainkit.patching import patch
-from trainkit.train.loading import DTYPES, ModelSource, load_config, load_model
 
 
 @dataclass(frozen=True)

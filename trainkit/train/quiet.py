@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from transformers.utils import logging as transformers_logging
 
-from trainkit.data.prepare import Progress
+from trainkit.data.build.prepare import Progress
 from trainkit.run import Console
 
 NOTE_SECONDS = 10.0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from trainkit.data.streaming import SampleStream
+from trainkit.data.serve.streaming import SampleStream
 
 SAMPLE_IDS = "sample_ids"
 """The key of a batch for the ids of its samples."""

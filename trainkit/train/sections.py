@@ -10,13 +10,13 @@ import torch
 from transformers import TrainingArguments
 
 from trainkit.data.options import DataOptions, Source
-from trainkit.data.streaming import BUFFER
+from trainkit.data.serve.streaming import BUFFER
 from trainkit.lora.adapter import LoraOptions
+from trainkit.models.loading import ModelSource, load_config, stop_token_ids
 from trainkit.parallel import Layout, Machine, ProcessPlace, strategy_for
 from trainkit.recipe import Recipe, SourceSpec, resolve_accumulation
 from trainkit.train.arguments import training_arguments
 from trainkit.train.data import Feeding
-from trainkit.train.loading import ModelSource, load_config, stop_token_ids
 from trainkit.train.resume.given import RUNS
 
 

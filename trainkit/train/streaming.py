@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from trainkit.data.ledger import CHANGED, Entry, Ledger
-from trainkit.data.stream_reader import Position
-from trainkit.data.streaming import SampleStream
+from trainkit.data.build.ledger import CHANGED, Entry, Ledger
+from trainkit.data.serve.stream_reader import Position
+from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import CheckpointError, DataError, TrainkitError
 
 NOTE = "stream"

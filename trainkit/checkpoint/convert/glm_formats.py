@@ -1,0 +1,288 @@
+"""The layouts of a GLM-4 or Qwen2 checkpoint: what their config.json says, as a table.
+
+Three layouts are known: ``chatglm`` (the checkpoint that ships with remote code; none of it is
+run), ``glm`` (transformers' own) and ``qwen2``. Each is a row of ``FORMATS``: how its config.json
+spells the sizes and which of its switches must stand where. Any row's config reads into a
+``Geometry``, and a ``Geometry`` writes out as any row's config.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trainkit.checkpoint.convert.partial_rope import full_base, read_back, rope_scaling
+from trainkit.errors import CheckpointError
+
+# Far above any model; a config that asks for more would only keep this machine busy.
+_LARGEST = {"num_layers": 10_000, "head_dim": 8192}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes that a conversion needs, independent of how a config spells them.
+
+    Attributes:
+        head_dim: places of an attention head.
+        rotary_dim: how many of them the rotary embedding turns.
+        rope_theta: its base.
+        max_positions: the context length.
+        rms_norm_eps: inside every norm.
+        is_tied: the output matrix is the embedding.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    rms_norm_eps: float
+    is_tied: bool
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no such model can have."""
+        for size in fields(self):
+            if size.type is int and getattr(self, size.name) <= 0:
+                raise CheckpointError(f"config.json: {size.name} must be positive")
+        for name, largest in _LARGEST.items():
+            if getattr(self, name) > largest:
+                raise CheckpointError(f"config.json: {name} is {getattr(self, name)}, not possible")
+        if self.num_heads * self.head_dim != self.hidden_size:
+            raise CheckpointError(
+                f"{self.num_heads} heads of {self.head_dim} do not make up the hidden size "
+                f"{self.hidden_size}, which Qwen2 takes for granted"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads"
+            )
+        if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            raise CheckpointError(
+                f"rotary embedding over {self.rotary_dim} of {self.head_dim} places"
+            )
+
+
+@dataclass(frozen=True)
+class Format:
+    """One layout of a checkpoint.
+
+    Attributes:
+        model_type: as in config.json.
+        architecture: transformers' class, or the remote code's.
+        keys: Geometry field to config key, for those that are a plain number.
+        required: config key to (the value it must have, the value when absent, why).
+        written: further entries of a fresh config.json.
+        read_rope: config and head_dim to ``(theta, rotary_dim)``.
+        write_rope: Geometry to config entries.
+    """
+
+    model_type: str
+    architecture: str
+    keys: Mapping[str, str]
+    required: Mapping[str, tuple[Any, Any, str]]
+    read_rope: Callable[[Mapping[str, Any], int], tuple[float, int]]
+    write_rope: Callable[[Geometry], dict[str, Any]]
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+    def geometry(self, config: Mapping[str, Any]) -> Geometry:
+        """Read the sizes.
+
+        Raises:
+            CheckpointError: a size is missing, or a switch stands where the conversion would not
+                be exact.
+        """
+        if config.get("quantization_config"):
+            raise CheckpointError(
+                "config.json: the weights are stored quantised",
+                fix="convert the model before it was quantised",
+            )
+        is_tied = config.get("tie_word_embeddings", False)
+        if not isinstance(is_tied, bool):
+            raise CheckpointError(f"config.json: tie_word_embeddings is {is_tied!r}, not a switch")
+        for key, (wanted, default, why) in self.required.items():
+            value = config.get(key, default)
+            same = _SAME_VALUE.get(value, value) if isinstance(value, str) else value
+            if same != wanted:
+                raise CheckpointError(f"config.json: {key} is {value!r}, not {wanted!r}: {why}")
+        found: dict[str, Any] = {}
+        for size, key in self.keys.items():
+            value = config.get(key)
+            if size == "head_dim" and value is None and found["num_heads"] > 0:
+                value = found["hidden_size"] // found["num_heads"]
+            kinds = (int, float) if size == "rms_norm_eps" else (int,)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise CheckpointError(f"config.json: {key} is {value!r}, not a number")
+            found[size] = float(value) if size == "rms_norm_eps" else value
+        theta, rotary_dim = self.read_rope(config, found["head_dim"])
+        return Geometry(
+            **found,
+            rope_theta=theta,
+            rotary_dim=rotary_dim,
+            is_tied=is_tied,
+        )
+
+    def config(self, geometry: Geometry) -> dict[str, Any]:
+        """The config.json of this layout, without tokens and dtype."""
+        sizes = {key: getattr(geometry, field) for field, key in self.keys.items()}
+        switches = {key: wanted for key, (wanted, _, _) in self.required.items()}
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **sizes,
+            **switches,
+            **self.written,
+            **self.write_rope(geometry),
+            "tie_word_embeddings": geometry.is_tied,
+            "use_cache": True,
+        }
+
+
+def _number(config: Mapping[str, Any], key: str, default: float | None) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise CheckpointError(f"config.json: {key} is {value!r}, not a positive number")
+    return float(value)
+
+
+def _rope_entries(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings of a transformers config, in the spelling of version 4 or of version 5."""
+    entries = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    for key in ("rope_scaling", "rope_parameters"):
+        entries.update(config.get(key) or {})
+    if "type" in entries:
+        entries.setdefault("rope_type", entries.pop("type"))
+    return entries
+
+
+def _read_chatglm_rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
+    return 10000.0 * _number(config, "rope_ratio", 1), head_dim // 2
+
+
+def _write_chatglm_rope(geometry: Geometry) -> dict[str, Any]:
+    if geometry.rotary_dim * 2 != geometry.head_dim:
+        raise CheckpointError("the chatglm layout rotates exactly half of each head")
+    ratio = geometry.rope_theta / 10000
+    return {"rope_ratio": int(ratio) if ratio.is_integer() else ratio, "original_rope": True}
+
+
+def _read_glm_rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
+    entries = _rope_entries(config)
+    if entries.get("rope_type", "default") != "default":
+        raise CheckpointError(
+            f"config.json: rope_type {entries['rope_type']!r} on top of GLM's partial rotary "
+            "embedding cannot be written as one that Qwen2 has"
+        )
+    factor = _number(entries, "partial_rotary_factor", 0.5)
+    return _number(entries, "rope_theta", 10000.0), int(head_dim * factor)
+
+
+def _write_glm_rope(geometry: Geometry) -> dict[str, Any]:
+    factor = geometry.rotary_dim / geometry.head_dim
+    return {"rope_theta": geometry.rope_theta, "partial_rotary_factor": factor}
+
+
+def _read_qwen2_rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
+    entries = _rope_entries(config)
+    return read_back(_number(entries, "rope_theta", 10000.0), entries, head_dim)
+
+
+def _write_qwen2_rope(geometry: Geometry) -> dict[str, Any]:
+    # transformers 4 reads only these two keys and falls back to base 10000 without a word when it
+    # meets version 5's ``rope_parameters``; version 5 reads both spellings.
+    theta, head_dim, rotary_dim = geometry.rope_theta, geometry.head_dim, geometry.rotary_dim
+    return {
+        "rope_theta": full_base(theta, head_dim, rotary_dim),
+        "rope_scaling": rope_scaling(theta, head_dim, rotary_dim, geometry.max_positions),
+    }
+
+
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "num_kv_heads": "num_key_value_heads",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_positions": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+}
+_SAME_VALUE = {"swish": "silu"}  # two names of one function
+_NO_BIAS = "Qwen2 has no such bias"
+
+FORMATS: Mapping[str, Format] = {
+    "chatglm": Format(
+        model_type="chatglm",
+        architecture="ChatGLMForConditionalGeneration",
+        keys={
+            "hidden_size": "hidden_size",
+            "num_heads": "num_attention_heads",
+            "num_layers": "num_layers",
+            "num_kv_heads": "multi_query_group_num",
+            "head_dim": "kv_channels",
+            "intermediate_size": "ffn_hidden_size",
+            "vocab_size": "padded_vocab_size",
+            "max_positions": "seq_length",
+            "rms_norm_eps": "layernorm_epsilon",
+        },
+        required={
+            "rmsnorm": (True, True, "Qwen2 has RMS norms, not layer norms"),
+            "post_layer_norm": (True, True, "Qwen2 has a norm after the last layer"),
+            "apply_residual_connection_post_layernorm": (
+                False,
+                False,
+                "Qwen2's residual branches off before the norm",
+            ),
+            "add_bias_linear": (False, False, _NO_BIAS),
+            "multi_query_attention": (True, False, "only grouped key-value heads are known here"),
+        },
+        read_rope=_read_chatglm_rope,
+        write_rope=_write_chatglm_rope,
+        written={"add_qkv_bias": True},
+    ),
+    "glm": Format(
+        model_type="glm",
+        architecture="GlmForCausalLM",
+        keys={**_SIZES, "head_dim": "head_dim"},
+        required={
+            "hidden_act": ("silu", "silu", "Qwen2's gate is SiLU"),
+        },
+        read_rope=_read_glm_rope,
+        write_rope=_write_glm_rope,
+        written={"attention_bias": True},
+    ),
+    "qwen2": Format(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        keys={**_SIZES, "head_dim": "head_dim"},
+        required={
+            "hidden_act": ("silu", "silu", "GLM's gate is SiLU"),
+            "use_sliding_window": (False, False, "GLM attends to everything before"),
+        },
+        read_rope=_read_qwen2_rope,
+        write_rope=_write_qwen2_rope,
+    ),
+}
+
+_REFUSED = {
+    "glm4": "GLM-4-0414 (model_type glm4) has norms after attention and after the MLP; "
+    "Qwen2 has none there, so no choice of weights computes the same function",
+    "glm4_moe": "mixture-of-experts layers have no place in Qwen2",
+    "glm4v": "vision towers have no place in Qwen2",
+}
+
+
+def detect_format(config: Mapping[str, Any]) -> str:
+    """Which row of ``FORMATS`` a config.json belongs to.
+
+    Raises:
+        CheckpointError: to none; for models that look related, with the reason.
+    """
+    model_type = config.get("model_type")
+    if model_type in FORMATS:
+        return str(model_type)
+    reason = _REFUSED.get(str(model_type), f"known are {', '.join(FORMATS)}")
+    raise CheckpointError(f"config.json: model_type is {model_type!r}: {reason}")

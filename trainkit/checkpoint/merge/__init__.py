@@ -1,0 +1,1 @@
+"""One plain model of an adapter and its base."""

@@ -1,0 +1,187 @@
+"""Merges an adapter into plain weights, tensor by tensor, and records what that did."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.checkpoint.merge.merged_weights import Base, MergedWeights, ModuleChange, Packing
+from trainkit.checkpoint.merge.nf4 import quantized_names
+from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
+from trainkit.checkpoint.weights.adapter import Adapter
+from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
+from trainkit.checkpoint.weights.companions import copy_companions
+from trainkit.checkpoint.weights.export import DTYPES, dtype_named, write_config, write_weights
+from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.reader import WeightsReader
+from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
+from trainkit.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+RECORD_NAME = "merge.json"
+_OTHER: Mapping[Base, Base] = {"original": "dequantized", "dequantized": "original"}
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """How to merge.
+
+    Attributes:
+        quantize: ``nf4`` if the adapter was trained over a 4-bit base; None if over plain weights.
+        compute_dtype: with ``quantize``, what training loaded the base in and unpacked it to; None
+            takes what config.json says, else bfloat16.
+        base: with ``quantize``, what the adapter is merged into: ``dequantized`` (the weights
+            that training saw) or ``original`` (the weights before they were packed).
+        dtype: of the result; None keeps each tensor's own.
+        max_shard_bytes: size of a weights file.
+        verify: compare the result with base and adapter on a few prompts; loads both models.
+        any_base: merge into a base of the same shapes even if the adapter was trained over others.
+    """
+
+    quantize: str | None = None
+    compute_dtype: str | None = None
+    base: Base = "original"
+    dtype: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    verify: bool = True
+    any_base: bool = False
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A finished merge.
+
+    Attributes:
+        target: the directory.
+        changes: one for each tensor that the adapter touches.
+        parity: None when it was not asked for.
+    """
+
+    target: Path
+    changes: tuple[ModuleChange, ...]
+    parity: Parity | None
+
+
+def merge_adapter(
+    adapter: Adapter,
+    base: Path,
+    target: Path,
+    options: MergeOptions,
+    progress: Callable[[str], None] = logger.info,
+    *,
+    origin: Path | None = None,
+) -> Merge:
+    """Write base and adapter as one plain model.
+
+    Args:
+        adapter: what ``read_adapter`` read.
+        base: model directory that the adapter was trained on.
+        target: must not exist.
+        options: see there.
+        progress: told in a line what happens.
+        origin: what the record names as the adapter, where it was unpacked from elsewhere.
+
+    Raises:
+        CheckpointError: the adapter does not fit the base or changes nothing; the merged model
+            does not do what the adapter does; the disk is full. The target does not exist then.
+    """
+    base, target = Path(base), Path(target)
+    config = read_config(base)
+    if config.get("quantization_config"):
+        raise CheckpointError(
+            "the base is stored quantised; an adapter merges into plain weights",
+            where=str(base),
+            fix="give the base model before it was quantised",
+        )
+    proof = origin or adapter.directory  # one that was put together from shards has none itself
+    is_same_base = not options.any_base and check_fingerprint(proof, base)
+    if not is_same_base:
+        progress("the base was compared by its shapes only")
+    source = str(origin or adapter.directory)
+    metadata = {"kind": "merge", "base": str(base), "adapter": source}
+    with WeightsReader(base) as reader:
+        packing = _packing(base, config, options)
+        dtype = dtype_named(options.dtype)
+        merged = MergedWeights(reader, adapter, config, dtype=dtype, packing=packing)
+        free_space_check(target, sum(info.num_bytes for info in merged.tensors.values()))
+        with staged_directory(target, metadata=metadata) as staging:
+            progress(f"merging {len(adapter.modules)} adapted modules")
+            write_weights(merged, staging, max_shard_bytes=options.max_shard_bytes)
+            changes = tuple(merged.changes)
+            _refuse_no_op(changes, adapter)
+            new_config = dict(config)
+            if merged.is_untied:
+                new_config["tie_word_embeddings"] = False
+            if merged.vocab_size is not None and "vocab_size" in config:
+                new_config["vocab_size"] = merged.vocab_size  # resized before training, perhaps
+            write_config(staging, new_config, options.dtype)
+            copy_companions((adapter.directory, base), staging)
+            parity = None
+            if options.verify:
+                progress("comparing with base and adapter on a few prompts")
+                other = None
+                if packing is not None:
+                    turned = replace(packing, base=_OTHER[packing.base])
+                    other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
+                seen_in = None if packing is None else packing.compute_dtype
+                parity = compare_with_adapter(
+                    base, adapter.directory, staging, packed_from=seen_in, other=other
+                )
+                if packing is None or packing.base == "dequantized":
+                    parity.check()  # merged into the original, it is off by the packing itself
+            record = {**_record(base, adapter, options, changes, parity), "adapter": source}
+            record["is_base_of_training"] = is_same_base or None  # None: not known
+            (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
+    return Merge(target, changes, parity)
+
+
+def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Packing | None:
+    if options.quantize is None:
+        return None
+    if options.quantize != "nf4":
+        raise CheckpointError(f"quantisation {options.quantize!r} is not known; nf4 is")
+    own = str(config.get("torch_dtype", config.get("dtype")))
+    dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
+    return Packing(quantized_names(base), dtype, options.base)
+
+
+def _refuse_no_op(changes: tuple[ModuleChange, ...], adapter: Adapter) -> None:
+    if not changes:
+        raise CheckpointError("the adapter holds no weights", where=str(adapter.directory))
+    if all(change.relative_update == 0.0 for change in changes):
+        raise CheckpointError(
+            "the adapter changes nothing: every update is zero, as before the first step",
+            where=str(adapter.directory),
+            fix="was this the adapter of a finished run?",
+        )
+    if all(change.changed_fraction == 0.0 for change in changes):
+        raise CheckpointError(
+            "the adapter's updates are all below the resolution of the weights' dtype, so merging "
+            "would lose them",
+            where=str(adapter.directory),
+            fix="merge with --dtype float32",
+        )
+
+
+def _record(
+    base: Path,
+    adapter: Adapter,
+    options: MergeOptions,
+    changes: tuple[ModuleChange, ...],
+    parity: Parity | None,
+) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "base": str(base),
+        "base_named_by_adapter": adapter.base_name,
+        "quantize": options.quantize,
+        "merged_into": options.base,
+        "dtype": options.dtype or "as in the base",
+        "parity": None if parity is None else parity.to_dict(),
+        "changes": [asdict(change) for change in changes],
+    }

@@ -1,0 +1,208 @@
+"""Base weights with an adapter in them, computed when asked for.
+
+Each update is computed in float32 and rounded once, into the result's dtype. peft's own merge
+computes the update in the adapter's dtype and adds it in the base's, which rounds twice.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.merge.nf4 import through_nf4
+from trainkit.checkpoint.weights.adapter import Adapter, ModuleAdapter
+from trainkit.checkpoint.weights.export import TensorSource, cast
+from trainkit.checkpoint.weights.reader import TensorInfo
+from trainkit.errors import CheckpointError
+
+Base = Literal["original", "dequantized"]
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_MAX_NAMED = 6
+
+
+@dataclass(frozen=True)
+class ModuleChange:
+    """What the merge did to one tensor.
+
+    Attributes:
+        name: of the tensor.
+        relative_update: norm of the update over norm of the weight, in float32.
+        changed_fraction: share of the values that differ after rounding.
+        error_dequantized: of the merged weight against what training computed with, relative,
+            when merged into the unpacked 4-bit base. None without a 4-bit base.
+        error_original: the same when merged into the original base.
+    """
+
+    name: str
+    relative_update: float
+    changed_fraction: float
+    error_dequantized: float | None = None
+    error_original: float | None = None
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The 4-bit base that an adapter was trained over.
+
+    Attributes:
+        names: the weights that were packed.
+        compute_dtype: what they are unpacked to.
+        base: whether the adapter is merged into the unpacked weights or the original ones.
+    """
+
+    names: Collection[str]
+    compute_dtype: torch.dtype
+    base: Base
+
+
+class MergedWeights:
+    """A source of merged tensors; ``changes`` fills up as they are loaded."""
+
+    def __init__(
+        self,
+        base: TensorSource,
+        adapter: Adapter,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype | None = None,
+        packing: Packing | None = None,
+    ) -> None:
+        """Check that adapter and base fit.
+
+        Args:
+            base: the base model's weights.
+            adapter: what to put into them.
+            config: the base's config.json.
+            dtype: of the result; None keeps each tensor's own.
+            packing: for an adapter trained over a 4-bit base.
+
+        Raises:
+            CheckpointError: the adapter belongs to another model.
+        """
+        self._base, self._adapter, self._packing = base, adapter, packing
+        is_tied = bool(config.get("tie_word_embeddings")) and _HEAD not in base.tensors
+        self.is_untied = is_tied and self._must_untie()
+        self._check_fit(is_tied=is_tied)
+        self.changes: list[ModuleChange] = []
+        names = [*base.tensors, *([_HEAD] if self.is_untied else [])]
+        self.tensors: Mapping[str, TensorInfo] = {name: self._result(name, dtype) for name in names}
+
+        self._check_vocabulary()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding; None where the model names it otherwise."""
+        info = self.tensors.get(_EMBEDDING)
+        return None if info is None else info.shape[0]
+
+    def load(self, name: str) -> Tensor:
+        """Compute one tensor."""
+        dtype = self.tensors[name].dtype
+        original = self._base.load(self._source_name(name))
+        whole = self._adapter.replaced.get(name)
+        module, _, kind = name.rpartition(".")
+        part = self._adapter.modules.get(module)
+        if part is not None and kind == "weight":
+            # peft saves the base's embedding beside its adapter; a resized one lives only there.
+            return self._with_update(name, original if whole is None else whole, part, dtype)
+        if whole is not None:
+            return self._finish(name, original.float(), whole.float(), dtype)
+        if part is not None and kind == "bias" and part.bias is not None:
+            total = original.float() + part.scaling * part.bias.float()
+            return self._finish(name, original.float(), total, dtype)
+        return cast(name, self._start(name, original), dtype)
+
+    def _with_update(
+        self, name: str, original: Tensor, part: ModuleAdapter, dtype: torch.dtype
+    ) -> Tensor:
+        start = self._start(name, original)
+        errors: tuple[float, ...] = ()
+        if self._packing is not None and name in self._packing.names:
+            # Training computed with the unpacked weight and the adapter: that is the truth.
+            truth = part.merged(self._unpacked(original))
+            errors = (
+                _relative(truth.to(dtype), truth),
+                _relative(part.merged(original).to(dtype), truth),
+            )
+        return self._finish(name, start.float(), part.merged(start), dtype, *errors)
+
+    def _finish(
+        self, name: str, before: Tensor, exact: Tensor, dtype: torch.dtype, *errors: float
+    ) -> Tensor:
+        result = cast(name, exact, dtype)
+        if not torch.isfinite(result).all():
+            raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
+        update = changed = 1.0
+        if before.shape == exact.shape:  # else a resized vocabulary, trained whole
+            update = _relative(exact, before)
+            changed = (before.to(dtype) != result).float().mean().item()
+        self.changes.append(ModuleChange(name, update, changed, *errors))
+        return result
+
+    def _start(self, name: str, original: Tensor) -> Tensor:
+        packing = self._packing
+        if packing is None or packing.base == "original" or name not in packing.names:
+            return original
+        return self._unpacked(original)
+
+    def _unpacked(self, original: Tensor) -> Tensor:
+        assert self._packing is not None
+        return through_nf4(original, self._packing.compute_dtype)
+
+    def _source_name(self, name: str) -> str:
+        return _EMBEDDING if self.is_untied and name == _HEAD else name
+
+    def _result(self, name: str, dtype: torch.dtype | None) -> TensorInfo:
+        own = self._base.tensors[self._source_name(name)]
+        whole = self._adapter.replaced.get(name)
+        shape = own.shape if whole is None else tuple(whole.shape)
+        is_cast = dtype is not None and own.dtype.is_floating_point
+        return TensorInfo(name, dtype if is_cast and dtype is not None else own.dtype, shape)
+
+    def _must_untie(self) -> bool:
+        """Whether the adapter treats the two ends of a tied embedding differently."""
+        ends = {end.removesuffix(".weight") for end in (_HEAD, _EMBEDDING)}
+        if ends & self._adapter.modules.keys():
+            return True
+        head, embedding = (self._adapter.replaced.get(end) for end in (_HEAD, _EMBEDDING))
+        if head is not None and embedding is not None:
+            return not torch.equal(head, embedding)
+        return head is not None or embedding is not None
+
+    def _check_vocabulary(self) -> None:
+        head = self.tensors.get(_HEAD)
+        if head is not None and self.vocab_size not in (None, head.shape[0]):
+            raise CheckpointError(
+                f"the embedding would have {self.vocab_size} rows and the output matrix "
+                f"{head.shape[0]}: only one of them was resized",
+                where=str(self._adapter.directory),
+            )
+
+    def _check_fit(self, *, is_tied: bool) -> None:
+        known = {*self._base.tensors, *([_HEAD] if is_tied else [])}
+        wanted = {f"{module}.weight" for module in self._adapter.modules}
+        if unknown := sorted((wanted | self._adapter.replaced.keys()) - known):
+            raise CheckpointError(
+                f"the base has no {', '.join(unknown[:_MAX_NAMED])}: the adapter belongs to "
+                "another model",
+                where=str(self._adapter.directory),
+                fix=f"the adapter names {self._adapter.base_name!r} as its base",
+            )
+        for module, part in self._adapter.modules.items():
+            shape = self._base.tensors[self._source_name(f"{module}.weight")].shape
+            if shape != part.delta_shape:
+                raise CheckpointError(
+                    f"{module} is {list(shape)} in the base and {list(part.delta_shape)} in the "
+                    "adapter: it belongs to another model",
+                    where=str(self._adapter.directory),
+                )
+            if part.bias is not None and f"{module}.bias" not in self._base.tensors:
+                raise CheckpointError(f"the adapter has a bias for {module}, the base has none")
+
+
+def _relative(value: Tensor, truth: Tensor) -> float:
+    norm = torch.linalg.vector_norm(truth.double()).item()
+    error = torch.linalg.vector_norm(value.double() - truth.double()).item()
+    return error / norm if norm else error

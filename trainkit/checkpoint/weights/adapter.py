@@ -1,0 +1,287 @@
+"""A saved LoRA adapter as what it does to weights.
+
+peft's own layout (``adapter_config.json`` and ``adapter_model.safetensors``) is read without peft
+and without the base model, so that a merge can go tensor by tensor.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.checkpoint.weights.plain_files import plain_file, read_json
+from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
+from trainkit.errors import CheckpointError
+
+CONFIG_NAME = "adapter_config.json"
+PREFIX = "base_model.model."
+_PARTS = (
+    "lora_A.weight",
+    "lora_B.weight",
+    "lora_B.bias",
+    "lora_embedding_A",
+    "lora_embedding_B",
+    "lora_magnitude_vector",
+)
+_WHOLE_EMBEDDING = re.compile(r"\.embed_tokens\.((base_layer|modules_to_save)\.)?weight$")
+# What these initialisations leave behind fits only the base that they changed when training began.
+_BASE_CHANGING = ("pissa", "olora", "corda", "loftq")
+_UNKNOWN_HERE = (
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "megatron_config",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+)
+
+
+@dataclass
+class ModuleAdapter:
+    """The adapter of one module.
+
+    Attributes:
+        down: lora_A, (r, in_features); for an embedding (r, rows of the table).
+        up: lora_B, (out_features, r); for an embedding (width, r).
+        bias: added to the module's bias, scaled, or None.
+        magnitude: DoRA's row norms, (out_features,), or None.
+        is_embedding: the update of the table is the transpose of ``up @ down``.
+        scaling: alpha / r, or alpha / sqrt(r).
+    """
+
+    down: Tensor
+    up: Tensor
+    bias: Tensor | None
+    magnitude: Tensor | None
+    is_embedding: bool
+    scaling: float
+
+    @property
+    def delta_shape(self) -> tuple[int, int]:
+        """Shape of the weight it fits."""
+        rows, columns = self.up.shape[0], self.down.shape[1]
+        return (columns, rows) if self.is_embedding else (rows, columns)
+
+    def delta(self) -> Tensor:
+        """What plain LoRA adds to the weight, in float32."""
+        update = self.scaling * (self.up.float() @ self.down.float())
+        return update.T if self.is_embedding else update
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight with the adapter in it, in float32, rounded nowhere."""
+        total = weight.float() + self.delta()
+        if self.magnitude is None:
+            return total
+        norms = torch.linalg.vector_norm(total, dim=1)
+        return total * (self.magnitude.float() / norms)[:, None]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A whole adapter.
+
+    Attributes:
+        directory: where it was read.
+        config: adapter_config.json.
+        modules: by module name in the base model.
+        replaced: tensors trained whole, by tensor name (``modules_to_save``).
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    modules: Mapping[str, ModuleAdapter] = field(default_factory=dict)
+    replaced: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def base_name(self) -> str | None:
+        """The base model as the adapter names it."""
+        name = self.config.get("base_model_name_or_path")
+        return name if isinstance(name, str) and name else None
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds a saved adapter."""
+    return (Path(directory) / CONFIG_NAME).is_file()
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """adapter_config.json, refused where it asks for what a plain merge cannot give.
+
+    Raises:
+        CheckpointError: not a LoRA adapter, or one of a kind that is not known here.
+    """
+    config = read_json(plain_file(Path(directory), CONFIG_NAME))
+    where = str(directory)
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
+        raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
+    for key in _UNKNOWN_HERE:
+        if config.get(key):
+            raise CheckpointError(
+                f"{CONFIG_NAME}: {key} is not supported",
+                where=where,
+                fix="peft merges it in memory: PeftModel.from_pretrained(base, adapter)"
+                ".merge_and_unload().save_pretrained(...)",
+            )
+    if config.get("bias", "none") != "none":
+        raise CheckpointError(
+            f"{CONFIG_NAME}: bias={config['bias']!r} trains the base's own biases, which the "
+            "adapter does not hold as differences",
+            where=where,
+        )
+    init = config.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
+        raise CheckpointError(
+            f"{CONFIG_NAME}: init_lora_weights={init!r} changed the base when training began; "
+            "this adapter belongs to that changed base",
+            where=where,
+            fix="save it with peft's path_initial_model_for_weight_conversion first",
+        )
+    return config
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """Read a saved adapter; its tensors are small and held in memory.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or is of a kind that is not known here.
+    """
+    directory = Path(directory)
+    config = read_adapter_config(directory)
+    for name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if (directory / name).exists():
+            path = plain_file(directory, name)
+            file = SafetensorsFile(path) if name.endswith("safetensors") else PickledFile(path)
+            try:
+                tensors = {key: file.load(key) for key in file.tensors}
+            finally:
+                file.close()
+            return adapter_from_tensors(directory, config, tensors)
+    raise CheckpointError("adapter_model.safetensors is missing", where=str(directory))
+
+
+def vocabulary_rows(directory: Path) -> int | None:
+    """Rows of the embedding that an adapter brings along; None if it brings none.
+
+    peft saves it where it was trained, or where the vocabulary was resized before training.
+    """
+    if not (Path(directory) / "adapter_model.safetensors").exists():
+        return None
+    file = SafetensorsFile(plain_file(Path(directory), "adapter_model.safetensors"))
+    try:
+        rows = {i.shape[0] for i in file.tensors.values() if _WHOLE_EMBEDDING.search(i.name)}
+    finally:
+        file.close()
+    return rows.pop() if len(rows) == 1 else None
+
+
+def adapter_from_tensors(
+    directory: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Adapter:
+    """Sort an adapter's tensors by module.
+
+    Args:
+        directory: for messages.
+        config: adapter_config.json.
+        tensors: with peft's names.
+
+    Raises:
+        CheckpointError: a half of a pair is missing, or a name is not peft's.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    replaced: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(PREFIX):
+            raise CheckpointError(f"{key!r} is not a name that peft writes", where=str(directory))
+        name = key.removeprefix(PREFIX).removesuffix(".default")
+        name = name.replace(".default.weight", ".weight").replace(".modules_to_save.", ".")
+        name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
+        if part is not None:
+            parts.setdefault(name.removesuffix(f".{part}"), {})[part] = tensor
+        elif "lora_" in name:
+            raise CheckpointError(f"{key!r} is not known here", where=str(directory))
+        elif ".original_module." not in name:  # peft's copy from before training
+            name = name.replace(".base_layer.", ".")
+            if name in replaced and not torch.equal(replaced[name], tensor):
+                raise CheckpointError(
+                    f"{name} is there twice, with other values", where=str(directory)
+                )
+            replaced[name] = tensor
+    modules = {
+        module: _module_adapter(module, found, config, directory) for module, found in parts.items()
+    }
+    return Adapter(directory, config, modules, replaced)
+
+
+def _module_adapter(
+    module: str, found: Mapping[str, Tensor], config: Mapping[str, Any], directory: Path
+) -> ModuleAdapter:
+    is_embedding = "lora_embedding_A" in found
+    down = found.get("lora_embedding_A" if is_embedding else "lora_A.weight")
+    up = found.get("lora_embedding_B" if is_embedding else "lora_B.weight")
+    magnitude = found.get("lora_magnitude_vector")
+    fits = (
+        down is not None
+        and up is not None
+        and down.dim() == up.dim() == 2
+        and down.shape[0] == up.shape[1]
+        and (magnitude is None or (not is_embedding and magnitude.numel() == up.shape[0]))
+    )
+    if not fits or down is None or up is None:
+        shapes = {part: list(tensor.shape) for part, tensor in found.items()}
+        raise CheckpointError(
+            f"{module}: lora_A and lora_B do not fit: {shapes}", where=str(directory)
+        )
+    if bool(config.get("use_dora")) != (magnitude is not None):
+        raise CheckpointError(
+            f"{module}: use_dora is {bool(config.get('use_dora'))}, but the magnitude vector is "
+            f"{'missing' if magnitude is None else 'there'}",
+            where=str(directory),
+        )
+    return ModuleAdapter(
+        down=down,
+        up=up,
+        bias=found.get("lora_B.bias"),
+        magnitude=None if magnitude is None else magnitude.reshape(-1),
+        is_embedding=is_embedding,
+        scaling=scaling_of(module, down.shape[0], config, directory),
+    )
+
+
+def scaling_of(module: str, lora_rank: int, config: Mapping[str, Any], directory: Path) -> float:
+    """Peft's factor for a module: alpha over r, or over its root, with the patterns applied.
+
+    Raises:
+        CheckpointError: the config's rank is not that of the tensors.
+    """
+    wanted = _by_pattern(module, config.get("rank_pattern") or {}, config.get("r"))
+    alpha = _by_pattern(module, config.get("alpha_pattern") or {}, config.get("lora_alpha"))
+    if wanted != lora_rank or not isinstance(alpha, int | float):
+        raise CheckpointError(
+            f"{module}: the adapter has rank {lora_rank}; {CONFIG_NAME} says {wanted} "
+            f"(alpha {alpha})",
+            where=str(directory),
+        )
+    return alpha / (math.sqrt(lora_rank) if config.get("use_rslora") else lora_rank)
+
+
+def _by_pattern(module: str, patterns: Mapping[str, Any], default: Any) -> Any:
+    """Peft matches a pattern as a regular expression on the end of the module's name.
+
+    Raises:
+        CheckpointError: the patterns are none.
+    """
+    try:
+        for pattern, value in patterns.items():
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return value
+    except (AttributeError, re.error) as error:
+        raise CheckpointError(f"{CONFIG_NAME}: the patterns are damaged: {error}") from None
+    return default

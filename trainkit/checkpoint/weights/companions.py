@@ -1,0 +1,175 @@
+"""What travels with the weights: tokenizer, chat template, stop tokens, generation settings.
+
+None of it is code: remote-code entries are taken out, and a tokenizer that exists only as remote
+code over a tiktoken vocabulary is rebuilt as a plain ``tokenizer.json``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.weights.plain_files import is_plain_name, plain_file, read_json
+from trainkit.checkpoint.weights.tiktoken_vocabulary import build_tokenizer_json
+from trainkit.errors import CheckpointError
+
+_COPIED = (
+    "tokenizer.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "LICENSE",
+)
+# transformers 5 gives every model of type qwen2 Qwen2's own tokenizer class, whatever the files
+# say, and that class keeps the vocabulary but cuts text by Qwen2's rules (each digit by itself,
+# where GLM takes three at a time). An entry under auto_map makes it believe tokenizer_class
+# again. It is never followed: with trust_remote_code it fails on the missing file, loudly.
+_NOT_QWEN2S_OWN = {"AutoTokenizer": ["no_remote_code_needed.PreTrainedTokenizerFast", None]}
+RECORD_NAME = "conversion.json"
+_MAX_CODE_BYTES = 1 << 20
+_STOPS = ("eos_token_id", "pad_token_id", "bos_token_id")
+
+
+def carry_companions(
+    source: Path, target: Path, config: Mapping[str, Any], new_config: Mapping[str, Any]
+) -> dict[str, str]:
+    """Bring the tokenizer and the generation settings over.
+
+    Args:
+        source: model directory.
+        target: directory to write into.
+        config: the source's config.json.
+        new_config: the target's.
+
+    Returns:
+        File name to how it came: ``copied``, ``written``, ``built from tokenizer.model``.
+
+    Raises:
+        CheckpointError: the tokenizer is there in a form that cannot be carried.
+    """
+    came: dict[str, str] = {}
+    for name in _COPIED:
+        if (source / name).exists():
+            (target / name).write_bytes(plain_file(source, name).read_bytes())
+            came[name] = "copied"
+    if (source / "tokenizer_config.json").exists():
+        settings = _object(source, "tokenizer_config.json")
+        if "tokenizer.json" not in came and (source / "tokenizer.model").exists():
+            text = build_tokenizer_json(plain_file(source, "tokenizer.model"), settings)
+            (target / "tokenizer.json").write_text(text, encoding="utf-8")
+            came["tokenizer.json"] = "built from tokenizer.model"
+        is_qwen2 = new_config.get("model_type") == "qwen2"
+        _write(target / "tokenizer_config.json", _plain_tokenizer(settings, is_qwen2=is_qwen2))
+        came["tokenizer_config.json"] = "copied without remote code"
+    _write(target / "generation_config.json", _generation_config(source, config, new_config))
+    came["generation_config.json"] = "written"
+    return came
+
+
+def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
+    """Copy tokenizer, template and generation settings as they are.
+
+    Args:
+        sources: directories; the first that has a tokenizer gives all of its files, and the first
+            that has generation settings gives those. A run's own come before its base's.
+        target: directory to write into.
+
+    Returns:
+        File name to the directory it came from.
+    """
+    came: dict[str, str] = {}
+    tokenizer = next((p for p in sources if (p / "tokenizer_config.json").exists()), None)
+    settings = next((p for p in sources if (p / "generation_config.json").exists()), None)
+    for source, names in (
+        (tokenizer, (*_COPIED, "tokenizer_config.json", "tokenizer.model")),
+        (settings, ("generation_config.json",)),
+    ):
+        for name in names:
+            if source is not None and (source / name).exists():
+                (target / name).write_bytes(plain_file(source, name).read_bytes())
+                came[name] = str(source)
+    for source in sources:
+        if RECORD_NAME not in came and carry_record(source, target):
+            came[RECORD_NAME] = str(source)
+    return came
+
+
+def carry_record(source: Path, target: Path) -> bool:
+    """Keep with new weights what a conversion wrote down about the model that they came from.
+
+    The way back needs its config and what had no place; the digests of its weights are left out,
+    since they are those of the weights before.
+
+    Returns:
+        Whether the source has such a record, and the target had none.
+    """
+    if not (source / RECORD_NAME).is_file() or (target / RECORD_NAME).exists():
+        return False
+    record = _object(source, RECORD_NAME)
+    for key in ("tensors", "proof", "companions"):
+        record.pop(key, None)
+    _write(target / RECORD_NAME, record)
+    return True
+
+
+def code_of(source: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The text of the remote code that a config names, to be kept for the way back; never run."""
+    code: dict[str, str] = {}
+    for name in _code_files(config):
+        if (source / name).is_file():
+            path = plain_file(source, name)
+            if path.stat().st_size <= _MAX_CODE_BYTES:
+                code[name] = path.read_text(encoding="utf-8", errors="replace")
+    return code
+
+
+def write_code(target: Path, record: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
+    """Put the remote code back beside the config that names it."""
+    code = (record or {}).get("remote_code")
+    if not isinstance(code, dict):
+        return
+    for name in _code_files(config):
+        if isinstance(code.get(name), str):
+            (target / name).write_text(code[name], encoding="utf-8")
+
+
+def _code_files(config: Mapping[str, Any]) -> list[str]:
+    """Files of the directory itself that ``auto_map`` names."""
+    entries = config.get("auto_map")
+    values = entries.values() if isinstance(entries, dict) else ()
+    names = {f"{value.partition('.')[0]}.py" for value in values if isinstance(value, str)}
+    return sorted(name for name in names if is_plain_name(name))
+
+
+def _plain_tokenizer(settings: Mapping[str, Any], *, is_qwen2: bool) -> dict[str, Any]:
+    kept = {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+    kept.pop("auto_map", None)
+    if is_qwen2:
+        kept["auto_map"] = _NOT_QWEN2S_OWN
+    return kept
+
+
+def _generation_config(
+    source: Path, config: Mapping[str, Any], new_config: Mapping[str, Any]
+) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    if (source / "generation_config.json").exists():
+        settings = _object(source, "generation_config.json")
+    for key in _STOPS:
+        value = settings.get(key, config.get(key, new_config.get(key)))
+        if value is not None:
+            settings[key] = value
+    return settings
+
+
+def _object(directory: Path, name: str) -> dict[str, Any]:
+    content = read_json(plain_file(directory, name))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{name} is not a JSON object", where=str(directory))
+    return content
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,341 @@
+"""Directories that appear whole or not at all.
+
+Everything is written into ``.<name>.staging-<uuid>`` beside the target, forced to the disk, listed
+in a manifest, and renamed into place. The rename is the commit point: whatever kills the process
+before it leaves the target as it was; after it the target is complete. No torch here: a launcher
+may call it before torch is imported.
+
+One process uses ``staged_directory``. Several ranks split it: rank 0 calls ``stage`` and tells the
+others the path; all write; each may hash its own files with ``record_files``; after a barrier rank
+0 calls ``commit``, or ``discard`` if any rank failed.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainkit.checkpoint.whole.leftovers import clean_leftovers, discard, owner_file, write_owner
+from trainkit.checkpoint.whole.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    hash_files,
+    list_files,
+    verify_directory,
+)
+from trainkit.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST_NAME",
+    "NewestValid",
+    "clean_leftovers",
+    "commit",
+    "discard",
+    "free_space_check",
+    "newest_valid",
+    "record_files",
+    "remove_directory",
+    "stage",
+    "staged_directory",
+    "verify_directory",
+]
+
+_DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NEARLY_FULL_BYTES = 16 << 20
+
+
+@contextlib.contextmanager
+def staged_directory(
+    target: Path, *, metadata: Mapping[str, Any] | None = None, replace: bool = False
+) -> Iterator[Path]:
+    """Write a directory that appears only if the body ends well.
+
+    Args:
+        target: where the finished directory appears. Its parent is made when missing.
+        metadata: plain JSON values for the manifest. It is read when the body has ended, so the
+            body may still fill it.
+        replace: swap out an existing target; without it an existing target is an error.
+
+    Yields:
+        The staging directory to write into.
+
+    Raises:
+        CheckpointError: the target exists, or the disk is full. The target is as it was before.
+    """
+    staging = stage(target, replace=replace)
+    try:
+        yield staging
+        commit(staging, target, metadata=metadata, replace=replace)
+    except BaseException as error:
+        full = _is_disk_full(error, staging.parent)
+        discard(staging)
+        if full and not isinstance(error, CheckpointError):
+            raise _disk_full_error(target, error) from error
+        raise
+
+
+def stage(target: Path, *, replace: bool = False) -> Path:
+    """Make a staging directory beside ``target`` and sweep what dead processes left there.
+
+    Returns:
+        The staging directory: ``.<name>.staging-<uuid>`` in the target's parent, so that the final
+        rename stays on one file system.
+
+    Raises:
+        CheckpointError: the target exists and ``replace`` is off, the disk is full, or nothing can
+            be made there.
+    """
+    target = Path(target)
+    if not replace and os.path.lexists(target):
+        raise CheckpointError(
+            "it exists already; trainkit does not write over a finished directory",
+            where=str(target),
+            fix="choose another path or move the old directory away",
+        )
+    staging = target.parent / f".{target.name}.staging-{uuid.uuid4().hex}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(target.parent)
+        # The owner is written first: a staging directory without one is never a fresh one.
+        write_owner(staging)
+        staging.mkdir()
+    except OSError as error:
+        if _is_disk_full(error, target.parent):
+            discard(staging)
+            raise _disk_full_error(target, error) from error
+        raise CheckpointError(
+            f"it cannot be made: {error.strerror or error}",
+            where=str(target),
+            fix="choose another path",
+        ) from error
+    return staging
+
+
+def record_files(staging: Path, paths: Iterable[str]) -> list[FileEntry]:
+    """Force this rank's files to the disk and hash them, so that ranks share that work.
+
+    Args:
+        staging: the directory that ``stage`` made.
+        paths: this rank's files, relative to it.
+
+    Returns:
+        Entries to gather on rank 0 and to pass to ``commit`` (``vars(entry)`` is plain JSON).
+    """
+    return hash_files(staging, paths, fsync=True)
+
+
+def commit(
+    staging: Path,
+    target: Path,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    recorded: Iterable[FileEntry] = (),
+    replace: bool = False,
+) -> Manifest:
+    """Force everything to the disk, write the manifest, and rename into place.
+
+    Args:
+        staging: the directory that ``stage`` made, complete now.
+        target: the same target.
+        metadata: plain JSON values for the manifest.
+        recorded: what ``record_files`` returned on the ranks; the other files are hashed here.
+        replace: swap out an existing target.
+
+    Returns:
+        The manifest as written.
+
+    Raises:
+        CheckpointError: a link among the files, a recorded file that has changed, a target that
+            exists, or a full disk. The target is as it was; call ``discard`` next.
+    """
+    staging, target = Path(staging), Path(target)
+    known = {entry.path: entry for entry in recorded}
+    try:
+        present = list_files(staging)
+        _check_recorded(staging, known, present)
+        fresh = hash_files(staging, [path for path in present if path not in known], fsync=True)
+        manifest = Manifest((*known.values(), *fresh), dict(metadata or {}))
+        _write_durably(staging / MANIFEST_NAME, manifest.to_bytes())
+        _fsync_folders(staging)
+        _publish(staging, target, replace=replace)
+    except OSError as error:
+        if _is_disk_full(error, staging.parent):
+            raise _disk_full_error(target, error) from error
+        raise
+    return manifest
+
+
+def remove_directory(directory: Path) -> None:
+    """Delete a finished directory so that a kill half-way leaves nothing that looks finished."""
+    directory = Path(directory)
+    trash = directory.parent / f".{directory.name}.trash-{uuid.uuid4().hex}"
+    directory.rename(trash)
+    _fsync_path(directory.parent)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class NewestValid:
+    """The newest directory that proves whole, and why newer ones were passed over.
+
+    Attributes:
+        path: None when there is none.
+        manifest: of ``path``.
+        skipped: damaged directories newer than ``path``, each with the reason, newest first.
+    """
+
+    path: Path | None
+    manifest: Manifest | None
+    skipped: tuple[tuple[Path, str], ...]
+
+
+def newest_valid(parent: Path, pattern: str = "checkpoint-*") -> NewestValid:
+    """Find the newest directory whose every byte is as written.
+
+    Args:
+        parent: where to look.
+        pattern: a glob; the number at the end of a name orders the matches.
+    """
+    found = [path for path in Path(parent).glob(pattern) if path.is_dir()]
+    skipped: list[tuple[Path, str]] = []
+    for path in sorted(found, key=_order, reverse=True):
+        try:
+            manifest = verify_directory(path)
+        except CheckpointError as error:
+            skipped.append((path, error.what))
+        else:
+            return NewestValid(path, manifest, tuple(skipped))
+    return NewestValid(None, None, tuple(skipped))
+
+
+def free_space_check(path: Path, needed_bytes: int) -> int:
+    """Refuse to start what cannot fit.
+
+    Args:
+        path: where the bytes will go; it need not exist yet.
+        needed_bytes: how many.
+
+    Returns:
+        The free bytes there.
+
+    Raises:
+        CheckpointError: with both figures.
+    """
+    place = Path(path).absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{_readable(needed_bytes)} are needed and {_readable(free)} are free",
+            where=str(path),
+            fix="free some space or write to another disk",
+        )
+    return free
+
+
+def _readable(num_bytes: int) -> str:
+    if num_bytes < 2**30:
+        return f"{num_bytes / 2**20:.2f} MiB"
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _check_recorded(staging: Path, known: Mapping[str, FileEntry], present: list[str]) -> None:
+    for path, entry in known.items():
+        if path not in present or (staging / path).stat().st_size != entry.size:
+            raise CheckpointError(
+                f"{path} is missing or has changed since a rank recorded it", where=str(staging)
+            )
+
+
+def _publish(staging: Path, target: Path, *, replace: bool) -> None:
+    if replace and os.path.lexists(target):
+        _exchange(staging, target)
+        shutil.rmtree(staging, ignore_errors=True)  # what was the target a moment ago
+    else:
+        try:
+            staging.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise CheckpointError("it appeared while it was written", where=str(target)) from error
+    _fsync_path(target.parent)
+    owner_file(staging).unlink(missing_ok=True)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories in one step, so that no kill finds the target missing."""
+    at_fdcwd, rename_exchange = -100, 2
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        failure = errno.ENOSYS
+    else:
+        arguments = (at_fdcwd, os.fsencode(new), at_fdcwd, os.fsencode(old), rename_exchange)
+        failure = 0 if renameat2(*arguments) == 0 else ctypes.get_errno()
+    if failure == 0:
+        return
+    if failure not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        raise OSError(failure, os.strerror(failure), str(old))
+    # A file system without the exchange: two steps, the old directory is deleted last.
+    trash = old.parent / f".{old.name}.trash-{uuid.uuid4().hex}"
+    old.rename(trash)
+    new.rename(old)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    with path.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _fsync_folders(root: Path) -> None:
+    for folder, _, _ in os.walk(root, topdown=False):
+        _fsync_path(Path(folder))
+
+
+def _fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _order(path: Path) -> tuple[int, str]:
+    number = re.search(r"(\d+)$", path.name)
+    return (int(number.group(1)) if number else -1, path.name)
+
+
+def _is_disk_full(error: BaseException, place: Path) -> bool:
+    """Whether a failed write was for want of space.
+
+    safetensors and torch report it in words of their own, without an errno; for those the free
+    space at the moment of the failure decides.
+    """
+    if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
+        return True
+    if not isinstance(error, Exception) or isinstance(error, CheckpointError):
+        return False
+    text = str(error)
+    if any(os.strerror(number) in text for number in _DISK_FULL_ERRNOS):
+        return True
+    return "write" in text and shutil.disk_usage(place).free < _NEARLY_FULL_BYTES
+
+
+def _disk_full_error(target: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"the disk is full ({error}); nothing was left behind and what was there before is whole",
+        where=str(target),
+        fix="free some space or write to another disk",
+    )

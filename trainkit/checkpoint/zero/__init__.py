@@ -1,0 +1,1 @@
+"""One plain model of DeepSpeed's shards."""

@@ -1,0 +1,323 @@
+"""Rows to samples: decode, parse, render, mask, tokenise, fit to ``max_length``.
+
+One :class:`SampleBuilder` lives in each worker process. It never raises for a bad row: every row
+ends as samples, as an entry for the ledger, or as both.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.build.drafts import Draft, Drafter, Event, cut_tokens
+from trainkit.data.render.encode import Encoder
+from trainkit.data.read.formats import detect
+from trainkit.data.read.messages import (
+    Conversation,
+    Row,
+    RowError,
+    TextRow,
+    TokenRow,
+    validate,
+)
+from trainkit.data.options import DataOptions, Source
+from trainkit.data.read.reading import RawRow
+from trainkit.data.read.row_fields import without_effect
+from trainkit.data.read.rows import decode_row, read_row
+from trainkit.data.render.template import THINK_CLOSE
+from trainkit.errors import DataError, TrainkitError
+
+MAX_DRAFTERS = 16
+"""So many sets of row variables are kept at work; rows with more of them only take longer."""
+
+
+@dataclass
+class Batch:
+    """What became of a run of rows, in few large pieces so that it travels well between processes.
+
+    Attributes:
+        num_kept: rows of which at least one sample remains.
+        input_ids, loss_mask: all samples end to end.
+        lengths, rows, parts: one number per sample; ``rows`` counts within the run.
+        events: for the ledger.
+        counts: formats (``format:<name>``) and things worth telling, by name.
+        ends: end-of-turn tokens that are trained, and how many turns each ends.
+        notes: what a person should know about the template.
+    """
+
+    num_kept: int = 0
+    input_ids: list[np.ndarray] = field(default_factory=list)
+    loss_mask: list[np.ndarray] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    ends: Counter[str] = field(default_factory=Counter)
+    notes: set[str] = field(default_factory=set)
+
+    def add(self, ids: np.ndarray, mask: np.ndarray, row: int, part: int) -> None:
+        """Append one sample."""
+        self.input_ids.append(ids)
+        self.loss_mask.append(mask)
+        self.lengths.append(len(ids))
+        self.rows.append(row)
+        self.parts.append(part)
+
+    def sealed(self) -> "Batch":
+        """The same with one array each."""
+        if self.input_ids:
+            self.input_ids = [np.concatenate(self.input_ids)]
+            self.loss_mask = [np.concatenate(self.loss_mask)]
+        return self
+
+
+class SampleBuilder:
+    """Builds samples for one tokenizer and one set of options.
+
+    Args:
+        tokenizer: a fast one; it needs a chat template only when conversations come.
+        options: how rows become samples.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.encoder = Encoder(tokenizer)
+        self._drafter: Drafter | None = None
+        self._drafters: dict[str, Drafter] = {}
+        self._vocabulary = len(tokenizer)
+
+    @property
+    def drafter(self) -> Drafter:
+        """The chat template at work, made when the first conversation needs it."""
+        if self._drafter is None:
+            self._drafter = Drafter(self.tokenizer, self.options, self.encoder)
+        return self._drafter
+
+    def drafter_of(self, template_kwargs: Mapping[str, Any]) -> Drafter:
+        """The chat template with a row's own variables, which win over the options'.
+
+        Raises:
+            RowError: with these variables the template's masks cannot be proved.
+        """
+        if not template_kwargs:
+            return self.drafter
+        key = json.dumps(template_kwargs, sort_keys=True)
+        if key not in self._drafters:
+            kwargs = {**self.options.template_kwargs, **template_kwargs}
+            try:
+                found = Drafter(
+                    self.tokenizer, replace(self.options, template_kwargs=kwargs), self.encoder
+                )
+            except TrainkitError as error:
+                raise RowError("template_kwargs", f"with {key[:200]}: {error.what}") from error
+            while len(self._drafters) >= MAX_DRAFTERS:
+                self._drafters.pop(next(iter(self._drafters)))
+            self._drafters[key] = found
+        return self._drafters[key]
+
+    def build(self, rows: Sequence[RawRow], source: Source) -> Batch:
+        """Turn rows into samples.
+
+        Raises:
+            DataError: only for what concerns the whole run, such as a template without proof.
+        """
+        batch = Batch()
+        drafts: dict[Drafter, list[Draft]] = {}
+        texts: list[tuple[int, TextRow]] = []
+        for number, row in enumerate(rows):
+            try:
+                parsed = self._parse(row, source, batch)
+                if isinstance(parsed, Conversation):
+                    drafter = self.drafter_of(parsed.template_kwargs)
+                    mine = self._drafts(drafter, number, parsed, source, batch)
+                    drafts.setdefault(drafter, []).extend(mine)
+                elif isinstance(parsed, TextRow):
+                    texts.append((number, parsed))
+                else:
+                    self._keep_tokens(number, parsed, batch)
+            except RowError as error:
+                batch.events.append(Event(number, "dropped", error.reason, error.detail))
+        for drafter, mine in drafts.items():
+            self._keep_conversations(drafter, mine, batch)
+        if texts:
+            self._keep_texts(texts, batch)
+        self._check_embeddings(batch, rows)
+        kept = set(batch.rows)
+        batch.num_kept = len(kept)
+        # A row of several samples may lose one of them: the row is then cut, not dropped.
+        batch.events = [
+            replace(event, action="cut")
+            if event.action == "dropped" and event.row in kept
+            else event
+            for event in batch.events
+        ]
+        if self._drafter is not None:
+            batch.notes |= set(self._drafter.template.notes)
+        return batch.sealed()
+
+    def _check_embeddings(self, batch: Batch, rows: Sequence[RawRow]) -> None:
+        """Stop at a token that the model has no row of its embedding for."""
+        size = self.options.num_embeddings
+        if size is None or self._vocabulary <= size:
+            return
+        for ids, number in zip(batch.input_ids, batch.rows, strict=True):
+            largest = int(ids.max(initial=-1))
+            if largest >= size:
+                token = self.tokenizer.convert_ids_to_tokens(largest)
+                raise DataError(
+                    f"the tokenizer is larger than the model's embedding: it gives {token!r} the "
+                    f"id {largest} (in the row of line {rows[number].line}), and the embedding has "
+                    f"{size} rows",
+                    where="model.name_or_path",
+                    fix="use the model's own tokenizer, or grow the model: "
+                    "model.resize_token_embeddings(len(tokenizer)), then save both",
+                )
+
+    # -- rows -----------------------------------------------------------------------------------
+
+    def _parse(self, raw: RawRow, source: Source, batch: Batch) -> Row:
+        row = decode_row(raw)
+        parsed = read_row(row, source.format, source.columns)
+        name = source.format
+        if name == "auto":
+            name = (detect(row) if isinstance(row, Mapping) else None) or "messages"
+        batch.counts[f"format:{name}"] += 1
+        batch.counts.update(f"ignored:{field}" for field in parsed.ignored)
+        return parsed
+
+    def _drafts(
+        self, drafter: Drafter, row: int, conversation: Conversation, source: Source, batch: Batch
+    ) -> list[Draft]:
+        masks = self.options.mask != "none"
+        conversation = validate(conversation, needs_assistant=masks)
+        for repair in conversation.repairs:
+            batch.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
+        idle = without_effect(conversation, drafter.template.text)
+        batch.counts.update(f"ignored:{field}" for field in idle)
+        conversation, escaped = drafter.template.prepare(conversation)
+        if escaped:
+            batch.counts["escaped_special_tokens"] += escaped
+            detail = f"{escaped} control tokens inside message text were broken up"
+            batch.events.append(Event(row, "repaired", "special_tokens_escaped", detail))
+        roles = frozenset(source.roles or self.options.roles)
+        if self.options.thinking != "split" or not masks or not has_reasoning(conversation):
+            drafts = [drafter.draft(row, 0, conversation, roles)]
+        else:
+            turns = [i for i, m in enumerate(conversation.messages) if m.role == "assistant"]
+            drafts = [
+                drafter.draft(row, part, conversation.first(turn + 1), roles, only_last=True)
+                for part, turn in enumerate(turns)
+            ]
+            drafts = [draft for draft in drafts if draft.trained]
+            batch.counts["samples_from_split"] += max(len(drafts) - 1, 0)
+        if masks and not any(draft.trained for draft in drafts):
+            raise RowError("nothing_trained", "no turn of the conversation is to be trained")
+        others = sum(bool(m.train) and m.role not in roles for m in conversation.messages)
+        if others and masks:
+            batch.counts["other_turns_switched_on"] += others
+        return drafts
+
+    # -- samples -----------------------------------------------------------------------------
+
+    def _keep_conversations(self, drafter: Drafter, drafts: Sequence[Draft], batch: Batch) -> None:
+        for draft, tokens in zip(drafts, drafter.encode(drafts), strict=True):
+            try:
+                fitted = drafter.fit(draft, tokens)
+            except RowError as error:
+                trained = int(np.count_nonzero(drafter.sample(draft, tokens)[1]))
+                size = len(tokens.input_ids)
+                event = Event(draft.row, "dropped", error.reason, error.detail, size, trained)
+                batch.events.append(event)
+                continue
+            if fitted.event is not None:
+                batch.events.append(fitted.event)
+            batch.counts.update(fitted.counts)
+            batch.ends.update(fitted.ends)
+            batch.add(fitted.input_ids, fitted.loss_mask, draft.row, draft.part)
+
+    def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], batch: Batch) -> None:
+        """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
+        whole = [row.prompt + row.text for _, row in texts]
+        spans = [[(len(row.prompt), len(row.prompt) + len(row.text))] for _, row in texts]
+        encoded = self.encoder.encode(whole, spans, add_special_tokens=True)
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        limit = self.options.max_length
+        for (row, text), tokens in zip(texts, encoded, strict=True):
+            ids, first = tokens.input_ids, tokens.ranges[0][0]
+            if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
+                # The text has the token that the tokenizer adds: once is enough.
+                ids, first = ids[1:], max(first - 1, 0)
+                batch.counts["double_bos"] += 1
+            if eos is not None and (len(ids) == 0 or ids[-1] != eos):
+                ids = np.append(ids, np.int32(eos))
+            mask = np.ones(len(ids), dtype=np.uint8)
+            if text.prompt and self.options.mask != "none":
+                mask[:first] = 0
+            batch.counts["straddling_tokens"] += tokens.num_straddling if text.prompt else 0
+            if len(ids) > limit and not text.prompt:
+                batch.counts["texts_in_pieces"] += 1
+                self._keep_pieces(row, ids, batch)
+                continue
+            try:
+                if len(ids) > limit:
+                    ids, mask, event = cut_tokens(row, ids, mask, self.options)
+                    batch.events.append(event)
+                self._check(row, ids, mask, batch)
+            except RowError as error:
+                size, trained = len(ids), int(np.count_nonzero(mask))
+                event = Event(row, "dropped", error.reason, error.detail, size, trained)
+                batch.events.append(event)
+
+    def _keep_pieces(self, row: int, ids: np.ndarray, batch: Batch) -> None:
+        """A text longer than a sample becomes several; a last piece of one token joins none."""
+        limit = self.options.max_length
+        for part, start in enumerate(range(0, len(ids), limit)):
+            piece = ids[start : start + limit]
+            if len(piece) > 1:
+                batch.add(piece, np.ones(len(piece), dtype=np.uint8), row, part)
+            else:
+                detail = "the last piece of a long text is a single token, which predicts nothing"
+                batch.events.append(Event(row, "cut", "single_token", detail, 1, 0))
+
+    def _keep_tokens(self, row: int, tokens: TokenRow, batch: Batch) -> None:
+        ids = np.array(tokens.input_ids, dtype=np.int32)
+        mask = np.array(tokens.trained, dtype=np.uint8)
+        largest = int(ids.max())
+        if largest >= self._vocabulary:
+            raise RowError(
+                "token_out_of_range",
+                f"token id {largest}, but the tokenizer has {self._vocabulary} tokens",
+            )
+        if self.options.mask == "none":
+            mask[:] = 1
+        elif not tokens.is_masked:
+            batch.counts["tokens_without_mask"] += 1
+        if len(ids) > self.options.max_length:
+            ids, mask, event = cut_tokens(row, ids, mask, self.options)
+            batch.events.append(event)
+        self._check(row, ids, mask, batch)
+
+    def _check(self, row: int, ids: np.ndarray, mask: np.ndarray, batch: Batch) -> None:
+        if not mask[1:].any():
+            raise RowError("nothing_trained", "no token of the row is trained")
+        batch.add(ids, mask, row, 0)
+
+
+REPAIRS: Mapping[str, str] = {
+    "trailing_turns_removed": "the turns after the last assistant turn were removed",
+    "user_turns_joined": "user turns in a row were joined",
+}
+
+
+def has_reasoning(conversation: Conversation) -> bool:
+    """Whether an assistant turn thinks, in a field of its own or in its text."""
+    return any(
+        message.role == "assistant" and (message.reasoning or THINK_CLOSE in message.content)
+        for message in conversation.messages
+    )

@@ -1,0 +1,193 @@
+"""Sources in, prepared data out: read, build, store, count, refuse."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.build import cache
+from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.read.finding import resolve_files, unread_files
+from trainkit.data.read.hub import fetch, hub_name
+from trainkit.data.build.ledger import Entry, Ledger, read_ledger
+from trainkit.data.build.mixing import Share, row_keys
+from trainkit.data.read.opening import container
+from trainkit.data.options import DataOptions, Source
+from trainkit.data.build.prepared import Part, PreparedData
+from trainkit.data.build.source_store import LEDGER, Progress, SourceStoreBuilder, relative_names
+from trainkit.data.build.stops import EndsOfTurns
+from trainkit.data.build.store import Store
+from trainkit.data.build.summary import (
+    check_dropped,
+    check_files,
+    dropped_rows,
+    plain,
+    source_row,
+    template_digest,
+    totals,
+    warnings_of,
+)
+from trainkit.errors import DataError
+
+__all__ = ["Progress", "prepare"]
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    *,
+    ledger: Ledger,
+    progress: Callable[[Progress], None] | None = None,
+) -> PreparedData:
+    """Turn sources into samples, or open what an earlier call has made of the same.
+
+    Call it before a process group or a CUDA context exists: it forks, and the processes of one
+    machine wait for each other on a file lock.
+
+    Args:
+        sources: where rows come from.
+        tokenizer: a fast one; with a chat template if there are conversations.
+        options: how rows become samples.
+        ledger: gets an entry for every row that is dropped, cut or repaired.
+        progress: called now and then while samples are built.
+
+    Raises:
+        DataError: a source is missing, unreadable, empty, has nothing to train on, or more rows
+            are dropped than ``max_dropped`` allows.
+    """
+    if not sources:
+        raise DataError("no data is given", where="data.train", fix="name at least one file there")
+    if all(source.weight == 0 for source in sources):
+        raise DataError(
+            "every source has weight 0, so there is nothing to train on",
+            where=sources[0].path,
+            fix="give one of them a weight above 0",
+        )
+    directory = Path(options.cache_dir) if options.cache_dir else cache.default_directory()
+    preparation = _Preparation(tokenizer, options, directory, ledger, progress)
+    for source in map(named, sources):
+        preparation.add(source)
+    check_dropped(preparation.file_rows, options)
+    return preparation.result()
+
+
+class _Preparation:
+    """The sources so far."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        directory: Path,
+        ledger: Ledger,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.directory = directory
+        self.ledger = ledger
+        self.progress = progress
+        self.builder = SampleBuilder(tokenizer, options)
+        self.tokenizer_sha256 = cache.tokenizer_digest(tokenizer)
+        self.code_sha256 = cache.code_digest()
+        self.parts: list[Part] = []
+        self.file_rows: list[dict[str, Any]] = []
+        self.cached: list[bool] = []
+        self.entries: list[Entry] = []
+
+    def add(self, source: Source) -> None:
+        """Open or build the store of a source."""
+        hub = hub_name(source.path)
+        files = (
+            [fetch(hub, source.split, self.directory / "hub")]
+            if hub
+            else resolve_files(source.path)
+        )
+        names = (source.path,) if hub else tuple(str(file) for file in files)
+        shas = [cache.sha256_of(file, self.directory / "sha256") for file in files]
+        data = [("".join(container(f)), sha) for f, sha in zip(files, shas, strict=True)]
+        key = cache.store_key(source, data, self.tokenizer_sha256, self.options, self.code_sha256)
+        work = SourceStoreBuilder(source, files, self.builder, self.options, self.progress)
+        store, was_there = cache.stored(self.directory, key, work.build)
+        self.cached.append(was_there)
+        entries = [
+            replace(entry, file=names[int(entry.file)])
+            for entry in read_ledger(store.directory / LEDGER)
+        ]
+        self.entries += entries
+        for entry in entries:
+            self.ledger.add(entry)
+        self.ledger.flush()
+        rows = [
+            {
+                "path": name,
+                "source": source.name,
+                "sha256": sha,
+                "bytes": file.stat().st_size,
+                **counts,
+            }
+            for name, sha, file, counts in zip(names, shas, files, store.meta["files"], strict=True)
+        ]
+        check_files(rows, entries)
+        self.file_rows += rows
+        skipped = () if hub else unread_files(source.path)
+        self.parts.append(_part(source, store, names, files, skipped))
+
+    def result(self) -> PreparedData:
+        """All of it, with its summary."""
+        meta = [part.store.meta for part in self.parts]
+        ends = EndsOfTurns(
+            sum((Counter(m["ends"]) for m in meta), Counter()), self.tokenizer, self.options
+        )
+        stops = ends.stops(
+            lambda index: sum(part.store.num_trained_of(index) for part in self.parts)
+        )
+        counts = Counter[str]()
+        for m in meta:
+            counts.update(m["counts"])
+        summary = {
+            "files": self.file_rows,
+            "totals": totals(self.file_rows),
+            "sources": [
+                source_row(part, cached)
+                for part, cached in zip(self.parts, self.cached, strict=True)
+            ],
+            "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("ignored:")},
+            "dropped": dropped_rows(self.entries),
+            "ends": dict(ends.counts),
+            "end_of_turn": stops,
+            "notes": sorted({note for m in meta for note in m["notes"]}),
+            "warnings": warnings_of(ends, stops, counts),
+            "template_sha256": template_digest(self.tokenizer, self.options),
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "options": plain(asdict(self.options)),
+        }
+        return PreparedData(self.parts, summary, tuple(stops.values()))
+
+
+def named(source: Source) -> Source:
+    """The source with its ``#count`` taken off its path, and a name."""
+    match = re.fullmatch(r"(.+)#(\d+)", source.path)
+    if match and not Path(source.path).expanduser().exists():
+        if source.max_samples is not None:
+            raise DataError("both '#' and max_samples are given", where=source.path)
+        source = replace(source, path=match[1], max_samples=int(match[2]))
+    return source if source.name else replace(source, name=Path(source.path).name.split(".")[0])
+
+
+def _part(
+    source: Source,
+    store: Store,
+    names: tuple[str, ...],
+    files: Sequence[Path],
+    skipped: Sequence[Path],
+) -> Part:
+    stable = relative_names(source.path, files)
+    keys = row_keys(stable, store.file, store.row, store.part)
+    share = Share(keys, source.name, source.weight, source.epochs)
+    return Part(source, store, names, tuple(files), share, tuple(map(str, skipped)))

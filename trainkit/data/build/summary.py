@@ -1,0 +1,204 @@
+"""What ``data.json`` says about prepared data, and what makes it unfit to train on."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.build.ledger import Entry
+from trainkit.data.options import DataOptions
+from trainkit.data.build.prepared import Part
+from trainkit.data.build.source_store import FileCounts
+from trainkit.data.build.stops import EndsOfTurns
+from trainkit.errors import DataError
+
+NUM_EXAMPLES = 3
+"""So many bad rows are quoted in an error; all of them are in the ledger."""
+
+
+def check_files(rows: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> None:
+    """Refuse files without rows, or with nothing to train.
+
+    Args:
+        rows: what became of each file.
+        entries: of the ledger, to quote the first bad rows.
+
+    Raises:
+        DataError: naming the file, the reasons and the first lines.
+    """
+    for row in rows:
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in row["reasons"].items())
+        if row["rows"] == 0 and row["not_chosen"] == 0:
+            raise DataError(
+                "the file holds no rows", where=row["path"], fix="check how it was made"
+            )
+        if row["rows"] and row["trained_tokens"] == 0:
+            bad = [entry for entry in entries if entry.file == row["path"]][:NUM_EXAMPLES]
+            examples = "".join(f"\n  {e.file}:{e.line}: {e.detail}" for e in bad)
+            raise DataError(
+                f"no token of this file would be trained ({row['rows']} rows; {reasons}){examples}",
+                where=row["path"],
+                fix="raise data.max_length, or choose another data.truncation"
+                if set(row["reasons"]) == {"too_long"}
+                else "look at its rows with: trainkit data preview --data FILE --model MODEL",
+            )
+
+
+def check_dropped(rows: Sequence[dict[str, Any]], options: DataOptions) -> None:
+    """Hold the dropped rows against ``max_dropped``.
+
+    Raises:
+        DataError: there are more.
+    """
+    limit = options.max_dropped
+    if limit is None:
+        return
+    dropped = sum(row["dropped"] for row in rows)
+    total = sum(row["rows"] for row in rows)
+    allowed = limit if isinstance(limit, int) else limit * total
+    if dropped > allowed:
+        worst = max(rows, key=lambda row: row["dropped"])
+        reasons = ", ".join(f"{reason}: {n}" for reason, n in worst["reasons"].items())
+        raise DataError(
+            f"{dropped} of {total} rows were dropped, more than max_dropped {limit} "
+            f"(most in this file: {reasons})",
+            where=worst["path"],
+            fix="mend the rows that dropped.jsonl names, or raise data.max_dropped",
+        )
+
+
+def totals(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The sums over all files."""
+    keys = [key for key, value in asdict(FileCounts()).items() if isinstance(value, int)]
+    return {key: sum(row[key] for row in rows) for key in keys}
+
+
+def source_row(part: Part, cached: bool) -> dict[str, Any]:
+    """One source of the mixture."""
+    return {
+        "name": part.name,
+        "samples": len(part.store),
+        "weight": part.share.weight,
+        "epochs": part.share.epochs,
+        "cached": cached,
+        "ignored_fields": ignored_fields(part.store.meta["counts"]),
+        "not_read": list(part.not_read),
+    }
+
+
+NUM_IGNORED = 20
+"""So many fields without a part are named; rows may have one for each of their ids."""
+
+
+def ignored_fields(counts: Mapping[str, int]) -> dict[str, int]:
+    """The fields of a source's rows that play no part, and how many rows have them."""
+    prefix = "ignored:"
+    found = Counter({k.removeprefix(prefix): n for k, n in counts.items() if k.startswith(prefix)})
+    named = dict(found.most_common(NUM_IGNORED))
+    rest = len(found) - len(named)
+    return named | ({f"{rest} other fields": 1} if rest else {})
+
+
+def dropped_rows(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Dropped rows by reason, the most frequent first: how many, and where the first one is."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        if entry.action == "dropped":
+            place = {"rows": 0, "first": f"{entry.file}:{entry.line}", "detail": entry.detail}
+            found.setdefault(entry.reason, place)["rows"] += 1
+    return dict(sorted(found.items(), key=lambda item: -item[1]["rows"]))
+
+
+def notes_of(summary: Mapping[str, Any], what: str) -> list[str]:
+    """What a person should read of prepared data besides its size.
+
+    Args:
+        summary: of prepared data.
+        what: ``training data`` or ``evaluation data``.
+    """
+    notes = [note for source in summary["sources"] for note in source_notes(source)]
+    dropped = summary["dropped"]
+    if dropped:
+        total = sum(row["rows"] for row in dropped.values())
+        lines = [
+            f"  {reason}: {row['rows']}, the first is {row['first']}: {row['detail']}"
+            for reason, row in dropped.items()
+        ]
+        rows = summary["totals"]["rows"]
+        notes.append("\n".join([f"{what}: {total} of {rows} rows are dropped", *lines]))
+    return notes
+
+
+def source_notes(source: Mapping[str, Any]) -> list[str]:
+    """What there is to say of one source: fields that play no part, files that are not read."""
+    notes = []
+    fields = ", ".join(f"{name} ({count})" for name, count in source["ignored_fields"].items())
+    if fields:
+        notes.append(f"{source['name']}: fields of its rows that are not used: {fields}")
+    if source["not_read"]:
+        files = source["not_read"]
+        more = f" and {len(files) - NUM_EXAMPLES} more" if len(files) > NUM_EXAMPLES else ""
+        shown = ", ".join(files[:NUM_EXAMPLES])
+        notes.append(f"{source['name']}: files that are not read: {shown}{more}")
+    return notes
+
+
+def warnings_of(
+    ends: EndsOfTurns, stops: Mapping[str, int], counts: Mapping[str, int]
+) -> list[str]:
+    """What the user should know before training.
+
+    Args:
+        ends: of the trained turns.
+        stops: those that are written as stop tokens.
+        counts: things worth telling, by name.
+    """
+    warnings = []
+    for end in sorted(set(ends.counts) - set(ends.known)):
+        text = f"the trained end-of-turn token {end!r} is not a stop token of this model; "
+        text += (
+            "generation will not stop at it unless its id is in generation_config.eos_token_id "
+            "(trainkit writes it there)"
+            if end in stops
+            else f"it ends {ends.counts[end]} of {ends.counts.total()} trained turns and stands "
+            "inside others, or ends too few, so it is not made one either"
+        )
+        warnings.append(text)
+    endless = counts.get("turns_without_end", 0)
+    if endless:
+        warnings.append(
+            f"{endless} of {endless + ends.counts.total()} trained turns have no end-of-turn "
+            "token, so the model may not learn to stop; append_eos: true puts the tokenizer's eos "
+            "there"
+        )
+    if counts.get("turns_not_trained_for_stripped_thinking"):
+        warnings.append(
+            f"{counts['turns_not_trained_for_stripped_thinking']} turns are not trained because "
+            "the template strips their thinking; thinking: split trains each with its own history"
+        )
+    if counts["tokens_without_mask"]:
+        warnings.append(
+            f"{counts['tokens_without_mask']} rows of input_ids have no labels and no mask, so "
+            "every token of theirs is trained"
+        )
+    if counts["other_turns_switched_on"]:
+        warnings.append(
+            f"{counts['other_turns_switched_on']} turns that are no assistant's are trained, since "
+            "a switch of their own says so"
+        )
+    return warnings
+
+
+def template_digest(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
+    """The sha256 of the chat template."""
+    template = options.chat_template or tokenizer.chat_template
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
+
+
+def plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Values as JSON would give them back."""
+    return json.loads(json.dumps(values, default=list))

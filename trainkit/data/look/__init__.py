@@ -1,0 +1,1 @@
+"""Looking at data: preview, check, statistics."""

@@ -1,0 +1,133 @@
+"""What can be known of streamed data before training: its first samples, and what names it."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.build.cache import tokenizer_digest
+from trainkit.data.build.stops import EndsOfTurns
+from trainkit.data.build.summary import ignored_fields, plain, template_digest, warnings_of
+from trainkit.data.read.finding import unread_files
+from trainkit.data.serve.streaming import Sample, SampleStream
+
+NUM_SAMPLES = 256
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """The beginning of a stream.
+
+    Attributes:
+        rows: of its first samples.
+        summary: the content of ``data.json``; without counts of rows and tokens.
+        eot_token_ids: the end-of-turn tokens that are trained in these rows.
+        fingerprint: the same for the same stream: files by name and size, since reading them all
+            to hash them would take as long as training on them.
+    """
+
+    rows: "FirstRows"
+    summary: dict[str, Any]
+    eot_token_ids: tuple[int, ...]
+    fingerprint: str
+
+
+class FirstRows:
+    """A few rows as a map-style dataset, for checks before training.
+
+    Args:
+        rows: whole samples.
+        packing: an item is a list of samples, or one.
+    """
+
+    def __init__(self, rows: list[list[Sample]], *, packing: bool) -> None:
+        self._rows = rows
+        self._packing = packing
+        self.lengths: np.ndarray = np.array(
+            [sum(len(sample["input_ids"]) for sample in row) for row in rows], dtype=np.int64
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """They are the same in every epoch."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index] if self._packing else self._rows[index][0]
+
+
+def first_look(
+    stream: SampleStream, tokenizer: PreTrainedTokenizerBase, *, num_shares: int
+) -> FirstLook:
+    """Build the first samples, as every process will.
+
+    Args:
+        stream: to be looked at.
+        tokenizer: its own.
+        num_shares: the processes that will load it.
+
+    Raises:
+        DataError: what is wrong with the beginning of the data.
+    """
+    rows, found, counts = stream.first(min(NUM_SAMPLES, stream.buffer))
+    samples = [sample for row in rows for sample in row]
+    ends = EndsOfTurns(found.ends, tokenizer, stream.options)
+    stops = ends.stops(lambda index: sum(_num_trained(sample, index) for sample in samples))
+    files = [
+        {"path": str(file), "source": source.name, "bytes": file.stat().st_size}
+        for source, files in zip(stream.sources, stream.files, strict=True)
+        for file in files
+    ]
+    summary = {
+        "streaming": {"buffer": stream.buffer, "num_shares": num_shares},
+        "files": files,
+        "sources": [
+            {
+                "name": source.name,
+                "ignored_fields": ignored_fields(each),
+                "not_read": [str(file) for file in unread_files(source.path)],
+            }
+            for source, each in zip(stream.sources, counts, strict=True)
+        ],
+        "counts": {k: n for k, n in sorted(found.counts.items()) if not k.startswith("ignored:")},
+        "ends": dict(ends.counts),
+        "end_of_turn": stops,
+        "notes": sorted(found.notes),
+        "warnings": warnings_of(ends, stops, found.counts),
+        "template_sha256": template_digest(tokenizer, stream.options),
+        "tokenizer_sha256": tokenizer_digest(tokenizer),
+        "options": plain(asdict(stream.options)),
+    }
+    return FirstLook(
+        rows=FirstRows(rows, packing=stream.packing),
+        summary=summary,
+        eot_token_ids=tuple(stops.values()),
+        fingerprint=_fingerprint(stream, summary),
+    )
+
+
+def _num_trained(sample: Sample, index: int) -> int:
+    return int(np.count_nonzero((sample["input_ids"] == index) & (sample["loss_mask"] == 1)))
+
+
+def _fingerprint(stream: SampleStream, summary: dict[str, Any]) -> str:
+    chosen = ("max_length", "mask", "truncation", "thinking", "system", "roles", "seed")
+    parts = {
+        "files": [
+            (file.name, file.stat().st_size, number)
+            for number, files in enumerate(stream.files)
+            for file in files
+        ],
+        "formats": [(source.format, sorted(source.columns.items())) for source in stream.sources],
+        "streaming": summary["streaming"],
+        "template": summary["template_sha256"],
+        "tokenizer": summary["tokenizer_sha256"],
+        "options": {key: summary["options"][key] for key in chosen},
+        "packing": stream.packing,
+        "shuffle": stream.shuffle,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]

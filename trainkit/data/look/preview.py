@@ -1,0 +1,253 @@
+"""Samples made visible: which tokens are trained, who wrote them, and which samples look worst."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.build.ledger import read_ledger
+from trainkit.data.build.prepared import PreparedData
+from trainkit.data.build.source_store import LEDGER
+from trainkit.data.options import IGNORE_INDEX, DataOptions, Source
+from trainkit.data.read.formats import parse_row
+from trainkit.data.read.messages import ROLES, Conversation, RowError, TextRow, validate
+from trainkit.data.read.reading import RawRow, decode, read_rows
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring tokens that are all trained, or all not.
+
+    Attributes:
+        text: decoded, control tokens included.
+        trained: whether they are trained.
+        num_tokens: how many.
+        missed: they belong to an answer, and are not trained.
+    """
+
+    text: str
+    trained: bool
+    num_tokens: int
+    missed: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """One sample to look at.
+
+    Attributes:
+        id: ``file:line``.
+        source: its source's name.
+        why: why this one is shown.
+        input_ids, labels: as the model gets them; -100 is not trained.
+        tokens: the text of each token.
+        runs: the sample's text.
+        missed: ranges of tokens that belong to an answer and are not trained.
+    """
+
+    id: str
+    source: str
+    why: str
+    input_ids: list[int]
+    labels: list[int]
+    tokens: list[str]
+    runs: tuple[Run, ...]
+    missed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Labels that are trained."""
+        return sum(label != IGNORE_INDEX for label in self.labels)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys that ``data preview --json`` prints."""
+        return {
+            "id": self.id,
+            "source": self.source,
+            "input_ids": self.input_ids,
+            "labels": self.labels,
+            "tokens": self.tokens,
+            "num_trained_tokens": self.num_trained_tokens,
+            "untrained_answer": [list(pair) for pair in self.missed],
+        }
+
+
+TRAINED, MISSED = 1, 2
+
+
+def view(
+    data: PreparedData,
+    tokenizer: PreTrainedTokenizerBase,
+    index: int,
+    why: str,
+    turns: Sequence[tuple[str, int, int]] = (),
+) -> View:
+    """Look at one sample.
+
+    Args:
+        data: prepared with ``tokenizer``.
+        tokenizer: decodes.
+        index: of the sample.
+        why: it is shown.
+        turns: who wrote its tokens, as :meth:`Authors.turns` says.
+    """
+    sample = data[index]
+    ids = [int(token) for token in sample["input_ids"]]
+    kinds = sample["loss_mask"].astype(np.uint8)
+    kinds[:1] = 0  # a first token is never predicted
+    labels = [token if kind else IGNORE_INDEX for token, kind in zip(ids, kinds, strict=True)]
+    for role, first, last in turns:
+        if role in ANSWERS:
+            kinds[first:last][kinds[first:last] == 0] = MISSED
+    borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(ids)]
+    ranges = [(start, end) for start, end in itertools.pairwise(borders) if end > start]
+    runs = tuple(
+        Run(
+            tokenizer.decode(ids[start:end]),
+            kinds[start] == TRAINED,
+            end - start,
+            kinds[start] == MISSED,
+        )
+        for start, end in ranges
+    )
+    missed = tuple((start, end) for start, end in ranges if kinds[start] == MISSED)
+    tokens = [tokenizer.decode([token]) for token in ids]
+    name = data.source_names[sample["source"]]
+    return View(data.sample_id(index), name, why, ids, labels, tokens, runs, missed)
+
+
+def choose(data: PreparedData, count: int, *, seed: int) -> list[tuple[int, str]]:
+    """Which samples to show: ``count`` at random, then the worst offenders.
+
+    Returns:
+        sample indices, each with the reason it was chosen.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = generator.choice(len(data), size=min(count, len(data)), replace=False)
+    chosen = {int(index): "random" for index in sorted(drawn)}
+    shares = data.num_trained / np.maximum(data.lengths, 1)
+    worst = ((int(np.argmax(data.lengths)), "longest"), (int(np.argmin(shares)), "least trained"))
+    for index, why in worst:
+        chosen.setdefault(index, why)
+    cut = _most_cut(data)
+    if cut is not None:
+        chosen.setdefault(cut, "most cut")
+    return list(chosen.items())
+
+
+def _most_cut(data: PreparedData) -> int | None:
+    """The kept sample whose row lost the most tokens."""
+    best: tuple[int, int] | None = None
+    for part, start in zip(data.parts, data.starts, strict=True):
+        for entry in read_ledger(part.store.directory / LEDGER):
+            if entry.action != "cut" or (best is not None and entry.tokens <= best[0]):
+                continue
+            places = (part.store.file == int(entry.file)) & (part.store.line == entry.line)
+            found = np.flatnonzero(places)
+            if len(found):
+                best = (entry.tokens, int(start) + int(found[0]))
+    return None if best is None else best[1]
+
+
+ANSWERS = ("assistant", "completion")
+"""Whose words are to be trained."""
+
+
+class Authors:
+    """Says who wrote the tokens of samples, by reading their rows again.
+
+    Args:
+        data: the prepared data.
+        tokenizer, options: it was prepared with.
+    """
+
+    def __init__(
+        self, data: PreparedData, tokenizer: PreTrainedTokenizerBase, options: DataOptions
+    ) -> None:
+        self.data = data
+        self.options = options
+        self.builder = SampleBuilder(tokenizer, options)
+        self._turns: dict[int, list[tuple[str, int, int]]] = {}
+
+    def read(self, indices: Sequence[int]) -> None:
+        """Read the rows of samples, each file once."""
+        wanted: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for index in indices:
+            part, place = self.data.find(index)
+            store = self.data.parts[part].store
+            rows = wanted.setdefault((part, int(store.file[place])), {})
+            rows.setdefault(int(store.row[place]), []).append(index)
+        for (part, file), rows in wanted.items():
+            path = self.data.parts[part].paths[file]
+            last = max(rows)
+            for raw in read_rows(path, max_row_bytes=self.options.max_row_bytes):
+                for index in rows.get(raw.number, ()):
+                    source = self.data.parts[part].source
+                    self._turns[index] = self._of_row(raw, source, self.data[index])
+                if raw.number >= last:
+                    break
+
+    def turns(self, index: int) -> list[tuple[str, int, int]]:
+        """Rows (role, first token, one past the last) of a sample that was read."""
+        return self._turns[index]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Rows {role, tokens, trained_tokens}; ``template`` is what no turn wrote."""
+        written: Counter[str] = Counter()
+        trained: Counter[str] = Counter()
+        for index, turns in self._turns.items():
+            mask = self.data[index]["loss_mask"].copy()
+            mask[:1] = 0
+            roles = np.full(len(mask), "template", dtype=object)
+            for role, first, last in turns:
+                roles[first:last] = role
+            for role in set(roles.tolist()):
+                written[role] += int(np.count_nonzero(roles == role))
+                trained[role] += int(np.count_nonzero(mask[roles == role]))
+        return [
+            {"role": role, "tokens": count, "trained_tokens": trained[role]}
+            for role, count in written.most_common()
+        ]
+
+    def _of_row(
+        self, raw: RawRow, source: Source, sample: dict[str, Any]
+    ) -> list[tuple[str, int, int]]:
+        assert raw.payload is not None
+        parsed = parse_row(decode(raw.payload), source.format, source.columns)
+        size = len(sample["input_ids"])
+        if isinstance(parsed, TextRow) and parsed.prompt:
+            return self._of_completion(parsed, sample)
+        if not isinstance(parsed, Conversation):
+            return [("text", 0, size)]
+        drafter = self.builder.drafter_of(parsed.template_kwargs)
+        masks = self.options.mask != "none"
+        conversation, _ = drafter.template.prepare(validate(parsed, needs_assistant=masks))
+        for count in range(len(conversation.messages), 0, -1):
+            # A cut or split sample is one of the shorter conversations.
+            try:
+                draft = drafter.draft(0, 0, conversation.first(count), frozenset(ROLES))
+            except RowError:
+                continue
+            (tokens,) = drafter.encode([draft])
+            common = min(len(tokens.input_ids), size)
+            if np.array_equal(tokens.input_ids[:common], sample["input_ids"][:common]):
+                return [
+                    (draft.conversation.messages[span.turn].role, first, last)
+                    for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True)
+                ]
+        return [("text", 0, size)]
+
+    def _of_completion(self, row: TextRow, sample: dict[str, Any]) -> list[tuple[str, int, int]]:
+        spans = [(len(row.prompt), len(row.prompt) + len(row.text))]
+        whole = [row.prompt + row.text]
+        (tokens,) = self.builder.encoder.encode(whole, [spans], add_special_tokens=True)
+        size, first = len(sample["input_ids"]), tokens.ranges[0][0]
+        ids = tokens.input_ids
+        if len(ids) > 1 and ids[0] == ids[1] != sample["input_ids"][1]:
+            first -= 1  # the bos that was there twice
+        return [("prompt", 0, first), ("completion", first, size)]

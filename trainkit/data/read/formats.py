@@ -1,0 +1,250 @@
+"""The row formats in the wild, each a function from a decoded row to a :data:`Row`.
+
+A format is recognised by the keys of its rows, and can be named instead. Every function checks the
+types it reads: what does not fit raises :class:`RowError`, never anything else.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainkit.data.read import fields
+from trainkit.data.read.calls import parse_tools
+from trainkit.data.read.messages import Conversation, Message, Row, RowError, TextRow
+from trainkit.data.read.row_fields import short_name, template_kwargs, unused, with_system
+from trainkit.data.read.tokens import parse_tokens
+from trainkit.data.read.turns import parse_turn
+
+
+def parse_messages(row: Mapping[str, Any]) -> Conversation:
+    """OpenAI chat rows: ``messages`` with parts, tool calls, tools, switches."""
+    return _conversation(row, fields.items(row, "messages"))
+
+
+def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
+    """``conversations: [{from, value}]`` with ``system`` and ``tools`` beside it."""
+    key = "conversations" if "conversations" in row else "conversation"
+    return _conversation(row, fields.items(row, key))
+
+
+def _conversation(row: Mapping[str, Any], turns: Sequence[Any]) -> Conversation:
+    messages = [parse_turn(item, number) for number, item in enumerate(turns, 1)]
+    return Conversation(tuple(with_system(row, messages)), tools=parse_tools(row))
+
+
+def parse_alpaca(row: Mapping[str, Any]) -> Conversation:
+    """``instruction``, ``input``, ``output``, with ``history`` pairs and ``system``."""
+    messages = _opening(row)
+    question = fields.text(row, "instruction")
+    extra = fields.optional_text(row, "input")
+    if extra and extra.strip():
+        question = f"{question}\n{extra}" if question.strip() else extra
+    messages += [Message("user", question), Message("assistant", fields.text(row, "output"))]
+    return Conversation(tuple(messages), tools=parse_tools(row))
+
+
+BELLE_TURN = re.compile(r"(?:^|\n)[ \t]*(Human|Assistant)[ \t]*[:：][ \t]*")
+
+
+def parse_belle(row: Mapping[str, Any]) -> Conversation:
+    """Belle multi-turn: ``instruction`` is a ``Human:/Assistant:`` script, ``output`` its end."""
+    script = fields.text(row, "instruction")
+    marks = list(BELLE_TURN.finditer(script))
+    if not marks or script[: marks[0].start()].strip():
+        raise RowError("not_belle", "'instruction' does not start with 'Human:'")
+    messages = _opening(row)
+    ends = [mark.start() for mark in marks[1:]] + [len(script)]
+    for mark, end in zip(marks, ends, strict=True):
+        role = "user" if mark[1] == "Human" else "assistant"
+        text = script[mark.end() : end].strip("\n")
+        if role == "assistant" and end == len(script) and not text.strip():
+            break
+        messages.append(Message(role, text))
+    if messages and messages[-1].role == "assistant":
+        raise RowError(
+            "not_belle", "'instruction' ends with an answer, so 'output' answers nothing"
+        )
+    messages.append(Message("assistant", fields.text(row, "output")))
+    return Conversation(tuple(messages), tools=parse_tools(row))
+
+
+MOSS_MARK = re.compile(r"^\s*<\|[^|]*\|>:\s*|\s*<eo[a-z]+>\s*$")
+MOSS_ROLES = (("Human", "user"), ("Tool Responses", "tool"), ("MOSS", "assistant"))
+
+
+def parse_moss(row: Mapping[str, Any]) -> Conversation:
+    """MOSS: ``chat: {turn_1: {Human, Inner Thoughts, Commands, Tool Responses, MOSS}}``."""
+    chat = row.get("chat")
+    if not isinstance(chat, Mapping):
+        raise RowError("wrong_type", f"'chat' is {fields.kind(chat)}, not an object")
+    messages: list[Message] = []
+    system = fields.optional_text(row, "meta_instruction")
+    if system and system.strip():
+        messages.append(Message("system", system.strip()))
+    for name in sorted(chat, key=_turn_number):
+        turn = chat[name]
+        if not isinstance(turn, Mapping):
+            raise RowError("wrong_type", f"{name} is {fields.kind(turn)}, not an object")
+        said = {key: MOSS_MARK.sub("", fields.optional_text(turn, key) or "") for key in turn}
+        thought = said.get("Inner Thoughts", "")
+        reasoning = None if thought.strip() in ("", "None") else thought
+        command = said.get("Commands", "")
+        if command.strip() not in ("", "None"):
+            calls = ({"name": "command", "arguments": {"call": command}, "id": None},)
+            messages.append(Message("user", said.get("Human", "")))
+            messages.append(Message("assistant", "", reasoning=reasoning, tool_calls=calls))
+            messages.append(Message("tool", said.get("Tool Responses", ""), name="command"))
+            messages.append(Message("assistant", said.get("MOSS", "")))
+        else:
+            messages.append(Message("user", said.get("Human", "")))
+            messages.append(Message("assistant", said.get("MOSS", ""), reasoning=reasoning))
+    return Conversation(tuple(messages))
+
+
+def parse_leetcode(row: Mapping[str, Any]) -> Conversation:
+    """Leetcode: the problem is ``code_with_problem`` up to its code; code and words answer it."""
+    problem = fields.text(row, "code_with_problem").split("```", 1)[0].strip()
+    answer = fields.text(row, "code_only").strip()
+    explanation = fields.optional_text(row, "explanation_only")
+    if explanation and explanation.strip():
+        answer = f"{answer}\n\n{explanation.strip()}"
+    return Conversation((Message("user", problem), Message("assistant", answer)))
+
+
+def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
+    """``prompt`` and ``completion``: two texts, or two lists of messages."""
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion:
+            raise RowError("empty_completion", "'completion' is empty")
+        return TextRow(completion, prompt=prompt)
+    asked = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
+    count = len(asked) + 1
+    told = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
+    masked = [
+        replace(message, train=False) if message.role == "assistant" else message
+        for message in with_system(row, asked)
+    ]
+    return Conversation((*masked, *told), tools=parse_tools(row))
+
+
+def parse_text(row: Mapping[str, Any]) -> TextRow:
+    """``text``: every token is trained."""
+    text = fields.text(row, "text")
+    if not text.strip():
+        raise RowError("empty_text", "'text' is empty")
+    return TextRow(text)
+
+
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
+    "messages": parse_messages,
+    "sharegpt": parse_sharegpt,
+    "belle": parse_belle,
+    "alpaca": parse_alpaca,
+    "moss": parse_moss,
+    "leetcode": parse_leetcode,
+    "prompt_completion": parse_prompt_completion,
+    "text": parse_text,
+    "tokens": parse_tokens,
+}
+
+
+def detect(row: Mapping[str, Any]) -> str | None:
+    """The name of the format that ``row``'s keys speak for, or None."""
+    if "messages" in row:
+        return "messages"
+    if "conversations" in row or "conversation" in row:
+        return "sharegpt"
+    if "input_ids" in row:
+        return "tokens"
+    if "prompt" in row and "completion" in row:
+        return "prompt_completion"
+    if "instruction" in row and "output" in row:
+        script = row["instruction"]
+        if isinstance(script, str) and re.match(r"\s*Human[ \t]*[:：]", script):
+            return "belle"
+        return "alpaca"
+    if isinstance(row.get("chat"), Mapping):
+        return "moss"
+    if "code_with_problem" in row:
+        return "leetcode"
+    return "text" if "text" in row else None
+
+
+def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> Row:
+    """Parse one decoded row.
+
+    Args:
+        row: what the container held.
+        name: a name of ``FORMATS``, or ``auto`` to go by this row's own keys.
+        columns: our column name -> the row's column name.
+
+    Raises:
+        RowError: the row does not fit, or has a field that would change what is trained and cannot
+            be served.
+    """
+    if isinstance(row, list) and name in ("auto", "messages", "sharegpt"):
+        _refuse_array(row)
+        row, name = {"messages": row}, "messages"
+    if not isinstance(row, Mapping):
+        raise RowError("not_an_object", f"the row is {fields.kind(row)}, not an object")
+    if columns:
+        renamed = {theirs: ours for ours, theirs in columns.items()}
+        row = {renamed.get(key, key): value for key, value in row.items()}
+    if name == "auto":
+        name = detect(row) or _unknown(row)
+    ignored = unused(row, name)
+    parsed = FORMATS[name](row)
+    if isinstance(parsed, Conversation):
+        parsed = replace(parsed, template_kwargs=template_kwargs(row, name))
+    return replace(parsed, ignored=ignored) if ignored else parsed
+
+
+def _refuse_array(row: Sequence[Any]) -> None:
+    """Several rows in one: a whole JSON array on a line of a file of lines."""
+    whole = [item for item in row if isinstance(item, list) or _is_row(item)]
+    if whole:
+        raise RowError(
+            "array_of_rows",
+            f"this one row is a JSON array of {len(row)} rows; name the file .json, or write one "
+            "row a line (jq -c '.[]')",
+        )
+
+
+def _is_row(item: Any) -> bool:
+    return isinstance(item, Mapping) and detect(item) is not None
+
+
+def _unknown(row: Mapping[str, Any]) -> str:
+    if "chosen" in row and "rejected" in row:
+        raise RowError(
+            "unknown_format",
+            "the row compares two answers; to train on the better one, keep it as messages",
+        )
+    keys = ", ".join(sorted(map(short_name, row))[:8]) or "none"
+    nested = next((k for k, v in row.items() if isinstance(v, list) and any(map(_is_row, v))), None)
+    hint = "; data.train's columns say which of them is which: {instruction: QUESTION, output: A}"
+    if nested is not None:
+        hint = f"; its {short_name(nested)!r} is a list of rows: make that list the file"
+    raise RowError("unknown_format", f"no known format has these keys: {keys}{hint}")
+
+
+def _opening(row: Mapping[str, Any]) -> list[Message]:
+    messages = with_system(row, [])
+    history = row.get("history")
+    if history is None or history == "":
+        return messages
+    for pair in fields.items(row, "history"):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise RowError("bad_history", "'history' holds something that is no pair of texts")
+        question, answer = pair
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise RowError("bad_history", "'history' holds something that is no pair of texts")
+        messages += [Message("user", question), Message("assistant", answer)]
+    return messages
+
+
+def _turn_number(name: Any) -> int:
+    digits = re.sub(r"\D", "", str(name))
+    return int(digits[:9]) if digits else 0

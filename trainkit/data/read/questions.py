@@ -1,0 +1,198 @@
+"""Rows as questions: what a trained model is given, cut off where training would let it begin.
+
+Rows are read by the very code that reads them for training, in every format of ``FORMATS``. An
+answer that a row brings along is left out, and a row may come without one.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainkit.data.options import DataOptions
+from trainkit.data.read.finding import resolve_files
+from trainkit.data.read.formats import FORMATS, detect
+from trainkit.data.read.messages import (
+    Conversation,
+    Message,
+    Row,
+    RowError,
+    TextRow,
+    TokenRow,
+    validate,
+)
+from trainkit.data.read.opening import DAMAGED, container, open_bytes
+from trainkit.data.read.reading import RawRow, read_rows
+from trainkit.data.read.rows import decode_row, read_row
+from trainkit.errors import DataError
+
+_ANSWER_COLUMNS: Mapping[str, str] = {
+    "alpaca": "output",
+    "belle": "output",
+    "leetcode": "code_only",
+    "prompt_completion": "completion",
+}
+"""Where a format keeps its answer, for those formats that cannot be read without one."""
+
+_UNREAD = "?"
+_UNREAD_MESSAGES = [{"role": "assistant", "content": _UNREAD}]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One row to be answered.
+
+    Attributes:
+        id: ``file:line``; the second row of one line has ``#2`` behind it.
+        asked: the row without its answer: a conversation, a text that goes on, or token ids.
+        fields: the row as it was given; an ``{"id": ...}`` in it goes before ``id``.
+    """
+
+    id: str
+    asked: Row
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class QuestionOptions:
+    """How rows become questions.
+
+    Attributes:
+        format: a name of ``FORMATS``, or ``auto`` to go by each row's keys.
+        columns: our column name -> the row's column name.
+        system: goes before conversations that have no system prompt.
+        plain_prompts: a lone ``prompt`` is a text that goes on (as after training on texts with
+            completions), and not the message of a user.
+    """
+
+    format: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+    system: str | None = None
+    plain_prompts: bool = False
+
+
+def read_questions(path: str, options: QuestionOptions | None = None) -> list[Question]:
+    """Read a file of questions, or several.
+
+    Args:
+        path: a file, a directory or a glob, as training takes them; a ``.txt`` has a question a
+            line.
+        options: how rows become questions.
+
+    Raises:
+        DataError: with file and line, for the first row that is no question.
+    """
+    options = options or QuestionOptions()
+    questions: list[Question] = []
+    seen: Counter[str] = Counter()
+    for file in resolve_files(path):
+        for line, row in _rows(file):
+            try:
+                fields_, asked = row if isinstance(row, tuple) else read_question(row, options)
+                if isinstance(asked, Conversation):
+                    asked = _with_system(asked, options.system)
+                elif options.system is not None:
+                    raise RowError("no_conversation", "a plain text has no system prompt")
+            except RowError as error:
+                raise DataError(
+                    error.detail,
+                    where=f"{file}:{line}",
+                    fix="give rows as for training, with or without their answers; "
+                    f"formats: {', '.join(FORMATS)}; or a .txt file with a question a line",
+                ) from None
+            name = f"{file.name}:{line}"
+            seen[name] += 1
+            name += f"#{seen[name]}" if seen[name] > 1 else ""
+            questions.append(Question(name, asked, fields_))
+    if not questions:
+        raise DataError("there is no question in it", where=path)
+    return questions
+
+
+def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conversation]]]:
+    """The rows of a file of data, or the lines of a text."""
+    if container(file)[0] != ".txt":
+        for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
+            yield row.line, row
+        return
+    try:
+        with open_bytes(file) as stream:
+            text = stream.read().decode("utf-8-sig")
+    except (*DAMAGED, EOFError, UnicodeDecodeError) as error:
+        raise DataError(f"the questions cannot be read: {error}", where=str(file)) from error
+    lines = [(number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1)]
+    lines = [(number, line) for number, line in lines if line.strip()]
+    if lines and all(line.startswith("{") and _is_json(line) for _, line in lines):
+        raise DataError(
+            "every line of this text is a JSON object", where=str(file), fix="rename it to .jsonl"
+        )
+    for number, line in lines:
+        yield number, ({}, Conversation((Message("user", line),)))
+
+
+def _is_json(line: str) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def read_question(raw: RawRow, options: QuestionOptions) -> tuple[dict[str, Any], Row]:
+    """A row's fields, and what it asks.
+
+    Raises:
+        RowError: the row is none of the formats, or asks nothing.
+    """
+    row = decode_row(raw)
+    fields_ = dict(row) if isinstance(row, Mapping) else {"messages": row}
+    return fields_, question_of(_parse(row, options))
+
+
+def question_of(parsed: Row) -> Row:
+    """What a parsed row asks: all before its last answer.
+
+    Raises:
+        RowError: there is nothing before it, or a turn breaks the rules that training has for it.
+    """
+    if isinstance(parsed, TextRow):
+        return TextRow("", prompt=parsed.prompt or parsed.text)
+    if isinstance(parsed, TokenRow):
+        first = parsed.trained.index(True) if any(parsed.trained) else 0
+        ids = parsed.input_ids[:first] if first else parsed.input_ids
+        return TokenRow(ids, (False,) * len(ids))
+    messages = parsed.messages
+    while messages and messages[-1].role == "assistant":
+        messages = messages[:-1]
+    if not messages:
+        raise RowError("no_question", "there is no question in it")
+    return validate(replace(parsed, messages=messages), needs_assistant=False)
+
+
+def _parse(row: Any, options: QuestionOptions) -> Row:
+    """Parse a row; an answer that is not there yet is put in and cut off later."""
+    if not isinstance(row, Mapping):
+        return read_row(row, options.format, options.columns)
+    theirs = {theirs: ours for ours, theirs in options.columns.items()}
+    row = {theirs.get(key, key): value for key, value in row.items()}
+    name = options.format
+    if name == "auto":
+        found = detect(row)
+        alone = found is None and isinstance(row.get("prompt"), str)
+        if alone and not options.plain_prompts:
+            return Conversation((Message("user", row["prompt"]),))
+        name = found or detect(row | dict.fromkeys(_ANSWER_COLUMNS.values(), _UNREAD)) or "auto"
+    answer = _ANSWER_COLUMNS.get(name)
+    if answer is not None and not row.get(answer):
+        is_text = name != "prompt_completion" or isinstance(row.get("prompt"), str)
+        row[answer] = _UNREAD if is_text else _UNREAD_MESSAGES
+    return read_row(row, name)
+
+
+def _with_system(conversation: Conversation, system: str | None) -> Conversation:
+    messages = conversation.messages
+    if system is None or messages[0].role in ("system", "developer"):
+        return conversation
+    return replace(conversation, messages=(Message("system", system), *messages))

@@ -1,0 +1,344 @@
+"""Containers: files in, numbered undecoded rows out.
+
+A row is the bytes of one JSON value, or an already decoded object (csv, parquet). Lines are counted
+from 1 as an editor counts them; a JSON array's rows carry the line their value starts on; csv and
+parquet rows are numbered from 1. Memory stays flat: nothing is read whole but a single row.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from trainkit.data.read.opening import CHUNK_BYTES, DAMAGED, container, open_bytes
+from trainkit.errors import DataError
+
+
+@dataclass
+class RawRow:
+    """One row before decoding.
+
+    Attributes:
+        line: where it starts. Several rows may share a line of a JSON array.
+        payload: the bytes of a JSON value, a decoded object, or None where ``problem`` says why.
+        problem: a reason code and a sentence, when the row cannot even be cut out of its file.
+        number: its place in the file, from 0.
+        end: where the next row begins, in bytes; 0 unless the file is one of lines.
+    """
+
+    line: int
+    payload: bytes | dict[str, Any] | None
+    problem: tuple[str, str] | None = None
+    number: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True)
+class FilePlace:
+    """Where to go on reading a file: its rows so far, and the line and byte behind them."""
+
+    rows: int = 0
+    line: int = 1
+    offset: int = 0
+
+
+BEGINNING = FilePlace()
+
+
+def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -> Iterator[RawRow]:
+    """Iterate over the rows of one file.
+
+    Args:
+        file: to be read.
+        max_row_bytes: longer rows are named, not held.
+        start: go on behind these rows: with a seek in a plain file of lines, else by reading them.
+
+    Raises:
+        DataError: the container itself is damaged (a cut .gz, a wrong parquet file).
+    """
+    seeks = start.offset > 0 and not container(file)[1]
+    number = start.rows if seeks else 0
+    for row in _rows(file, max_row_bytes, start if seeks else BEGINNING):
+        row.number = number
+        number += 1
+        if number > start.rows:
+            yield row
+
+
+def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRow]:
+    kind, compression = container(file)
+    try:
+        if start_at.offset:
+            with open_bytes(file) as stream:
+                stream.seek(start_at.offset)
+                start = _Start(b"", start_at.line, b"", start_at.offset)
+                yield from _line_rows(start, stream, max_row_bytes)
+            return
+        if kind == ".parquet" and compression:
+            raise DataError(
+                "a parquet file is read from its end, so it cannot be compressed as a whole",
+                where=str(file),
+                fix="decompress it; parquet compresses by itself",
+            )
+        if kind == ".parquet":
+            yield from _parquet_rows(file)
+        elif kind == ".csv":
+            with open_bytes(file) as stream:
+                yield from _csv_rows(stream, file)
+        else:
+            with open_bytes(file) as stream:
+                start = _skip_blank(stream)
+                # In a file of lines a list may be a row; only a bracket alone opens an array there.
+                lines = kind in (".jsonl", ".ndjson")
+                alone = start.prefix.split(b"\n", 1)[0].strip() == b"["
+                if start.first == b"[" and (alone or not lines):
+                    yield from _ArrayCutter(start, stream, max_row_bytes, file).rows()
+                elif start.first:
+                    yield from _line_rows(start, stream, max_row_bytes)
+    except DAMAGED as error:
+        raise DataError(f"the file cannot be read: {error}", where=str(file)) from error
+    except EOFError as error:
+        raise DataError(
+            "the compressed file ends too early", where=str(file), fix="copy or download it again"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The first byte that is not blank, the line it is on, and how far into the file it is."""
+
+    first: bytes
+    line: int
+    prefix: bytes
+    offset: int
+
+
+def _skip_blank(stream: IO[bytes]) -> _Start:
+    line, offset, prefix = 1, 0, b""
+    mark = stream.read(3)
+    if mark == codecs.BOM_UTF8:
+        offset = len(mark)
+    else:
+        prefix = mark
+    while True:
+        for place in range(len(prefix)):
+            byte = prefix[place : place + 1]
+            if byte == b"\n":
+                line += 1
+            elif byte not in b" \t\r":
+                return _Start(byte, line, prefix[place:], offset + place)
+        offset += len(prefix)
+        prefix = stream.read(4096)
+        if not prefix:
+            return _Start(b"", line, b"", offset)
+
+
+def _line_rows(start: _Start, stream: IO[bytes], limit: int) -> Iterator[RawRow]:
+    """JSON lines. A line over ``limit`` bytes is skipped without ever being held whole."""
+    line, offset = start.line, start.offset
+    held = start.prefix  # a few kilobytes at most: what the search for the first byte has read
+    while True:
+        newline = held.find(b"\n") + 1
+        if newline:
+            text, held = held[:newline], held[newline:]
+        else:
+            text, held = held + stream.readline(limit + 2), b""
+            if not text:
+                return
+        size = len(text.rstrip(b"\r\n"))
+        offset += len(text)
+        if size > limit:
+            if not text.endswith(b"\n"):
+                skipped = _skip_line(stream)
+                size, offset = size + skipped, offset + skipped
+            problem = ("row_too_large", f"{size} bytes, at most {limit}")
+            yield RawRow(line, None, problem, end=offset)
+        elif not text.isspace():
+            yield RawRow(line, text, end=offset)
+        line += 1
+
+
+def _skip_line(stream: IO[bytes]) -> int:
+    size = 0
+    while chunk := stream.readline(CHUNK_BYTES):
+        size += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return size
+
+
+TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|["{}\[\],]', re.DOTALL)
+QUOTE, BACKSLASH = b'"\\'
+STRING_END = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+class _ArrayCutter:
+    """Cuts the elements out of one JSON array by brackets and quotes; decoding comes later.
+
+    An element need not be valid JSON, so a damaged one costs one row. An element over ``limit``
+    bytes is passed over without being held whole.
+    """
+
+    def __init__(self, start: _Start, stream: IO[bytes], limit: int, file: Path) -> None:
+        self._stream = stream
+        self._limit = limit
+        self._file = file
+        self._data = bytearray(start.prefix[1:])
+        self._line = start.line
+        self._skipped = 0
+
+    def rows(self) -> Iterator[RawRow]:
+        closed = False
+        while not closed:
+            end, closed = self._find_end()
+            text = bytes(self._data[:end])
+            line = self._line + text.count(b"\n", 0, len(text) - len(text.lstrip()))
+            size = self._skipped + len(text)
+            if size > self._limit:
+                problem = ("row_too_large", f"{size} bytes, at most {self._limit}")
+                yield RawRow(line, None, problem)
+            elif text.strip():
+                yield RawRow(line, text.strip())
+            elif not closed:
+                yield RawRow(line, None, ("bad_json", "an element of the array is empty"))
+            self._drop(end + 1)
+            self._skipped = 0
+        if (bytes(self._data) + self._stream.read(CHUNK_BYTES)).strip():
+            raise DataError(
+                "there is text after the end of the JSON array", where=f"{self._file}:{self._line}"
+            )
+
+    def _find_end(self) -> tuple[int, bool]:
+        """Where the element at the start of the data ends, and whether the array ends there."""
+        place, depth, in_string = 0, 0, False
+        while True:
+            match = (
+                STRING_END.match(self._data, place)
+                if in_string
+                else TOKEN.search(self._data, place)
+            )
+            if match is None:
+                # What was looked at is not looked at again, but for an escape cut in two.
+                place = len(self._data) - (self._cut_escape(place) if in_string else 0)
+                if self._skipped + len(self._data) > self._limit:
+                    self._skipped += place
+                    self._drop(place)
+                    place = 0
+                self._more()
+                continue
+            first, place = self._data[match.start()], match.end()
+            byte = self._data[match.start() : place] if first != QUOTE else b""
+            if in_string:
+                in_string = False
+            elif first == QUOTE:
+                in_string = place - match.start() == 1  # its end is not there yet
+            elif byte in (b"{", b"["):
+                depth += 1
+            elif depth and byte in (b"}", b"]"):
+                depth -= 1
+            elif depth == 0 and byte in (b",", b"]"):
+                return place - 1, byte == b"]"
+
+    def _cut_escape(self, start: int) -> int:
+        """1 if the data ends with a backslash that escapes what is to come, else 0."""
+        place = len(self._data)
+        while place > start and self._data[place - 1] == BACKSLASH:
+            place -= 1
+        return (len(self._data) - place) % 2
+
+    def _drop(self, count: int) -> None:
+        self._line += self._data.count(b"\n", 0, count)
+        del self._data[:count]
+
+    def _more(self) -> None:
+        chunk = self._stream.read(CHUNK_BYTES)
+        if not chunk:
+            raise DataError(
+                "the JSON array is not closed: the file was cut, or a quote or bracket is missing",
+                where=f"{self._file}:{self._line}",
+                fix="write the file again, or use JSON lines, where one bad row costs one row",
+            )
+        self._data += chunk
+
+
+def _csv_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict", newline="")
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.DictReader(text, strict=True)
+    try:
+        names = list(reader.fieldnames or ())
+        double = next((name for name in names if names.count(name) > 1), None)
+        if double is not None:
+            raise DataError(
+                f"the csv file has the column {double!r} twice",
+                where=str(file),
+                fix="rename one of them",
+            )
+        for number, row in enumerate(reader, 1):
+            if None in row or None in row.values():
+                problem = ("bad_csv", f"the row has not {len(reader.fieldnames or ())} fields")
+                yield RawRow(number, None, problem)
+            else:
+                yield RawRow(number, dict(row))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"the csv file is not UTF-8 (byte {error.start} of a block)",
+            where=str(file),
+            fix="convert it: iconv -f <its encoding> -t utf-8",
+        ) from error
+    except csv.Error as error:
+        raise DataError(f"bad csv: {error}", where=f"{file}:{reader.line_num}") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[RawRow]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield RawRow(number, without_nulls(row))
+    except pyarrow.ArrowException as error:
+        raise DataError(f"the parquet file cannot be read: {error}", where=str(file)) from error
+
+
+def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop the null fields that a columnar schema adds to rows that never had them."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clean(item) for key, item in value.items() if item is not None}
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return value
+
+    return clean(row)
+
+
+def decode(payload: bytes | dict[str, Any]) -> Any:
+    """Decode a payload.
+
+    Raises:
+        ValueError: not UTF-8 or not JSON (``UnicodeDecodeError`` and ``JSONDecodeError`` are both).
+        RecursionError: nested beyond what the parser takes.
+    """
+    if isinstance(payload, dict):
+        return payload
+    return json.loads(payload.decode("utf-8"), object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    decoded = dict(pairs)
+    if len(decoded) != len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {double!r} occurs twice")
+    return decoded

@@ -1,0 +1,248 @@
+"""What becomes of every field of a row: it acts, it is refused by name, or it is reported.
+
+A field that plays no part is harmless (an id, a score, a source) and is counted, so that one that
+should have acted is seen. A field that would change what is trained and cannot be served is
+refused: the row goes to the ledger with the field's name.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainkit.data.read import fields, tokens
+from trainkit.data.read.messages import Conversation, Message, RowError, check_depth
+from trainkit.data.read.switches import MASKS, TRAINS, UNCLEAR, is_switch, on_or_off, plain_name
+
+TALK = ("tools", "functions", "system", "chat_template_kwargs")
+
+READS: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages", *TALK),
+    "sharegpt": ("conversations", "conversation", *TALK),
+    "alpaca": ("instruction", "input", "output", "history", *TALK),
+    "belle": ("instruction", "output", "history", *TALK),
+    "moss": ("chat", "meta_instruction", "chat_template_kwargs"),
+    "leetcode": ("code_with_problem", "code_only", "explanation_only", "chat_template_kwargs"),
+    "prompt_completion": ("prompt", "completion", *TALK),
+    "text": ("text",),
+    "tokens": tokens.READ,
+}
+"""The fields that each format reads."""
+
+TURN_READS = (
+    *("role", "content", "from", "value", "name", "tool_calls", "function_call", "tool_call_id"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+"""The fields of a turn that are read, besides its switches."""
+
+PART_READS = ("type", "text", "value")
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "image_url", "objects")
+
+REFUSED: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(MEDIA, ("not_text", "and only text is trained")),
+    "documents": ("documents", "which templates print in ways of their own; write them as a turn"),
+    "mask": ("unknown_switch", UNCLEAR["mask"]),
+    "weights": ("unknown_switch", "and turns have switches of their own: weight, 0 or 1"),
+    "add_generation_prompt": ("not_an_answer", "which renders a prompt without its answer"),
+    "continue_final_message": ("not_an_answer", "which leaves the answer without its end"),
+}
+"""Fields of a row that would change what is trained: the reason, and the rest of the sentence."""
+
+TURN_REFUSED: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(MEDIA, ("not_text", "and only text is trained")),
+    "refusal": ("refusal", "beside its text; write the refusal as its content"),
+    "prefix": ("not_an_answer", "which leaves the answer without its end"),
+    "tools": ("misplaced_tools", "and tools stand beside the messages, for all turns"),
+    "documents": ("documents", "which templates print in ways of their own; write them as a turn"),
+    "tool_plan": ("unknown_turn_field", "and thinking is read from reasoning_content"),
+    "tool_responses": ("unknown_turn_field", "and a tool's answer is a turn with the role tool"),
+    "tool_results": ("unknown_turn_field", "and a tool's answer is a turn with the role tool"),
+    "channel": ("unknown_turn_field", "and thinking is read from reasoning_content"),
+    "recipient": ("unknown_turn_field", "and calls are read from tool_calls"),
+    "end_turn": ("not_an_answer", "which leaves the answer without its end"),
+}
+"""Fields of a turn that would change how it is rendered, likewise."""
+
+DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "channel": ("final",),
+    "recipient": ("all",),
+    "end_turn": (True,),
+}
+"""What a refused field may say, since it is so anyway."""
+
+UNDESIRED = ("kto_tag", "label", "desirable")
+"""Where false marks an answer as one that should not be given."""
+
+ROW_SWITCHES = TRAINS | {"sample_weight"}
+"""Switches where 0 or false leaves out the whole row; those of ``MASKS`` do so with 1."""
+
+WEIGHTS = ("weight", "loss_weight", "loss_scale", "sample_weight")
+"""Those whose every number is meant as a weight; elsewhere other numbers are mere figures."""
+
+TEMPLATE_VARIABLES = (
+    *("enable_thinking", "thinking_budget", "reasoning_effort", "preserve_thinking"),
+    *("clear_thinking", "date_string", "model_identity", "builtin_tools", "custom_tools"),
+    *("tools_in_user_message", "safety_prompt", "citation_mode"),
+)
+"""Variables of well-known chat templates that rows carry beside their messages."""
+
+PROTOCOL = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "bos_token", "eos_token"),
+)
+"""Names that are no variables of a template, but how it is called."""
+
+
+def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The row's own variables for the chat template.
+
+    Args:
+        row: with the columns that its format knows.
+        name: the format.
+
+    Raises:
+        RowError: they are no object, or say how to render instead of what.
+    """
+    if "chat_template_kwargs" not in _reads(row, name):
+        return {}
+    found = {key: row[key] for key in TEMPLATE_VARIABLES if row.get(key) is not None}
+    given = row.get("chat_template_kwargs")
+    if isinstance(given, str) and given.strip():
+        given = fields.decoded(given, "'chat_template_kwargs'")
+    if given is None or given == "":
+        return found
+    if not isinstance(given, Mapping):
+        raise RowError(
+            "wrong_type", f"'chat_template_kwargs' is {fields.kind(given)}, not an object"
+        )
+    for key, value in given.items():
+        if key in PROTOCOL and value not in (None, False, [], {}):
+            raise RowError(
+                "template_kwargs", f"'chat_template_kwargs' holds {key!r}, which a row cannot set"
+            )
+    found |= {str(key): value for key, value in given.items() if key not in PROTOCOL}
+    check_depth(found, "'chat_template_kwargs'")
+    return found
+
+
+def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The row's fields that play no part.
+
+    Args:
+        row: with the columns that its format knows.
+        name: the format.
+
+    Raises:
+        RowError: a field would have to act and cannot; it is named.
+    """
+    reads = _reads(row, name)
+    ignored = []
+    for key, value in row.items():
+        if key in reads or _is_empty(value):
+            continue
+        if "chat_template_kwargs" in reads and key in TEMPLATE_VARIABLES:
+            continue
+        if not _row_switch(key, value):
+            _refuse(key, value, REFUSED, "the row")
+            _refuse_answer_or_mask(key, value, row)
+            if key in ("tools", "functions"):
+                raise RowError("misplaced_tools", f"rows of {name} have no {key!r}")
+            ignored.append(short_name(key))
+    if name in ("messages", "sharegpt", "prompt_completion"):
+        for place in ("messages", "conversations", "prompt", "completion"):
+            if place in reads and isinstance(row.get(place), list):
+                ignored += _unused_in_turns(row[place], place)
+    return tuple(dict.fromkeys(ignored))
+
+
+def _reads(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """What the format reads of this row; two plain texts meet no chat template."""
+    if name == "prompt_completion" and isinstance(row.get("prompt"), str):
+        return ("prompt", "completion")
+    return READS[name]
+
+
+def _row_switch(key: str, value: Any) -> bool:
+    """Whether a field is a switch for the whole row, and says that it is trained."""
+    plain = plain_name(str(key))
+    if plain not in ROW_SWITCHES and plain not in MASKS:
+        return False
+    if not isinstance(value, (bool, int, float)) or (plain not in WEIGHTS and value not in (0, 1)):
+        return False
+    if on_or_off(value, f"the row's {key!r}") == (plain in MASKS):
+        raise RowError("switched_off", f"the row has {key}: {value!r}, so nothing of it is trained")
+    return True
+
+
+def _refuse_answer_or_mask(key: str, value: Any, row: Mapping[str, Any]) -> None:
+    if key in UNDESIRED and value is False:
+        raise RowError("undesired_answer", f"the row has {key}: false: its answer is a bad one")
+    is_mask = key == "labels" or key in tokens.MASKS
+    if not is_mask or "input_ids" in row or not isinstance(value, (list, tuple)):
+        return
+    if all(isinstance(item, int) for item in value):
+        raise RowError("mask_without_tokens", f"the row has {key!r}, and no 'input_ids'")
+
+
+def _refuse(key: Any, value: Any, refused: Mapping[str, tuple[str, str]], place: str) -> None:
+    defaults = DEFAULTS.get(key, (False,))
+    if key in refused and value not in defaults:
+        reason, why = refused[key]
+        raise RowError(reason, f"{place} has {key!r}, {why}")
+
+
+def _unused_in_turns(turns: list[Any], place: str) -> Iterator[str]:
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping):
+            continue  # refused where it is read
+        speaks = ("from", "value") if "from" in turn else ("role", "content")
+        for key, value in turn.items():
+            if _is_empty(value):
+                continue
+            _refuse(key, value, TURN_REFUSED, f"turn {number}")
+            is_other = key in ("from", "value", "role", "content") and key not in speaks
+            if is_other or not (key in TURN_READS or is_switch(str(key))):
+                yield short_name(f"{place}[].{key}")
+        parts = turn.get(speaks[1])
+        for part in parts if isinstance(parts, list) else ():
+            for key, value in part.items() if isinstance(part, Mapping) else ():
+                if not (key in PART_READS or is_switch(str(key)) or _is_empty(value)):
+                    yield short_name(f"{place}[].{speaks[1]}[].{key}")
+
+
+def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Put the row's ``system`` before its turns.
+
+    Raises:
+        RowError: the turns begin with another system prompt.
+    """
+    system = fields.optional_text(row, "system")
+    if not system or not system.strip():
+        return messages
+    first = messages[0] if messages else None
+    if first is None or first.role != "system":
+        return [Message("system", system), *messages]
+    if first.content.strip() != system.strip():
+        raise RowError("two_systems", "'system' and the first turn are two system prompts")
+    return messages
+
+
+def without_effect(conversation: Conversation, template: str) -> tuple[str, ...]:
+    """The row's variables that the chat template does not read."""
+    return tuple(
+        f"chat_template_kwargs.{name}"
+        for name in conversation.template_kwargs
+        if name not in template
+    )
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, tuple, Mapping)) and not len(value))
+
+
+def short_name(name: Any) -> str:
+    """A field's name, fit to be printed."""
+    text = str(name)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 60 else f"{text[:57]}..."

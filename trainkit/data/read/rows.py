@@ -1,0 +1,55 @@
+"""From an undecoded row to what it holds: one way for training, held-out questions, generate."""
+
+import codecs
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.data.read.formats import parse_row
+from trainkit.data.read.messages import Row, RowError, TextRow, check_text
+from trainkit.data.read.reading import RawRow, decode
+
+
+def decode_row(raw: RawRow) -> Any:
+    """The decoded value of a row.
+
+    Raises:
+        RowError: it cannot be cut out of its file, is not UTF-8, or is not JSON.
+    """
+    if raw.payload is None:
+        raise RowError(*(raw.problem or ("unreadable", "the row cannot be read")))
+    try:
+        return decode(raw.payload)
+    except UnicodeDecodeError as error:
+        detail = f"byte {error.start} of the row is not UTF-8"
+        begins = raw.payload[:2] if isinstance(raw.payload, bytes) else b""
+        if begins in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            detail += "; it begins as UTF-16 or UTF-32 do: iconv -f UTF-16 -t UTF-8 converts it"
+        raise RowError("not_utf8", detail) from error
+    except json.JSONDecodeError as error:
+        place = f"{error.msg} at column {error.colno}"
+        if error.lineno > 1:
+            place = f"{error.msg} at column {error.colno}, {error.lineno - 1} lines further"
+        raise RowError("bad_json", place) from error
+    except ValueError as error:
+        raise RowError("bad_json", str(error)) from error
+    except RecursionError as error:
+        raise RowError("nested_too_deep", "the JSON nests too deep to be read") from error
+
+
+def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> Row:
+    """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
+
+    Args:
+        row: the decoded value.
+        name: a name of ``FORMATS``, or ``auto``.
+        columns: our column name -> the row's column name.
+
+    Raises:
+        RowError: the row does not fit, or holds text that no tokenizer takes.
+    """
+    parsed = parse_row(row, name, columns)
+    if isinstance(parsed, TextRow):
+        check_text(parsed.prompt, "'prompt'")
+        check_text(parsed.text, "the text")
+    return parsed

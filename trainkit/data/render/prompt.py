@@ -1,0 +1,141 @@
+"""The prompt of inference, rendered by the very same code that renders training samples."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.options import DataOptions
+from trainkit.data.read.formats import parse_messages
+from trainkit.data.read.messages import Conversation, Row, RowError, TokenRow, join_users
+from trainkit.data.render.encode import Encoder
+from trainkit.data.render.template import ChatTemplate
+from trainkit.errors import DataError
+
+_MAX_TEMPLATES = 16
+"""So many sets of row variables are kept at work; rows with more of them only take longer."""
+
+
+class PromptRenderer:
+    """Renders many prompts for one tokenizer; the chat template is asked for by conversations only.
+
+    Args:
+        tokenizer: a fast one.
+        options: the same as in training, so that dates, templates and escapes are the same.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options or DataOptions()
+        self._encoder = Encoder(tokenizer)
+        self._templates: dict[str, ChatTemplate] = {}
+
+    def _template_of(self, conversation: Conversation) -> ChatTemplate:
+        """The chat template with a row's own variables, which win over the options'."""
+        key = json.dumps(dict(conversation.template_kwargs), sort_keys=True)
+        if key not in self._templates:
+            kwargs = {**self._options.template_kwargs, **conversation.template_kwargs}
+            options = replace(self._options, template_kwargs=kwargs)
+            while len(self._templates) >= _MAX_TEMPLATES:
+                self._templates.pop(next(iter(self._templates)))
+            self._templates[key] = ChatTemplate(self._tokenizer, options)
+        return self._templates[key]
+
+    def text(self, asked: Row) -> str:
+        """The prompt as text, up to where the model's answer starts; empty for token ids.
+
+        Raises:
+            DataError: the messages are not well formed, or the template refuses them.
+        """
+        if isinstance(asked, TokenRow):
+            return ""
+        if not isinstance(asked, Conversation):
+            return asked.prompt
+        return self._rendered(asked, generation=True)
+
+    def _rendered(self, conversation: Conversation, *, generation: bool) -> str:
+        try:
+            # An empty answer may stand in a chat; training refuses its row.
+            conversation = replace(conversation, messages=join_users(conversation.messages))
+            template = self._template_of(conversation)
+            conversation, _ = template.prepare(conversation)
+            rendered = [template.as_dict(message) for message in conversation.messages]
+            return template.render(rendered, conversation.tools, generation=generation)
+        except RowError as error:
+            raise DataError(error.detail, where="messages") from error
+
+    def answer_text(self, conversation: Conversation) -> str:
+        """The last turn as the template prints it behind its prompt.
+
+        Raises:
+            DataError: as `text`.
+        """
+        prompt = self.text(conversation.first(len(conversation.messages) - 1))
+        whole = self._rendered(conversation, generation=False)
+        return whole.removeprefix(prompt) if whole.startswith(prompt) else whole
+
+    def input_ids(self, asked: Row) -> list[int]:
+        """The prompt as token ids.
+
+        Raises:
+            DataError: as `text`, or a token id that the tokenizer does not have.
+        """
+        if isinstance(asked, TokenRow):
+            largest, size = max(asked.input_ids), len(self._tokenizer)
+            if largest >= size:
+                raise DataError(f"token id {largest}, but the tokenizer has {size} tokens")
+            return list(asked.input_ids)
+        plain = not isinstance(asked, Conversation)
+        (encoded,) = self._encoder.encode([self.text(asked)], [[]], add_special_tokens=plain)
+        ids = [int(token) for token in encoded.input_ids]
+        return self._without_end(ids) if plain else ids
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """A plain text as training begins it: one bos, and no eos, which would end it here."""
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
+            ids = ids[1:]
+        added = self._tokenizer.num_special_tokens_to_add() > 0
+        if added and eos is not None and len(ids) > 1 and ids[-1] == eos:
+            ids = ids[:-1]
+        return ids
+
+
+def conversation_of(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> Conversation:
+    """OpenAI messages and the JSON schemas of tools, as training reads them.
+
+    Raises:
+        DataError: the messages are not well formed.
+    """
+    row = {"messages": list(messages), "tools": None if tools is None else list(tools)}
+    try:
+        return parse_messages(row)
+    except RowError as error:
+        raise DataError(error.detail, where="messages") from error
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: DataOptions | None = None,
+) -> list[int]:
+    """The token ids of a conversation with the opening of an answer behind it.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: OpenAI messages, the last one usually the user's.
+        tools: JSON schemas of tools.
+        options: those of training; their defaults otherwise.
+
+    Raises:
+        DataError: the messages are not well formed, or the template refuses them.
+    """
+    return PromptRenderer(tokenizer, options).input_ids(conversation_of(messages, tools))

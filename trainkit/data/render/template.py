@@ -1,0 +1,365 @@
+"""The tokenizer's own chat template: how it wants its messages, and what it renders.
+
+Everything about a template is found by rendering small probes, never from its name.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.options import DataOptions
+from trainkit.data.read.messages import Conversation, Message, RowError
+from trainkit.data.render.escape import Escaper, alternatives
+from trainkit.data.render.frozen_date import freeze_dates
+from trainkit.errors import ModelError
+
+RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+)
+"""What a chat template raises on messages it does not take: its own error, or an untested case."""
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+THINK_BLOCK = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates look for reasoning; all are given."""
+
+PRESERVING_SWITCHES = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
+"""Variables by which templates are told to keep the thinking of earlier turns."""
+
+Rendered = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a template wants what the wild writes in several ways.
+
+    Attributes:
+        parts: content as ``[{"type": "text", "text": ...}]`` instead of a string.
+        string_arguments: the arguments of a tool call as JSON text instead of an object.
+        empty_content: the content of a turn that has only tool calls: ``""``, None, or absent
+            (``"absent"``).
+        reasoning_field: whether reasoning is read from its own field; else it is written into the
+            content between ``<think>`` tags.
+        splits_thinking: whether ``<think>`` tags inside the content have to be taken out and given
+            as the reasoning field, because the template would print them as mere text.
+        developer: whether the role ``developer`` is known; else it becomes ``system``.
+    """
+
+    parts: bool = False
+    string_arguments: bool = False
+    empty_content: str | None = ""
+    reasoning_field: bool = False
+    splits_thinking: bool = False
+    developer: bool = False
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with frozen date and known habits.
+
+    Args:
+        tokenizer: with a chat template and a fast (Rust) backend.
+        options: ``chat_template``, ``template_kwargs``, ``frozen_date``, ``escape_special`` and
+            ``stop_token_ids`` are read.
+
+    Raises:
+        ModelError: there is no template, or the tokenizer is not a fast one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.text = options.chat_template or own_template(tokenizer)
+        self.kwargs: dict[str, Any] = dict(options.template_kwargs)
+        if options.thinking == "preserve":
+            switches = {k: v for k, v in PRESERVING_SWITCHES.items() if k in self.text}
+            self.kwargs = {**switches, **self.kwargs}
+        self._frozen = freeze_dates(self.text, options.frozen_date)
+        self.added: dict[str, int] = {
+            token.content: index for index, token in tokenizer.added_tokens_decoder.items()
+        }
+        self.special = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        } | set(tokenizer.all_special_tokens)
+        bos = tokenizer.bos_token
+        self.bos = None if bos is None else str(bos)
+        self.stop_ids = set(options.stop_token_ids)
+        if tokenizer.eos_token_id is not None:
+            self.stop_ids.add(int(tokenizer.eos_token_id))
+        self.added_pattern = alternatives(self.added)
+        self.style = self._find_style()
+        self.notes = self._find_notes()
+        structural = {t for t in self.special if t in self._probe_text} | _named_tokens(tokenizer)
+        self._escapes = {
+            True: Escaper(structural - {THINK_OPEN, THINK_CLOSE}),
+            False: Escaper(self.special),
+        }
+
+    # -- rendering ---------------------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Rendered],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation: bool = False,
+    ) -> str:
+        """Render messages in the template's style to text.
+
+        Raises:
+            RowError: the template refuses the messages.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=None if tools is None else list(tools),
+                chat_template=self._frozen,
+                add_generation_prompt=generation,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except RENDER_ERRORS as error:
+            kind = type(error).__name__
+            raise RowError(
+                "template_refuses", f"the chat template raises {kind}: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    # -- messages in the template's style ---------------------------------------------------------
+
+    def prepare(self, conversation: Conversation) -> tuple[Conversation, int]:
+        """Apply the system policy and break up control tokens inside message text.
+
+        Returns:
+            the conversation, and how many control tokens were broken up.
+        """
+        messages = conversation.messages
+        policy = self.options.system
+        if policy != "keep":
+            messages = tuple(m for m in messages if m.role not in ("system", "developer"))
+            if policy != "none":
+                messages = (Message("system", policy), *messages)
+        if not self.style.developer and any(m.role == "developer" for m in messages):
+            messages = tuple(
+                replace(m, role="system") if m.role == "developer" else m for m in messages
+            )
+        if self.style.splits_thinking:
+            split = tuple(split_thinking(message) for message in messages)
+            messages = messages if split == messages else split
+        count = 0
+        if self.options.escape_special:
+            escaped = [self._escape(message) for message in messages]
+            count = sum(number for _, number in escaped)
+            if count:
+                messages = tuple(message for message, _ in escaped)
+        if messages is conversation.messages:
+            return conversation, 0
+        return replace(conversation, messages=messages), count
+
+    def _escape(self, message: Message) -> tuple[Message, int]:
+        escape = self._escapes[message.role == "assistant"]
+        content, count = escape(message.content)
+        if message.reasoning is not None:
+            reasoning, number = escape(message.reasoning)
+            message, count = replace(message, reasoning=reasoning), count + number
+        if message.tool_calls:
+            calls, number = escape.deep(message.tool_calls)
+            message, count = replace(message, tool_calls=calls), count + number
+        if count:
+            message = replace(message, content=content)
+        return message, count
+
+    def as_dict(self, message: Message) -> Rendered:
+        """One message as this template wants it."""
+        style = self.style
+        content = message.content
+        rendered: Rendered = {"role": message.role}
+        if message.reasoning is not None:
+            if style.reasoning_field:
+                for key in REASONING_KEYS:
+                    rendered[key] = message.reasoning
+            else:
+                content = join_reasoning(message.reasoning, content)
+        if message.tool_calls:
+            rendered["tool_calls"] = [
+                self._call(call, place) for place, call in enumerate(message.tool_calls)
+            ]
+        if content or not message.tool_calls:
+            rendered["content"] = [{"type": "text", "text": content}] if style.parts else content
+        elif style.empty_content != "absent":
+            rendered["content"] = style.empty_content
+        if message.name is not None:
+            rendered["name"] = message.name
+        if message.tool_call_id is not None:
+            rendered["tool_call_id"] = message.tool_call_id
+        return rendered
+
+    def _call(self, call: Mapping[str, Any], place: int) -> Rendered:
+        arguments = call["arguments"]
+        if self.style.string_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {
+            "type": "function",
+            "id": call["id"] or f"call{place:05d}",
+            "function": {"name": call["name"], "arguments": arguments},
+        }
+
+    # -- probes ----------------------------------------------------------------------------------
+
+    def _find_style(self) -> Style:
+        user = {"role": "user", "content": "probe-question"}
+        self.style = Style(developer="developer" in self.text)
+        refusal = "it prints neither their text nor their text parts"
+        for parts in (False, True):
+            style = replace(self.style, parts=parts)
+            chat = _in_parts([user, {"role": "assistant", "content": "probe-answer"}], parts)
+            try:
+                text = self.render(chat)
+            except RowError as error:
+                refusal = error.detail
+                continue
+            if "probe-answer" in text and "probe-question" in text:
+                break
+        else:
+            raise ModelError(
+                f"the chat template does not render a plain question and answer: {refusal}",
+                where=str(self.tokenizer.name_or_path) or "chat_template",
+                fix="give a working one with data.chat_template",
+            )
+        in_field = {"role": "assistant", "content": "probe-answer"}
+        for key in REASONING_KEYS:
+            in_field[key] = "probe-thought"
+        in_text = {"role": "assistant", "content": join_reasoning("probe-thought", "probe-answer")}
+        by_field = self._try(_in_parts([user, in_field], style.parts)) or ""
+        by_text = self._try(_in_parts([user, in_text], style.parts)) or ""
+        if "probe-thought" in by_field:
+            same = "".join(by_field.split()) == "".join(by_text.split())
+            style = replace(style, reasoning_field=True, splits_thinking=not same)
+        return self._find_call_style(user, style)
+
+    def _find_call_style(self, user: Rendered, style: Style) -> Style:
+        for string_arguments in (False, True):
+            for empty in ("", None, "absent"):
+                arguments: Any = {"probe-key": "probe-value"}
+                if string_arguments:
+                    arguments = json.dumps(arguments)
+                call = {"name": "probe_name", "arguments": arguments}
+                turn: Rendered = {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "id": "call00000", "function": call}],
+                }
+                if empty != "absent":
+                    turn["content"] = empty
+                text = self._try(_in_parts([user, turn], style.parts))
+                if text and "probe_name" in text and "probe-value" in text and "None" not in text:
+                    return replace(style, string_arguments=string_arguments, empty_content=empty)
+        return style
+
+    def _find_notes(self) -> tuple[str, ...]:
+        """What a person should know about this template: injected text, dates."""
+        notes = []
+        user = _in_parts([{"role": "user", "content": "probe-question"}], self.style.parts)
+        text = self._try(user) or ""
+        prefix = text.partition("probe-question")[0]
+        self._probe_text = "".join(
+            self._try(_in_parts(chat, self.style.parts)) or "" for chat in PROBE_CHATS
+        )
+        if len(self.added_pattern.sub("", prefix).split()) > 3:
+            notes.append(f"the template puts this before the first question: {prefix!r}")
+        if "strftime_now" in self.text or "date_string" in self.text:
+            notes.append(f"the template prints a date; it is frozen at {self.options.frozen_date}")
+        return tuple(notes)
+
+    def _try(self, messages: Sequence[Rendered]) -> str | None:
+        try:
+            return self.render(messages)
+        except RowError:
+            return None
+
+
+PROBE_CHATS: Sequence[Sequence[Rendered]] = (
+    (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ),
+    (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ),
+)
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's default chat template.
+
+    Raises:
+        ModelError: it has none.
+    """
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        raise ModelError(
+            "the tokenizer has no chat template, so conversations cannot be rendered",
+            where=str(tokenizer.name_or_path),
+            fix="use an instruction-tuned model's tokenizer, give data.chat_template, or train "
+            'on {"text": ...} rows with mask: none',
+        )
+    assert isinstance(template, str)
+    return template
+
+
+def join_reasoning(reasoning: str, content: str) -> str:
+    """Write reasoning into the content, as the models that think in plain text do."""
+    return f"{THINK_OPEN}\n{reasoning.strip()}\n{THINK_CLOSE}\n\n{without_blank_lines(content)}"
+
+
+def without_blank_lines(text: str) -> str:
+    """A text without the empty lines it begins with; the first line keeps its indentation."""
+    return text[max(text.rfind("\n", 0, len(text) - len(text.lstrip())) + 1, 0) :]
+
+
+def split_thinking(message: Message) -> Message:
+    """Move the thinking of an assistant turn out of its content, into its own field."""
+    if message.role != "assistant" or message.reasoning or THINK_CLOSE not in message.content:
+        return message
+    block = THINK_BLOCK.fullmatch(message.content)
+    if block is None or not block[2].strip():
+        return message
+    return replace(message, reasoning=block[2].strip(), content=without_blank_lines(block[4]))
+
+
+def _in_parts(messages: Sequence[Rendered], parts: bool) -> list[Rendered]:
+    if not parts:
+        return [dict(message) for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def _named_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    return {str(token) for token in named if token is not None}

@@ -1,0 +1,263 @@
+"""Loading the model and its tokenizer, with errors that say what is missing and what to do."""
+
+import contextlib
+import os
+import pickle
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import huggingface_hub
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.modeling_utils import PreTrainedModel
+
+from trainkit.errors import ModelError, TrainkitError
+from trainkit.models.auto import auto_class
+from trainkit.models.files import check_model_files, check_tokenizer_files
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model comes from and how it is loaded.
+
+    Attributes:
+        name_or_path: a local directory, a ``.gguf`` file, or a hub name.
+        dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
+        revision: of a hub repository.
+        gguf_file: the file inside ``name_or_path`` to read.
+        trust_remote_code: whether code that comes with the model may run.
+        random_weights: build from the configuration alone.
+    """
+
+    name_or_path: str
+    dtype: str = "auto"
+    revision: str | None = None
+    gguf_file: str | None = None
+    trust_remote_code: bool = False
+    random_weights: bool = False
+
+    def arguments(self) -> tuple[str, dict[str, Any]]:
+        """The place and the keyword arguments that every ``from_pretrained`` takes.
+
+        A directory is given whole: peft writes the place into the adapter, which then finds its
+        base from any working directory, and never takes a hub's model of the same name for it.
+        """
+        path = Path(self.name_or_path).expanduser()
+        place = str(path.absolute()) if path.is_dir() else self.name_or_path
+        options: dict[str, Any] = {
+            "revision": self.revision or "main",
+            "trust_remote_code": self.trust_remote_code,
+        }
+        if self.gguf_file is not None:
+            return place, {**options, "gguf_file": self.gguf_file}
+        if path.suffix == ".gguf":
+            return str(path.parent.absolute()), {**options, "gguf_file": path.name}
+        return place, options
+
+
+def check_exists(source: ModelSource) -> None:
+    """Refuse a path that looks local and is not there, before anything is imported or fetched.
+
+    Raises:
+        ModelError: naming the absolute path, or the file of the directory that is damaged.
+    """
+    path = Path(source.name_or_path).expanduser()
+    looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
+    if path.is_dir() and source.gguf_file is None:
+        check_model_files(path, with_weights=not source.random_weights)
+    if path.exists():
+        return
+    if not looks_local and source.name_or_path.count("/") <= 1:
+        _check_hub(source.name_or_path)
+        return
+    raise ModelError(
+        f"there is no model at {path.absolute()}",
+        where="model.name_or_path",
+        fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
+    )
+
+
+def _check_hub(name: str) -> None:
+    """Ask once whether the hub can be reached: its client would retry for minutes, file by file."""
+    constants = huggingface_hub.constants
+    proxies = {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}
+    if constants.HF_HUB_OFFLINE or proxies & os.environ.keys():
+        return
+    endpoint = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), 10).close()
+    except OSError as error:
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            constants.HF_HUB_OFFLINE = True  # the copy of an earlier download serves
+            return
+        raise ModelError(
+            f"there is no directory {Path(name).absolute()}, and the hub at {endpoint.hostname} "
+            f"cannot be reached ({error})",
+            where=f"model.name_or_path: {name}",
+            fix="check the spelling of the directory; without a network, download the model "
+            "elsewhere (hf download NAME --local-dir DIR) and give DIR",
+        ) from error
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """Load the tokenizer.
+
+    Raises:
+        ModelError: there is none at that place, or the hub cannot be reached.
+    """
+    place, options = source.arguments()
+    with _explained(source, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+    directory = Path(source.name_or_path).expanduser()
+    if tokenizer is not None and directory.is_dir() and "gguf_file" not in options:
+        check_tokenizer_files(directory, tokenizer)
+    if tokenizer is None or not len(tokenizer):
+        raise ModelError(
+            "there is no tokenizer beside the model",
+            where=source.name_or_path,
+            fix="copy tokenizer.json and tokenizer_config.json there",
+        )
+    return tokenizer
+
+
+def stop_token_ids(source: ModelSource) -> tuple[int, ...]:
+    """What the model's own generation settings stop at; empty where it has none."""
+    place, options = source.arguments()
+    if "gguf_file" in options:
+        return ()
+    try:
+        settings = GenerationConfig.from_pretrained(place, revision=options["revision"])
+    except OSError:
+        return ()
+    stops = settings.eos_token_id
+    return () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
+
+
+def load_config(source: ModelSource) -> PreTrainedConfig:
+    """Read the model's configuration.
+
+    Raises:
+        ModelError: there is none at that place, or the hub cannot be reached.
+    """
+    place, options = source.arguments()
+    with _explained(source, "configuration"):
+        return AutoConfig.from_pretrained(place, **options)
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    attention: str | None,
+    quantization: Any | None = None,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """Load (or, with ``random_weights``, build) the model; ``use_cache`` is off for training.
+
+    Args:
+        source: where from.
+        attention: transformers' ``attn_implementation``; None leaves it to transformers.
+        quantization: a transformers quantization config, or None.
+        device: where the weights go; None leaves them where the loader puts them.
+
+    Raises:
+        ModelError: the weights are missing or unreadable, or the hub cannot be reached.
+    """
+    place, options = source.arguments()
+    dtype = DTYPES.get(source.dtype, "auto")
+    if "gguf_file" in options and quantization is None:
+        quantization = GgufConfig(dequantize=True)
+    with _explained(source, "model"):
+        config = load_config(source)
+        loader = auto_class(config)
+        if source.random_weights:
+            if dtype == "auto":
+                dtype = config.dtype or torch.float32
+            model = loader.from_config(config, dtype=dtype, attn_implementation=attention)
+        else:
+            model, report = loader.from_pretrained(
+                place,
+                output_loading_info=True,
+                dtype=dtype,
+                attn_implementation=attention,
+                # 4-bit weights cannot be moved later; the others are moved below.
+                **(
+                    {"quantization_config": quantization, "device_map": device and {"": device}}
+                    if quantization is not None
+                    else {}
+                ),
+                **options,
+            )
+            _refuse_missing(report["missing_keys"], source)
+    if "gguf_file" in options:
+        model = _as_plain_model(model)
+    if device is not None and getattr(model, "hf_quantizer", None) is None:
+        model.to(device)
+    # Packing is isolated only without a cache, and training never needs one.
+    set_use_cache(model.config, False)
+    return model
+
+
+def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
+    """Switch the key/value cache, also for the text model inside a larger one."""
+    config.use_cache = value
+    config.get_text_config().use_cache = value
+
+
+def _refuse_missing(names: Iterable[str], source: ModelSource) -> None:
+    """Weights that no file holds would be random numbers."""
+    missing = sorted(names)
+    if missing:
+        raise ModelError(
+            f"{len(missing)} weights of the model are in none of its files, the first is "
+            f"{missing[0]}",
+            where=f"model.name_or_path: {source.name_or_path}",
+            fix="fetch the files again; model.init: random trains from random weights",
+        )
+
+
+def _as_plain_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Forget that the weights came from a GGUF file, so that saving writes an ordinary model."""
+    if getattr(model.config, "quantization_config", None) is None:
+        return model
+    del model.config.quantization_config
+    plain = type(model)(model.config).to(model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
+
+
+@contextlib.contextmanager
+def _explained(source: ModelSource, part: str) -> Any:
+    """Turn transformers' and the hub's errors into one sentence with a way out."""
+    try:
+        yield
+    except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # tokenizers raises nothing narrower, unpickling nearly anything
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        if isinstance(error, pickle.UnpicklingError):
+            first_line = "a pickle of its weights is damaged, or holds more than plain tensors"
+        elif not isinstance(error, (OSError, ValueError)):
+            first_line = f"{type(error).__name__}: {first_line}"
+        is_local = Path(source.name_or_path).expanduser().exists()
+        raise ModelError(
+            f"the {part} cannot be loaded: {first_line}",
+            where=f"model.name_or_path: {source.name_or_path}",
+            fix=f"check that the directory holds a complete {part} as save_pretrained writes it"
+            if is_local
+            else "check the spelling; without a network, download the model elsewhere "
+            "(hf download NAME --local-dir DIR) and give DIR",
+        ) from error
