@@ -17,8 +17,8 @@ from trainkit.infer.place import find_place
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny_qwen2, tmp_path_factory):
-    """An adapter with its base's fingerprint beside it, as a run saves it."""
+def adapter(tiny_qwen2, tiny_tokenizer, tmp_path_factory):
+    """An adapter with a tokenizer and its base's fingerprint beside it, as a run saves it."""
     directory = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(1)
     wrapped = get_peft_model(
@@ -29,6 +29,7 @@ def adapter(tiny_qwen2, tmp_path_factory):
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     wrapped.save_pretrained(directory)
+    tiny_tokenizer.save_pretrained(directory)
     assert write_fingerprint(directory)
     return directory
 
@@ -250,3 +251,10 @@ def test_answers_come_from_the_models_own_attention(make, tiny_tokenizer, tmp_pa
 def test_a_plain_model_answers_with_sdpa(tiny_qwen2):
     engine = load_engine(find_place(str(tiny_qwen2)), device="cpu")
     assert engine.model.config._attn_implementation == "sdpa"
+
+
+def test_the_tokenizer_of_a_trained_adapter_serves_to_look_at_data(adapter, tmp_path, capsys):
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
+    looked = ["--data", str(tmp_path / "d.jsonl"), "--model", str(adapter)]
+    assert main(["data", "preview", *looked]) == 0, capsys.readouterr().err

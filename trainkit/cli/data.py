@@ -263,7 +263,7 @@ def _subject(
             )
         if data:
             sources = tuple(Source(path) for path in data)
-        check_exists(place)
+        check_exists(place, is_model=model is None)
         changes["stop_token_ids"] = stop_token_ids(place)
         options = dataclasses.replace(options, **changes)
         yield Subject(sources, load_tokenizer(place), options)

@@ -235,10 +235,11 @@ def load_engine(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in (place.model, place.tokenizer):
-        check_exists(ModelSource(name))  # the hub's client would retry for a minute
+    for name in (place.model, place.tokenizer):  # the hub's client would retry for a minute
+        check_exists(ModelSource(name), is_model=False)
     if verify:
         _verify(place)
+    check_exists(ModelSource(place.model))
     if place.adapter is not None:
         prove_base(place.adapter, place.model, say, any_base=any_base)
     tokenizer = load_tokenizer(ModelSource(place.tokenizer))

@@ -68,15 +68,20 @@ class ModelSource:
         return place, options
 
 
-def check_exists(source: ModelSource) -> None:
+def check_exists(source: ModelSource, *, is_model: bool = True) -> None:
     """Refuse a path that looks local and is not there, before anything is imported or fetched.
+
+    Args:
+        source: where it is.
+        is_model: whether a model is loaded from there; an adapter's directory serves where only
+            the tokenizer is.
 
     Raises:
         ModelError: naming the absolute path, or the file of the directory that is damaged.
     """
     path = Path(source.name_or_path).expanduser()
     looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
-    if path.is_dir() and source.gguf_file is None:
+    if is_model and path.is_dir() and source.gguf_file is None:
         check_model_files(path, with_weights=not source.random_weights)
     if path.exists():
         return
