@@ -58,3 +58,16 @@ def test_nothing_dangerous_is_called(path):
 def test_no_file_is_called_utils_or_helpers():
     vague = {"utils.py", "helpers.py", "misc.py", "common.py"}
     assert not [relative(path) for path in SOURCES if path.name in vague]
+
+
+def test_every_folder_of_code_is_a_package_that_git_tracks():
+    """A name that .gitignore knows (build, dist) would leave a folder out of clones and wheels."""
+    folders = {path.parent for path in SOURCES}
+    assert not [relative(folder) for folder in folders if not (folder / "__init__.py").is_file()]
+    patterns = [
+        line.strip("/")
+        for line in (ROOT / ".gitignore").read_text().splitlines()
+        if line.endswith("/") and not line.startswith(("/", "#", "!"))
+    ]
+    parts = {part for path in SOURCES for part in path.relative_to(ROOT).parts}
+    assert not [pattern for pattern in patterns if pattern in parts]

@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.drafts import Draft, Drafter, Event, cut_tokens
-from trainkit.data.render.encode import Encoder
+from trainkit.data.options import DataOptions, Source
 from trainkit.data.read.formats import detect
 from trainkit.data.read.messages import (
     Conversation,
@@ -24,10 +24,10 @@ from trainkit.data.read.messages import (
     TokenRow,
     validate,
 )
-from trainkit.data.options import DataOptions, Source
 from trainkit.data.read.reading import RawRow
 from trainkit.data.read.row_fields import without_effect
 from trainkit.data.read.rows import decode_row, read_row
+from trainkit.data.render.encode import Encoder
 from trainkit.data.render.template import THINK_CLOSE
 from trainkit.errors import DataError, TrainkitError
 

@@ -25,8 +25,8 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.options import DataOptions, Source
 from trainkit.data.build.store import META, Store
+from trainkit.data.options import DataOptions, Source
 from trainkit.errors import DataError
 
 CACHE_ONLY_OPTIONS = ("max_dropped", "num_workers", "cache_dir")

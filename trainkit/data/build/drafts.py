@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.render.encode import Encoded, Encoder
 from trainkit.data.build.ledger import Action
-from trainkit.data.render.masking import MaskFinder
-from trainkit.data.read.messages import Conversation, Message, RowError
 from trainkit.data.options import DataOptions
+from trainkit.data.read.messages import Conversation, Message, RowError
+from trainkit.data.render.encode import Encoded, Encoder
+from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.preserve import find_preserving
 from trainkit.data.render.spans import Masked, Span
 from trainkit.data.render.template import ChatTemplate

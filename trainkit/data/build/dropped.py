@@ -6,8 +6,8 @@ from typing import Any
 
 from trainkit.data.build.ledger import read_ledger
 from trainkit.data.build.prepared import PreparedData
-from trainkit.data.read.reading import read_rows
 from trainkit.data.build.source_store import LEDGER
+from trainkit.data.read.reading import read_rows
 
 PER_REASON = 3
 """So many rows are shown for each reason."""

@@ -11,12 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build import cache
 from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.read.finding import resolve_files, unread_files
-from trainkit.data.read.hub import fetch, hub_name
 from trainkit.data.build.ledger import Entry, Ledger, read_ledger
 from trainkit.data.build.mixing import Share, row_keys
-from trainkit.data.read.opening import container
-from trainkit.data.options import DataOptions, Source
 from trainkit.data.build.prepared import Part, PreparedData
 from trainkit.data.build.source_store import LEDGER, Progress, SourceStoreBuilder, relative_names
 from trainkit.data.build.stops import EndsOfTurns
@@ -31,6 +27,10 @@ from trainkit.data.build.summary import (
     totals,
     warnings_of,
 )
+from trainkit.data.options import DataOptions, Source
+from trainkit.data.read.finding import resolve_files, unread_files
+from trainkit.data.read.hub import fetch, hub_name
+from trainkit.data.read.opening import container
 from trainkit.errors import DataError
 
 __all__ = ["Progress", "prepare"]

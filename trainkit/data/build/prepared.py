@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from trainkit.data.build.mixing import Share, epoch_order
-from trainkit.data.options import Source
 from trainkit.data.build.packing import pack
 from trainkit.data.build.store import Store
+from trainkit.data.options import Source
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 from trainkit.data.build.builder import Batch, SampleBuilder
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.mixing import choose_rows, row_keys
-from trainkit.data.read.opening import is_packed
-from trainkit.data.options import DataOptions, Source
-from trainkit.data.read.reading import RawRow, read_rows
 from trainkit.data.build.store import StoreWriter
 from trainkit.data.build.workers import Work, build_all
+from trainkit.data.options import DataOptions, Source
+from trainkit.data.read.opening import is_packed
+from trainkit.data.read.reading import RawRow, read_rows
 from trainkit.errors import DataError
 
 LEDGER = "dropped.jsonl"

@@ -10,10 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.ledger import Entry
-from trainkit.data.options import DataOptions
 from trainkit.data.build.prepared import Part
 from trainkit.data.build.source_store import FileCounts
 from trainkit.data.build.stops import EndsOfTurns
+from trainkit.data.options import DataOptions
 from trainkit.errors import DataError
 
 NUM_EXAMPLES = 3
