@@ -14,6 +14,7 @@ from typing import Any
 from trainkit.errors import ResumeRefusedError
 from trainkit.recipe import LoadedRecipe, shown_value
 from trainkit.train.checkpoints import ResumePoint
+from trainkit.version import __version__
 
 ANY = "all"
 """What a bare ``--allow-changed`` accepts."""
@@ -61,7 +62,7 @@ ACTS = (
 
 _NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
 
-_VERSIONS = ("trainkit", "torch", "transformers", "accelerate", "peft")
+_VERSIONS = ("torch", "transformers", "accelerate", "peft")
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,11 @@ def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
     """The versions of the packages that compute."""
-    names = [*_VERSIONS, *packages]
-    return {name: metadata.version(name) for name in names}
+    # A checkout that is only on the path has no metadata of its own.
+    return {
+        "trainkit": __version__,
+        **{name: metadata.version(name) for name in (*_VERSIONS, *packages)},
+    }
 
 
 def review(
