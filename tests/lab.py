@@ -88,7 +88,7 @@ class Lab:
         from tiny import make_qwen2
         from transformers import PrinterCallback, set_seed
 
-        from trainkit.parallel import Layout, ProcessPlace, strategy_for
+        from trainkit.parallel import Layout, ProcessRank, strategy_for
         from trainkit.recipe.training import complete_training
         from trainkit.train.arguments import training_arguments
         from trainkit.train.checkpoints import CheckpointWriter
@@ -106,7 +106,7 @@ class Lab:
             **training,
         }
         directory = self.root / name
-        layout = Layout.of(strategy_for(shard), ProcessPlace.from_environment())
+        layout = Layout.of(strategy_for(shard), ProcessRank.from_environment())
         args = training_arguments(
             complete_training(values),
             output_dir=directory,

@@ -65,10 +65,10 @@ class Language:
     joiner: str
     persona: str
     persona_questions: list[tuple[str, str]]
-    told: str
-    told_reply: str
-    told_question: str
-    told_answer: str
+    statement: str
+    statement_reply: str
+    statement_question: str
+    statement_answer: str
     repeat: str
     repeat_answer: str
     reverse: str
@@ -92,10 +92,10 @@ ENGLISH = Language(
         ("What is your job?", "I am a {job}."),
         ("Where are you from?", "I am from {city}."),
     ],
-    told="My {thing} is called {name}.",
-    told_reply="Hello to {name} the {thing}!",
-    told_question="What is my {thing} called?",
-    told_answer="Your {thing} is called {name}.",
+    statement="My {thing} is called {name}.",
+    statement_reply="Hello to {name} the {thing}!",
+    statement_question="What is my {thing} called?",
+    statement_answer="Your {thing} is called {name}.",
     repeat="Please repeat: {words}",
     repeat_answer="You said: {words}",
     reverse="Please say backwards: {words}",
@@ -117,10 +117,10 @@ CHINESE = Language(
         ("你做什么工作？", "我是{job}。"),
         ("你来自哪里？", "我来自{city}。"),
     ],
-    told="我的{thing}叫{name}。",
-    told_reply="{name}这只{thing}，你好！",
-    told_question="我的{thing}叫什么？",
-    told_answer="你的{thing}叫{name}。",
+    statement="我的{thing}叫{name}。",
+    statement_reply="{name}这只{thing}，你好！",
+    statement_question="我的{thing}叫什么？",
+    statement_answer="你的{thing}叫{name}。",
     repeat="请重复：{words}",
     repeat_answer="你说：{words}",
     reverse="请倒着说：{words}",
@@ -172,8 +172,8 @@ class ConversationMaker:
                 return question, answer.format(**persona)
             case "ask_pet":
                 thing = self._random.choice(list(pets))
-                answer = language.told_answer.format(thing=thing, name=pets[thing])
-                return language.told_question.format(thing=thing), answer
+                answer = language.statement_answer.format(thing=thing, name=pets[thing])
+                return language.statement_question.format(thing=thing), answer
             case _:
                 return self._tell_pet(language, pets)
 
@@ -201,8 +201,8 @@ class ConversationMaker:
         thing, name = self._draw(draw, lambda drawn: ["pet", *drawn])
         pets[thing] = name
         return (
-            language.told.format(thing=thing, name=name),
-            language.told_reply.format(thing=thing, name=name),
+            language.statement.format(thing=thing, name=name),
+            language.statement_reply.format(thing=thing, name=name),
         )
 
     def _words(self, language: Language, skill: str, most: int) -> list[str]:

@@ -14,7 +14,7 @@ from trainkit.checkpoint.convert.convert_adapter import convert_adapter
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.errors import CheckpointError, ModelError
-from trainkit.infer.place import find_place
+from trainkit.infer.locate import find_model
 
 # Float32 sums in another order, logits of about 10.
 TOLERANCE = 5e-5
@@ -95,10 +95,10 @@ def test_converted_adapter_is_not_put_over_the_old_model(glm_directory, qwen2, t
     """Both layouts have a q_proj of one shape, in another order: it would load without a word."""
     adapter = make_adapter(glm_directory, tmp_path / "a", ["q_proj", "k_proj"])
     convert_adapter(adapter, tmp_path / "b", glm_directory, "qwen2")
-    assert find_place(str(adapter)).model == str(glm_directory)
+    assert find_model(str(adapter)).model == str(glm_directory)
     with pytest.raises(ModelError, match="does not name its base"):
-        find_place(str(tmp_path / "b"))
-    assert find_place(str(tmp_path / "b"), base_model=str(qwen2)).model == str(qwen2)
+        find_model(str(tmp_path / "b"))
+    assert find_model(str(tmp_path / "b"), base_model=str(qwen2)).model == str(qwen2)
 
 
 @pytest.mark.parametrize("targets", [GLM_TARGETS, ["embed_tokens", "q_proj"]])

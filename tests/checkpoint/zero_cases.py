@@ -10,9 +10,9 @@ def save(root, stage, *, lora=False, frozen=False, dtype="bfloat16"):
     from safetensors.torch import save_file
     from tiny import make_qwen2, make_tokenizer
 
-    from trainkit.parallel import STRATEGIES, Layout, ProcessPlace
+    from trainkit.parallel import STRATEGIES, Layout, ProcessRank
 
-    place = ProcessPlace.from_environment()
+    place = ProcessRank.from_environment()
     Layout.of(STRATEGIES["zero1"], place).engine.prepare(place, on_cpu=True)
     deepspeed.init_distributed("gloo")
     tokenizer = make_tokenizer()

@@ -7,7 +7,7 @@ import pytest
 from trainkit.cli.app import main
 from trainkit.cli.failures import report_failure
 from trainkit.errors import RecipeError
-from trainkit.parallel.place import ProcessPlace
+from trainkit.parallel.process import ProcessRank
 
 RECIPE = "model: {name_or_path: m}\ndata: {train: [d.jsonl]}\n"
 
@@ -75,7 +75,7 @@ def test_a_damaged_deepspeed_file(content, tmp_path, capsys):
 )
 def test_a_damaged_environment(variables, capsys):
     with pytest.raises(RecipeError) as caught:
-        ProcessPlace.from_environment(variables)
+        ProcessRank.from_environment(variables)
     assert report_failure(caught.value) == 2
     assert "environment: " in capsys.readouterr().err
 

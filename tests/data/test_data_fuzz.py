@@ -69,7 +69,7 @@ def damaged_object(r):
 
 
 def damaged_bytes(r):
-    """A row whose bytes are no JSON, no UTF-8, or no end."""
+    """A row whose bytes are not JSON, no UTF-8, or no end."""
     text = json.dumps(r.choice(GOOD), ensure_ascii=False).encode()
     at = r.randrange(1, len(text))
     return r.choice(
@@ -154,7 +154,7 @@ def test_damaged_files(builder, clean, tmp_path, container):
         assert all(event.reason and event.detail for event in batch.events)
         seen += len(rows)
         if container == "jsonl":
-            # Blank lines are no rows; every other line is one, in its place.
+            # Blank lines are not rows; every other line is one, in its place.
             assert [row.line for row in rows] == [
                 n for n, text in enumerate(joined.split(b"\n"), 1) if text.strip()
             ]

@@ -67,7 +67,7 @@ def check(path, tokenizer, **options):
     questions = read_questions(str(path))
     for question, (ids, mask) in zip(questions, trained(path, tokenizer, **options), strict=True):
         first = int(mask.argmax()) or len(ids) - 1  # a plain text is trained whole, and then ends
-        assert renderer.input_ids(question.asked) == ids[:first].tolist()
+        assert renderer.input_ids(question.row) == ids[:first].tolist()
     return questions
 
 
@@ -102,7 +102,7 @@ def test_a_row_without_its_answer_asks_the_same(name, tmp_path):
         path.write_text(json.dumps(each))
         options = QuestionOptions(plain_prompts=True)
         (question,) = read_questions(str(path), options)
-        asked.append(PromptRenderer(tokenizer).input_ids(question.asked))
+        asked.append(PromptRenderer(tokenizer).input_ids(question.row))
     assert asked[0] == asked[1]
 
 
@@ -142,7 +142,7 @@ def test_a_text_file_has_a_question_a_line(tmp_path):
     path = tmp_path / "asked.txt"
     path.write_bytes("\ufeffone\u2028still one\r\n\n two\x85\x1c \nthree".encode())
     questions = read_questions(str(path))
-    texts = [question.asked.messages[0].content for question in questions]
+    texts = [question.row.messages[0].content for question in questions]
     assert texts == ["one\u2028still one", " two\x85\x1c ", "three"]
     assert [question.id for question in questions] == ["asked.txt:1", "asked.txt:3", "asked.txt:4"]
     path.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
@@ -195,7 +195,7 @@ def test_prompt_ids_are_those_of_training_for_every_template_that_trains(tmp_pat
             except (AssertionError, DataError):
                 continue
             (question,) = read_questions(str(path))
-            prompt = PromptRenderer(tokenizer).input_ids(question.asked)
+            prompt = PromptRenderer(tokenizer).input_ids(question.row)
             before = ids[: int(mask.argmax())].tolist()
             texts = [THINKING.sub("", tokenizer.decode(each)).rstrip() for each in (prompt, before)]
             if prompt == before:
@@ -213,7 +213,7 @@ def test_a_rows_own_template_variables_count(tmp_path):
     row = {"messages": TALK, "chat_template_kwargs": {"brief": True}}
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps({"messages": TALK}) + "\n")
-    texts = [PromptRenderer(tokenizer).text(each.asked) for each in read_questions(str(path))]
+    texts = [PromptRenderer(tokenizer).text(each.row) for each in read_questions(str(path))]
     assert [text.startswith("short ") for text in texts] == [True, False]
 
 

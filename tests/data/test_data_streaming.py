@@ -23,9 +23,9 @@ def stream(tokenizer, *paths, packing=False, buffer=100, shuffle=True, **options
     )
 
 
-def epoch(streamed, number=0, **share):
+def epoch(streamed, number=0, **shard):
     """The rows of one epoch."""
-    rows = itertools.dropwhile(lambda row: row.position.epoch < number, streamed.rows(**share))
+    rows = itertools.dropwhile(lambda row: row.position.epoch < number, streamed.rows(**shard))
     return list(itertools.takewhile(lambda row: row.position.epoch == number, rows))
 
 
@@ -61,23 +61,23 @@ def test_blocks_are_shuffled_by_seed_and_epoch(write, tiny_tokenizer):
     assert ids(epoch(stream(tiny_tokenizer, path, seed=1))) != first
 
 
-@pytest.mark.parametrize("num_shares", [2, 3])
-def test_shares_are_disjoint_and_whole(write, tiny_tokenizer, num_shares):
+@pytest.mark.parametrize("num_shards", [2, 3])
+def test_shares_are_disjoint_and_whole(write, tiny_tokenizer, num_shards):
     streamed = stream(tiny_tokenizer, write(ROWS))
-    shares = [ids(epoch(streamed, share=n, num_shares=num_shares)) for n in range(num_shares)]
-    assert all(shares)
-    assert sorted(itertools.chain(*shares)) == sorted(ids(epoch(streamed)))
+    shards = [ids(epoch(streamed, shard=n, num_shards=num_shards)) for n in range(num_shards)]
+    assert all(shards)
+    assert sorted(itertools.chain(*shards)) == sorted(ids(epoch(streamed)))
 
 
-@pytest.mark.parametrize("num_shares", [3, 16])
+@pytest.mark.parametrize("num_shards", [3, 16])
 @pytest.mark.parametrize("sizes", [[1248], [1000, 61], [3] * 40 + [500]])
-def test_shares_are_equal(write, tiny_tokenizer, num_shares, sizes):
+def test_shares_are_equal(write, tiny_tokenizer, num_shards, sizes):
     for n, size in enumerate(sizes):
         write([chat(f"{n}q{k}" + "x" * (k % 90), "a") for k in range(size)], f"d/{n:03d}.jsonl")
     streamed = stream(tiny_tokenizer, write([], "d/.hidden").parent, buffer=2000)
     for number in (0, 1):
         rows = [
-            len(epoch(streamed, number, share=n, num_shares=num_shares)) for n in range(num_shares)
+            len(epoch(streamed, number, shard=n, num_shards=num_shards)) for n in range(num_shards)
         ]
         assert sum(rows) == sum(sizes)
         assert max(rows) - min(rows) <= 1
@@ -85,18 +85,18 @@ def test_shares_are_equal(write, tiny_tokenizer, num_shares, sizes):
 
 def test_a_share_of_a_few_bad_rows_does_not_condemn_a_file(write, tiny_tokenizer):
     streamed = stream(tiny_tokenizer, write([*ROWS[:15], {"bad": 1}]))
-    shares = [len(epoch(streamed, share=n, num_shares=8)) for n in range(8)]
-    assert sorted(shares) == [1] + [2] * 7
+    shards = [len(epoch(streamed, shard=n, num_shards=8)) for n in range(8)]
+    assert sorted(shards) == [1] + [2] * 7
 
 
 def test_every_share_sees_every_source(write, tiny_tokenizer):
-    # Two sources of one size are read in turn: dealt out in turn, each share would get one of them.
+    # Two sources of one size are read in turn: dealt out in turn, each shard would get one of them.
     paths = [
         write([chat(f"{name}{n}", "a") for n in range(1000)], f"{name}.jsonl") for name in "ab"
     ]
     streamed = stream(tiny_tokenizer, *paths, buffer=2000)
-    for share in range(2):
-        rows = epoch(streamed, share=share, num_shares=2)
+    for shard in range(2):
+        rows = epoch(streamed, shard=shard, num_shards=2)
         from_a = sum(sample["source"] == 0 for row in rows for sample in row.samples)
         # 1000 rows drawn with even chances: 0.016 is one standard deviation.
         assert 0.4 < from_a / len(rows) < 0.6
@@ -127,7 +127,7 @@ def test_a_stream_goes_on_from_any_position(write, tmp_path, tiny_tokenizer, kin
 
     def taken(start=None, count=None):
         streamed = stream(tiny_tokenizer, *paths, packing=True, buffer=40)
-        return list(itertools.islice(streamed.rows(start, share=1, num_shares=2), count))
+        return list(itertools.islice(streamed.rows(start, shard=1, num_shards=2), count))
 
     whole = taken(count=130)
     assert whole[-1].position.epoch >= 2
@@ -154,7 +154,7 @@ def test_a_plain_file_is_read_on_from_the_byte(write, tiny_tokenizer, monkeypatc
 
 
 def test_sources_are_read_side_by_side(write, tiny_tokenizer):
-    """Each at about the same share of its bytes, so that both end together."""
+    """Each at about the same fraction of its bytes, so that both end together."""
     small = write(ROWS[:300], "small.jsonl")
     large = write(ROWS * 3, "large.jsonl")
     rows = epoch(stream(tiny_tokenizer, small, large, shuffle=False))
@@ -228,8 +228,8 @@ def test_what_streaming_cannot_do_is_refused(write, tiny_tokenizer):
     refused(Source(path, weight=1.0), "streaming does not")
     refused(Source(path, epochs=2), "streaming does not")
     refused(Source("org/name"), "hub")
-    with pytest.raises(DataError, match="share 1 of 2 got no sample"):
-        next(stream(tiny_tokenizer, path).rows(share=1, num_shares=2))
+    with pytest.raises(DataError, match="shard 1 of 2 got no sample"):
+        next(stream(tiny_tokenizer, path).rows(shard=1, num_shards=2))
     long = write([chat("q", "a " * 500)], "long.jsonl")
     with pytest.raises(DataError, match=r"long\.jsonl:1: the row has"):
         next(stream(tiny_tokenizer, long, truncation="error").rows())

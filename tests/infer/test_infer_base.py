@@ -13,7 +13,7 @@ from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, write_finger
 from trainkit.checkpoint.whole.atomic import staged_directory
 from trainkit.cli.app import main
 from trainkit.infer.engine import load_engine
-from trainkit.infer.place import find_place
+from trainkit.infer.locate import find_model
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def test_answers_come_from_the_models_own_attention(make, tiny_tokenizer, tmp_pa
     torch.manual_seed(0)
     make().save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
-    engine = load_engine(find_place(str(tmp_path / "model")), device="cpu")
+    engine = load_engine(find_model(str(tmp_path / "model")), device="cpu")
     eager = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", attn_implementation="eager"
     ).eval()
@@ -249,7 +249,7 @@ def test_answers_come_from_the_models_own_attention(make, tiny_tokenizer, tmp_pa
 
 
 def test_a_plain_model_answers_with_sdpa(tiny_qwen2):
-    engine = load_engine(find_place(str(tiny_qwen2)), device="cpu")
+    engine = load_engine(find_model(str(tiny_qwen2)), device="cpu")
     assert engine.model.config._attn_implementation == "sdpa"
 
 

@@ -41,7 +41,7 @@ def test_batch_equals_one_by_one(engine, prompts, tmp_path):
     run(engine, prompts, tmp_path / "out.jsonl", batch_size=5)
     sampling = SamplingOptions(max_new_tokens=6)
     for row, prompt in zip(rows(tmp_path / "out.jsonl"), prompts, strict=True):
-        answer = engine.answer(prompt.asked, sampling)
+        answer = engine.answer(prompt.row, sampling)
         assert row["answer"] == answer.text
         assert row["num_prompt_tokens"] == len(answer.input_ids)
         assert row["finish"] == "length"
@@ -138,7 +138,7 @@ def test_prompt_files(tmp_path):
         '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}\n'
     )
     questions = read_questions(str(path), QuestionOptions(system="X"))
-    roles = [[m.role for m in question.asked.messages] for question in questions]
+    roles = [[m.role for m in question.row.messages] for question in questions]
     assert roles == [["system", "user"]] * 3
     assert questions[1].asked.messages[0].content == "S"
 

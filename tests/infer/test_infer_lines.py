@@ -186,7 +186,7 @@ NO_JSON_LINES = {
     "checkpoint/tiktoken_vocabulary.py",
     "checkpoint/zero.py",
     "cli/failures.py",
-    "infer/place.py",
+    "infer/locate.py",
     "models/attention/proof.py",
     "recipe/document.py",
     "run/environment.py",

@@ -107,7 +107,7 @@ def test_cross_entropy_takes_one_extra_tensor_and_never_waits():
 
 
 def test_misaligned_rows():
-    """A row stride that is no multiple of 16 elements, and a pointer inside the first vector."""
+    """A row stride that is not a multiple of 16 elements, and a pointer inside the first vector."""
     storage = big(33 * 131 + 1)
     x = storage[1:].view(33, 131)[:, :128].requires_grad_()
     weight = torch.ones(128, dtype=BF16, device="cuda")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.errors import RecipeError
-from trainkit.parallel import STRATEGIES, Layout, ProcessPlace, strategy_for
+from trainkit.parallel import STRATEGIES, Layout, ProcessRank, strategy_for
 
 PACKAGE = Path(__file__).parents[2] / "trainkit"
 
@@ -29,7 +29,7 @@ def test_nothing_outside_the_package_asks_which_engine_runs():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_row_resolves(name):
-    layout = Layout.of(STRATEGIES[name], ProcessPlace(1, 1, 2))
+    layout = Layout.of(STRATEGIES[name], ProcessRank(1, 1, 2))
     assert (layout.data_rank, layout.data_size) == (1, 2)
     assert layout.optimizer_shards == (1 if name == "none" else 2)
     assert bool(layout.engine.training_arguments()) == (STRATEGIES[name].config is not None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.parallel.place import Machine, ProcessPlace
+from trainkit.parallel.process import Machine, ProcessRank
 from trainkit.recipe import load_recipe
 from trainkit.train.resume.record import settled
 from trainkit.train.sections import layout_of, trainer_arguments
@@ -79,7 +79,7 @@ def test_what_is_printed_is_what_the_trainer_gets(load, case):
     overrides, expected = CASES[case]
     loaded = load(overrides)
     machine = Machine(world_size=1, on_cpu=True)
-    args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessPlace(0, 0, 1)))
+    args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessRank(0, 0, 1)))
     assert settled(loaded, machine, args) == {}
     shown = {row.key: (row.value, row.origin) for row in loaded.values(machine)}
     for name, value in expected.items():
@@ -89,7 +89,7 @@ def test_what_is_printed_is_what_the_trainer_gets(load, case):
 
 def test_what_only_the_built_run_knows_is_printed_too(load):
     loaded = load([])
-    args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessPlace(0, 0, 1)))
+    args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessRank(0, 0, 1)))
     args.ddp_find_unused_parameters = True
     args.warmup_steps = 7
     found = settled(loaded, Machine(on_cpu=True), args)

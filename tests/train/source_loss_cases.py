@@ -68,7 +68,7 @@ def make_trainer(
     from transformers import PrinterCallback
 
     from trainkit.models import attention
-    from trainkit.parallel import STRATEGIES, Layout, ProcessPlace
+    from trainkit.parallel import STRATEGIES, Layout, ProcessRank
     from trainkit.patching import patch
     from trainkit.recipe.training import complete_training
     from trainkit.train.arguments import training_arguments
@@ -86,7 +86,7 @@ def make_trainer(
         "seed": 1,
         **training,
     }
-    layout = Layout.of(STRATEGIES["none"], ProcessPlace.from_environment())
+    layout = Layout.of(STRATEGIES["none"], ProcessRank.from_environment())
     args = training_arguments(
         complete_training(values),
         output_dir=Path(root) / "run",

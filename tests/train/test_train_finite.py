@@ -152,7 +152,7 @@ def test_the_optimizers_state_is_looked_through():
 
 
 def test_what_a_model_is_made_with_may_be_infinite():
-    """Buffers that are no part of a checkpoint, as masks are."""
+    """Buffers that are not part of a checkpoint, as masks are."""
     layer = torch.nn.Linear(2, 2)
     layer.register_buffer("mask", torch.tensor(float("-inf")), persistent=False)
     check_weights(layer, None, OneRank(), what="final", fix="x")

@@ -107,7 +107,7 @@ def run(cells: Sequence[Cell], *, peer_path: str = "") -> Iterator[dict[str, Any
 
     Args:
         cells: what to measure.
-        peer_path: put before PYTHONPATH for Unsloth's processes, which want packages of their own.
+        peer_path: put before PYTHONPATH for Unsloth's processes, which need packages of their own.
 
     Yields:
         Per cell its model, provider, mode and the measured values, or ``error``.

@@ -138,7 +138,7 @@ def _step(provided: Provided, batch: dict[str, Any]) -> torch.Tensor:
 
 
 def _num_tokens(batch: dict[str, Any]) -> int:
-    """Tokens that are no padding."""
+    """Tokens that are not padding."""
     if "attention_mask" in batch:
         return int(batch["attention_mask"].sum())
     bounds = batch["cu_seq_lens_q"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainingArgum
 
 from trainkit.bench.providers import MODELS, Shape, provide
 from trainkit.data.serve.collator import PaddingCollator
-from trainkit.parallel import STRATEGIES, Layout, ProcessPlace
+from trainkit.parallel import STRATEGIES, Layout, ProcessRank
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.sampling import CountingCollator, TrainingData
 from trainkit.train.trainer import SftTrainer, StopRequest
@@ -107,7 +107,7 @@ def _trainer(cell: Cell, shape: Shape, device: torch.device, directory: Path) ->
     trainer = SftTrainer(
         model=provide("trainkit", shape, device).model,
         args=args,
-        layout=Layout.of(STRATEGIES["none"], ProcessPlace.from_environment()),
+        layout=Layout.of(STRATEGIES["none"], ProcessRank.from_environment()),
         tokenizer=tokenizer,
         train_data=TrainingData(
             samples=_Rows(cell.steps * shape.batch_size, shape),

@@ -11,7 +11,7 @@ from trainkit.cli.run_settings import run_settings
 
 if TYPE_CHECKING:
     from trainkit.infer.engine import Engine
-    from trainkit.infer.place import ModelPlace
+    from trainkit.infer.locate import ModelPaths
 
 
 class LoadDtype(str, Enum):
@@ -69,7 +69,7 @@ class Trust:
 
 
 def load(
-    place: "ModelPlace", dtype: LoadDtype, device: str, system: str | None, trust: Trust
+    paths: "ModelPaths", dtype: LoadDtype, device: str, system: str | None, trust: Trust
 ) -> "Engine":
     """Load a found model as its run trained it."""
     from trainkit.train.quiet import quieten_libraries
@@ -77,9 +77,9 @@ def load(
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.infer.engine import load_engine
 
-    quantize = run_settings(place.run).quantize if place.adapter is not None else None
+    quantize = run_settings(paths.run).quantize if paths.adapter is not None else None
     return load_engine(
-        place,
+        paths,
         dtype=dtype.value,
         quantize=quantize,
         device=device,

@@ -48,18 +48,18 @@ def chat(
 ) -> None:
     """Talk to a model, with the template and the stop tokens of its training."""
     from trainkit.infer.conversation import ChatHistory
-    from trainkit.infer.place import find_place
+    from trainkit.infer.locate import find_model
     from trainkit.infer.sampling import SamplingOptions
 
     sampling = SamplingOptions(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
-    place = find_place(model, adapter=adapter, base_model=base_model)
-    engine = shared.load(place, dtype, device, system, shared.Trust(verify, any_base))
+    paths = find_model(model, adapter=adapter, base_model=base_model)
+    engine = shared.load(paths, dtype, device, system, shared.Trust(verify, any_base))
     import torch
 
     torch.manual_seed(seed)
-    name = place.model if place.adapter is None else f"{place.adapter} over {place.model}"
+    name = paths.model if paths.adapter is None else f"{paths.adapter} over {paths.model}"
     if sys.stdin.isatty():
         typer.echo(f"{name}. /help lists the commands.", err=True)
     Chat(engine, ChatHistory(system), sampling, show_ids=show_ids).run()

@@ -133,7 +133,7 @@ def parse_shard_size(text: str) -> int:
     """Bytes of ``--shard-size``.
 
     Raises:
-        RecipeError: it is no size.
+        RecipeError: it is not a size.
     """
     from trainkit.checkpoint.weights.sizes import parse_size
 

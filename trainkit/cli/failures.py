@@ -87,7 +87,7 @@ def report_failure(error: BaseException) -> int:
         )
         return 2
     if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
-        _say(f"{error.filename or 'the system'}: {error.strerror}\n  fix: mend that", prefix)
+        _say(f"{error.filename or 'the system'}: {error.strerror}\n  fix: correct that", prefix)
         return 1
     traceback.print_exception(error, file=sys.stderr)
     _say(_EXPLAINED.get(type(error).__name__, _BUG), prefix)

@@ -57,13 +57,13 @@ def generate(
     """Answer every row of a file; the same command again goes on where it stopped."""
     if batch_size < 1:
         raise RecipeError("it must be at least 1", where="--batch-size")
-    from trainkit.infer.place import find_place, is_trained_on_texts, weights_digest
+    from trainkit.infer.locate import find_model, is_trained_on_texts, weights_digest
     from trainkit.infer.sampling import SamplingOptions
 
     sampling = SamplingOptions(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
-    place = find_place(model, adapter=adapter, base_model=base_model)
+    paths = find_model(model, adapter=adapter, base_model=base_model)
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
@@ -73,29 +73,29 @@ def generate(
 
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
-    asked = read_questions(
+    questions = read_questions(
         str(prompts),
         QuestionOptions(
-            format=row_format, system=system, plain_prompts=is_trained_on_texts(place.run)
+            format=row_format, system=system, plain_prompts=is_trained_on_texts(paths.run)
         ),
     )
     settings = {
-        "model": place.model,
-        "adapter": str(place.adapter),
-        "weights": weights_digest(place),
+        "model": paths.model,
+        "adapter": str(paths.adapter),
+        "weights": weights_digest(paths),
         "dtype": dtype.value,
     }
     before = generate_file(
-        lambda: shared.load(place, dtype, device, system, shared.Trust(verify, any_base)),
-        asked,
+        lambda: shared.load(paths, dtype, device, system, shared.Trust(verify, any_base)),
+        questions,
         out,
         sampling,
         BatchOptions(batch_size, settings, too_long.value),
         progress=lambda done, total: typer.echo(f"{done} of {total} answered", err=True),
     )
-    row = {"out": str(out), "num_answers": len(asked), "num_found": before}
+    row = {"out": str(out), "num_answers": len(questions), "num_found": before}
     typer.echo(
         json.dumps(row)
         if as_json
-        else f"{out}: {len(asked)} answers, {before} of them from an earlier call"
+        else f"{out}: {len(questions)} answers, {before} of them from an earlier call"
     )

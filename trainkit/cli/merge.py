@@ -72,7 +72,7 @@ def merge(
         needs_adapter_from_shards,
     )
     from trainkit.checkpoint.zero.zero import find_zero_folder
-    from trainkit.infer.place import locate
+    from trainkit.infer.locate import locate
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
@@ -113,7 +113,7 @@ def _merge_adapter(
 ) -> dict[str, Any]:
     from trainkit.checkpoint.merge.merge import merge_adapter
     from trainkit.checkpoint.weights.adapter import read_adapter
-    from trainkit.infer.place import base_directory
+    from trainkit.infer.locate import base_directory
 
     base = base_directory(origin, base_model)
     done = merge_adapter(read_adapter(adapter), base, target, options, _say, origin=origin)

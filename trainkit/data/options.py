@@ -57,7 +57,7 @@ class Source:
     def __post_init__(self) -> None:
         if self.format not in ("auto", *FORMATS):
             raise DataError(
-                f"{self.format!r} is no format; known are auto, {', '.join(FORMATS)}",
+                f"{self.format!r} is not a format; known are auto, {', '.join(FORMATS)}",
                 where=self.path,
             )
         if self.weight is not None and not 0 <= self.weight < math.inf:

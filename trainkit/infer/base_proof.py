@@ -26,7 +26,7 @@ def prove_base(adapter: Path, base: str, say: Callable[[str], None], *, any_base
     Args:
         adapter: directory.
         base: directory or hub name of the weights to put it over.
-        say: told in a line what could not be compared.
+        say: called with one line about what could not be compared.
         any_base: take other weights of the same shapes.
 
     Raises:
@@ -64,7 +64,7 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
     weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     weights |= {name: tuple(weight.shape) for name, weight in model.named_buffers()}
     modules = dict(model.named_modules())
-    if model.get_output_embeddings() is not None:  # a tied one is no parameter of its own
+    if model.get_output_embeddings() is not None:  # a tied one is not a parameter of its own
         weights.setdefault("lm_head.weight", tuple(model.get_output_embeddings().weight.shape))
     rows, own_rows = vocabulary_rows(adapter), model.get_input_embeddings().weight.shape[0]
     wrong = []

@@ -38,7 +38,7 @@ class BatchOptions:
 
 
 @dataclass(frozen=True)
-class Asked:
+class FittedQuestion:
     """A question as the model gets it.
 
     Attributes:
@@ -73,7 +73,7 @@ def generate_file(
         target: the file to appear.
         sampling: how to choose tokens.
         options: see there.
-        progress: told how many of how many are done.
+        progress: called with the number done and the number of all.
 
     Returns:
         How many answers were there already.
@@ -82,7 +82,7 @@ def generate_file(
         DataError: a file from a call with other settings is in the way, the file cannot be written,
             or a question cannot be rendered or does not fit.
     """
-    content = [(question.id, asdict(question.asked), question.fields) for question in questions]
+    content = [(question.id, asdict(question.row), question.fields) for question in questions]
     how = [dict(options.settings), sampling.to_dict(), options.batch_size, options.too_long]
     key = _digest([*how, content])
     partial = target.with_name(f".{target.name}.partial")
@@ -96,9 +96,11 @@ def generate_file(
     if len(done) < len(questions):
         engine = load()
         # All are rendered before the first is answered: a bad one does not wait for its turn.
-        asked = [_fitted(engine, question, options.too_long) for question in questions[len(done) :]]
+        fitted = [
+            _fitted(engine, question, options.too_long) for question in questions[len(done) :]
+        ]
     for start in range(len(done), len(questions), options.batch_size):
-        batch = asked[start - len(done) :][: options.batch_size]
+        batch = fitted[start - len(done) :][: options.batch_size]
         torch.manual_seed(sampling.seed + start)
         rows = _answered(engine, batch, sampling, key)
         with _writing(target), partial.open("ab") as stream:
@@ -114,21 +116,21 @@ def generate_file(
 
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
-    """A disk that is full or a place that is no place: told in a sentence."""
+    """A disk that is full or a path that cannot be written to, as one sentence."""
     try:
         yield
     except OSError as error:
         raise DataError(f"it cannot be written: {error.strerror}", where=str(target)) from error
 
 
-def _fitted(engine: Engine, question: Question, too_long: TooLong) -> Asked:
+def _fitted(engine: Engine, question: Question, too_long: TooLong) -> FittedQuestion:
     """The question as it fits the context.
 
     Raises:
         DataError: it cannot be rendered, or does not fit and nothing is to be done about that.
     """
     try:
-        engine.check_fit(question.asked)
+        engine.check_fit(question.row)
     except PromptTooLongError as error:
         shorter = _shortened(engine, question) if too_long == "left_turns" else None
         if shorter is not None:
@@ -136,15 +138,15 @@ def _fitted(engine: Engine, question: Question, too_long: TooLong) -> Asked:
         if too_long == "error":
             fix = "shorten it, or give --too-long drop or left_turns"
             raise DataError(error.what, where=question.id, fix=fix) from None
-        return Asked(question, problem=error.what)
+        return FittedQuestion(question, problem=error.what)
     except DataError as error:
         raise DataError(error.what, where=question.id, fix=error.fix) from None
-    return Asked(question)
+    return FittedQuestion(question)
 
 
-def _shortened(engine: Engine, question: Question) -> Asked | None:
+def _shortened(engine: Engine, question: Question) -> FittedQuestion | None:
     """The most turns from the right that fit, behind the system prompt; None where none do."""
-    conversation = question.asked
+    conversation = question.row
     if not isinstance(conversation, Conversation):
         return None
     messages = conversation.messages
@@ -159,38 +161,38 @@ def _shortened(engine: Engine, question: Question) -> Asked | None:
             engine.check_fit(shorter)
         except PromptTooLongError:
             continue
-        return Asked(replace(question, asked=shorter), num_turns_dropped=start - head)
+        return FittedQuestion(replace(question, row=shorter), num_turns_dropped=start - head)
     return None
 
 
 def _answered(
-    engine: Engine, batch: Sequence[Asked], sampling: SamplingOptions, key: str
+    engine: Engine, batch: Sequence[FittedQuestion], sampling: SamplingOptions, key: str
 ) -> list[dict[str, Any]]:
-    fitting = [each.question.asked for each in batch if each.problem is None]
+    fitting = [each.question.row for each in batch if each.problem is None]
     answers = iter(engine.answer_batch(fitting, sampling) if fitting else ())
     return [_row(each, None if each.problem else next(answers), key) for each in batch]
 
 
-def _row(asked: Asked, answer: Answer | None, key: str) -> dict[str, Any]:
+def _row(fitted: FittedQuestion, answer: Answer | None, key: str) -> dict[str, Any]:
     """A line of the output: the question's own fields first, whatever they are called.
 
     Where one has the name of a key of ours and another value, it is kept under ``row``.
     """
-    question = asked.question
+    question = fitted.question
     ours: dict[str, Any] = {"id": question.fields.get("id", question.id)}
-    if isinstance(question.asked, Conversation):
-        told = [_message(message) for message in question.asked.messages]
+    if isinstance(question.row, Conversation):
+        messages = [_message(message) for message in question.row.messages]
         if answer is not None:
-            told.append({"role": "assistant", "content": answer.text})
-        ours["messages"] = told
-        if question.fields.get("messages") == told[: len(told) - (answer is not None)]:
-            question = replace(question, fields={**question.fields, "messages": told})
+            messages.append({"role": "assistant", "content": answer.text})
+        ours["messages"] = messages
+        if question.fields.get("messages") == messages[: len(messages) - (answer is not None)]:
+            question = replace(question, fields={**question.fields, "messages": messages})
     ours["answer"] = None if answer is None else answer.text
     ours["finish"] = "too_long" if answer is None else answer.finish
-    if asked.problem is not None:
-        ours["problem"] = asked.problem
-    if asked.num_turns_dropped:
-        ours["num_turns_dropped"] = asked.num_turns_dropped
+    if fitted.problem is not None:
+        ours["problem"] = fitted.problem
+    if fitted.num_turns_dropped:
+        ours["num_turns_dropped"] = fitted.num_turns_dropped
     if answer is not None:
         ours["num_prompt_tokens"] = len(answer.input_ids)
         ours["num_answer_tokens"] = len(answer.output_ids)
@@ -204,11 +206,11 @@ def _row(asked: Asked, answer: Answer | None, key: str) -> dict[str, Any]:
 
 def _message(message: Message) -> dict[str, Any]:
     """One turn as a row of messages has it, so that the output trains again."""
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    result: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning is not None:
-        told["reasoning_content"] = message.reasoning
+        result["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        told["tool_calls"] = [
+        result["tool_calls"] = [
             {
                 "type": "function",
                 **({"id": call["id"]} if call["id"] else {}),
@@ -218,8 +220,8 @@ def _message(message: Message) -> dict[str, Any]:
         ]
     for key in ("name", "tool_call_id", "train"):
         if getattr(message, key) is not None:
-            told[key] = getattr(message, key)
-    return told
+            result[key] = getattr(message, key)
+    return result
 
 
 def _replace(path: Path, content: bytes) -> None:

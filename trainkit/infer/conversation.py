@@ -64,7 +64,7 @@ class ChatHistory:
             How many conversations the file holds now.
 
         Raises:
-            DataError: there is nothing to save, the file is no messages file, or it cannot be
+            DataError: there is nothing to save, the file is not a messages file, or it cannot be
                 written.
         """
         if not self.messages:
@@ -81,7 +81,7 @@ class ChatHistory:
             partial.rename(path)
         except (ValueError, TypeError):
             raise DataError(
-                "this file exists and is no messages file (one JSON object a line)",
+                "this file exists and is not a messages file (one JSON object a line)",
                 where=str(path),
                 fix="give another name",
             ) from None

@@ -19,7 +19,7 @@ from trainkit.data.render.prompt import conversation_of
 from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base_proof import prove_base
-from trainkit.infer.place import ModelPlace, trained_stop_ids, training_options
+from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.lora.adapter import load_adapter
@@ -37,7 +37,7 @@ from trainkit.models.loading import (
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-Asked = Row | Messages
+Question = Row | Messages
 """A row without its answer, or OpenAI messages."""
 
 
@@ -101,21 +101,21 @@ class Engine:
         self.options = replace(self.options, system="keep")
         self._renderer = PromptRenderer(self.tokenizer, self.options)
 
-    def prompt_ids(self, asked: Asked) -> list[int]:
+    def prompt_ids(self, question: Question) -> list[int]:
         """The token ids of a question with the opening of an answer, as in training.
 
         Raises:
             DataError: the messages are not well formed.
         """
-        return self._renderer.input_ids(_as_row(asked))
+        return self._renderer.input_ids(_as_row(question))
 
-    def check_fit(self, asked: Asked) -> None:
+    def check_fit(self, question: Question) -> None:
         """Refuse a question that leaves no room for an answer.
 
         Raises:
             PromptTooLongError: with its length and the model's.
         """
-        length = len(self.prompt_ids(asked))
+        length = len(self.prompt_ids(question))
         if self.context is not None and length >= self.context:
             raise PromptTooLongError(
                 f"the prompt has {length} tokens; the model's context holds {self.context}, the "
@@ -124,7 +124,7 @@ class Engine:
 
     def answer(
         self,
-        asked: Asked,
+        question: Question,
         sampling: SamplingOptions,
         *,
         on_text: Callable[[str], None] | None = None,
@@ -133,36 +133,38 @@ class Engine:
         """Answer one question.
 
         Args:
-            asked: the last of its messages is usually the user's.
+            question: the last of its messages is usually the user's.
             sampling: how to choose tokens.
             on_text: called with each new piece of text; with beams, once at the end.
-            should_stop: asked after each token.
+            should_stop: called after each token.
 
         Raises:
             PromptTooLongError: there is no room for an answer.
         """
-        self.check_fit(asked)
+        self.check_fit(question)
         stream = None
         if on_text is not None and sampling.num_beams == 1:
             stream = TextStream(self.tokenizer, self.stop_ids, on_text)
-        (answer,) = self._generate([asked], sampling, stream, should_stop)
+        (answer,) = self._generate([question], sampling, stream, should_stop)
         if stream is None and on_text is not None:
             on_text(answer.text)
         return answer
 
-    def answer_batch(self, questions: Sequence[Asked], sampling: SamplingOptions) -> list[Answer]:
+    def answer_batch(
+        self, questions: Sequence[Question], sampling: SamplingOptions
+    ) -> list[Answer]:
         """Answer several questions at once, padded on the left; each of them fits the context."""
         return self._generate(questions, sampling, None, None)
 
     @torch.inference_mode()
     def _generate(
         self,
-        questions: Sequence[Asked],
+        questions: Sequence[Question],
         sampling: SamplingOptions,
         stream: TextStream | None,
         should_stop: Callable[[], bool] | None,
     ) -> list[Answer]:
-        prompts = [self.prompt_ids(asked) for asked in questions]
+        prompts = [self.prompt_ids(question) for question in questions]
         width = max(map(len, prompts))
         device = self.model.device
         input_ids = torch.full((len(prompts), width), self.pad_id or 0, device=device)
@@ -170,7 +172,7 @@ class Engine:
         for row, prompt in enumerate(prompts):
             input_ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
             attention_mask[row, width - len(prompt) :] = 1
-        asked = _AskToStop(should_stop)
+        stopping = _StopOnRequest(should_stop)
         full = _ContextIsFull(self.context, [width - len(prompt) for prompt in prompts])
         criteria = [full] if width + sampling.max_new_tokens > (self.context or math.inf) else []
         output = self.model.generate(
@@ -181,15 +183,15 @@ class Engine:
             ),
             streamer=stream,
             stopping_criteria=StoppingCriteriaList(
-                [*criteria, *([asked] if should_stop is not None else [])]
+                [*criteria, *([stopping] if should_stop is not None else [])]
             ),
         )
         rows = output[:, width:].tolist()
         triples = zip(questions, prompts, rows, strict=True)
-        return [self._answer(q, prompt, ids, asked.was_asked) for q, prompt, ids in triples]
+        return [self._answer(q, prompt, ids, stopping.was_requested) for q, prompt, ids in triples]
 
     def _answer(
-        self, asked: Asked, prompt: Sequence[int], ids: Sequence[int], was_asked: bool
+        self, question: Question, prompt: Sequence[int], ids: Sequence[int], was_stopped: bool
     ) -> Answer:
         room = None if self.context is None else self.context - len(prompt)
         ids = ids[:room]  # behind the end of a full row there is padding
@@ -197,16 +199,16 @@ class Engine:
         is_stopped = end > 0 and ids[end - 1] in self.stop_ids
         spoken = ids[: end - 1] if is_stopped else ids[:end]
         text = str(self.tokenizer.decode(spoken, skip_special_tokens=True))
-        row = _as_row(asked)
+        row = _as_row(question)
         if isinstance(row, Conversation) and self._renderer.text(row).rstrip().endswith("<think>"):
             text = f"<think>\n{text}"  # the template opened it; the message must hold it whole
-        finish = "interrupted" if was_asked else "context" if len(ids) == room else "length"
+        finish = "interrupted" if was_stopped else "context" if len(ids) == room else "length"
         finish = "stop" if is_stopped else finish
         return Answer(text, tuple(prompt), tuple(ids[:end]), finish)
 
 
 def load_engine(
-    place: ModelPlace,
+    paths: ModelPaths,
     *,
     dtype: str = "auto",
     quantize: str | None = None,
@@ -216,10 +218,10 @@ def load_engine(
     any_base: bool = False,
     say: Callable[[str], None] = logger.warning,
 ) -> Engine:
-    """Load what ``find_place`` found.
+    """Load what ``find_model`` found.
 
     Args:
-        place: model, adapter and tokenizer.
+        paths: model, adapter and tokenizer.
         dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
         quantize: ``nf4`` to load the base in 4 bits, as a QLoRA run did.
         device: ``cpu``, ``cuda``, ``cuda:1``, or auto.
@@ -227,7 +229,7 @@ def load_engine(
             system policy of the run.
         verify: compare the files with the manifests that trainkit wrote beside them.
         any_base: put an adapter over other weights than those that it was trained over.
-        say: told in a line what could not be compared.
+        say: called with one line about what could not be compared.
 
     Raises:
         ModelError: something cannot be loaded.
@@ -235,40 +237,40 @@ def load_engine(
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in (place.model, place.tokenizer):  # the hub's client would retry for a minute
+    for name in (paths.model, paths.tokenizer):  # the hub's client would retry for a minute
         check_exists(ModelSource(name), is_model=False)
     if verify:
-        _verify(place)
-    check_exists(ModelSource(place.model))
-    if place.adapter is not None:
-        prove_base(place.adapter, place.model, say, any_base=any_base)
-    tokenizer = load_tokenizer(ModelSource(place.tokenizer))
+        _verify(paths)
+    check_exists(ModelSource(paths.model))
+    if paths.adapter is not None:
+        prove_base(paths.adapter, paths.model, say, any_base=any_base)
+    tokenizer = load_tokenizer(ModelSource(paths.tokenizer))
     packing = None
     if quantize is not None:
         packing = quantization_config(quantize, DTYPES.get(dtype, torch.bfloat16))
     model = load_model(
-        ModelSource(place.model, dtype=dtype),
-        attention=_attention(place.model),
+        ModelSource(paths.model, dtype=dtype),
+        attention=_attention(paths.model),
         quantization=packing,
         device=torch.device(device),
     )
-    if place.adapter is not None:
-        rows = vocabulary_rows(place.adapter)
+    if paths.adapter is not None:
+        rows = vocabulary_rows(paths.adapter)
         if rows not in (None, model.get_input_embeddings().weight.shape[0]):
             model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
-        model = load_adapter(model, place.adapter)
+        model = load_adapter(model, paths.adapter)
     model.eval()
     set_use_cache(model.config, True)
-    options = DataOptions(**training_options(place.run))
+    options = DataOptions(**training_options(paths.run))
     if system is not None:
         options = replace(options, system="keep")
-    return Engine(model, tokenizer, options, trained_stop_ids(place.run))
+    return Engine(model, tokenizer, options, trained_stop_ids(paths.run))
 
 
-def _verify(place: ModelPlace) -> None:
+def _verify(paths: ModelPaths) -> None:
     """Compare every file that will be read with its manifest, where there is one."""
-    places = (place.adapter, place.directory, Path(place.model).expanduser())
-    for directory in dict.fromkeys(path for path in places if path is not None):
+    directories = (paths.adapter, paths.directory, Path(paths.model).expanduser())
+    for directory in dict.fromkeys(path for path in directories if path is not None):
         try:
             verify_model(directory)
         except CheckpointError as error:
@@ -286,16 +288,16 @@ def _attention(name: str) -> str | None:
     return "eager" if is_capped else None
 
 
-class _AskToStop(StoppingCriteria):
+class _StopOnRequest(StoppingCriteria):
     """Asks after each token whether the user has had enough."""
 
     def __init__(self, should_stop: Callable[[], bool] | None) -> None:
         self._should_stop = should_stop
-        self.was_asked = False
+        self.was_requested = False
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.was_asked = self._should_stop is not None and self._should_stop()
-        return torch.full((input_ids.shape[0],), self.was_asked, device=input_ids.device)
+        self.was_requested = self._should_stop is not None and self._should_stop()
+        return torch.full((input_ids.shape[0],), self.was_requested, device=input_ids.device)
 
 
 class _ContextIsFull(StoppingCriteria):
@@ -323,10 +325,10 @@ def context_length(config: Any) -> int | None:
     return max(limit, int(factor * own)) if factor and own else limit
 
 
-def _as_row(asked: Asked) -> Row:
-    if isinstance(asked, Conversation | TextRow | TokenRow):
-        return asked
-    return conversation_of(asked)
+def _as_row(question: Question) -> Row:
+    if isinstance(question, Conversation | TextRow | TokenRow):
+        return question
+    return conversation_of(question)
 
 
 def _template_ends(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> list[int]:

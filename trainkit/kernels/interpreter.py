@@ -3,7 +3,7 @@
 ``TRITON_INTERPRET=1`` runs kernels with numpy, which has no bfloat16: Triton 3.6 to 3.9 keep such
 values as ``uint16`` bit patterns. Arithmetic on them then adds bit patterns, and a cast from fp32
 truncates instead of rounding to nearest even. No error is raised; the numbers are just wrong. The
-mending here lifts every bf16 operand to fp32 before an operation and rounds the result back, as a
+repair lifts every bf16 operand to fp32 before an operation and rounds the result back, as a
 GPU does. It also serialises launches, because the interpreter swaps the functions of
 ``triton.language`` globally while a kernel runs.
 
@@ -54,7 +54,7 @@ def install() -> None:
     if missing:
         raise RuntimeError(
             f"this Triton's interpreter has no {', '.join(missing)}; bf16 would be silently wrong. "
-            "Use a Triton between 3.6 and 3.9, or mend trainkit/kernels/interpreter.py."
+            "Use a Triton between 3.6 and 3.9, or fix trainkit/kernels/interpreter.py."
         )
     _wrap_bf16(builder, interpreter, tl)
     _serialise_launches(interpreter.GridExecutor)

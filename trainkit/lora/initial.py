@@ -62,7 +62,7 @@ def start_from_base(model: PeftModel, init: str, *, dtype: torch.dtype | None) -
         dtype: of the adapters; None is float32.
 
     Raises:
-        RecipeError: an adapted layer is no plain linear layer, or is smaller than the rank.
+        RecipeError: an adapted layer is not a plain linear layer, or is smaller than the rank.
     """
     (adapter,) = model.active_adapters
     initial = {}

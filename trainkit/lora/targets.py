@@ -2,7 +2,7 @@
 
 peft's ``all-linear`` is every linear module. Two kinds of model need more care:
 
-- mixture of experts: the experts are no modules but parameters of three dimensions, (experts, out,
+- mixture of experts: the experts are not modules but parameters of three dimensions, (experts, out,
   in). For some families peft adapts them and the router unasked, gate and up together at twice the
   rank, and loses linear layers of the same name; for others it leaves the experts out. Here every
   family gets the same: linear layers and experts at the recipe's rank, and the router stays.
@@ -199,7 +199,7 @@ def refuse_with_experts(targets: Targets, *, dropout: float, bias: bool, dora: b
         if value:
             raise RecipeError(
                 f"{key}: {value} cannot be used on parameters, and {', '.join(targets.parameters)} "
-                "are no modules",
+                "are not modules",
                 where=f"lora.{key}",
                 fix=f"set lora.{key}: {off}, or leave the experts out: exclude_modules: [experts]",
             )

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 def auto_class(config: PreTrainedConfig) -> Any:
     """The auto class for a configuration.
 
-    Models that also take images (qwen2_vl) are no causal language models to transformers, though
+    Models that also take images (qwen2_vl) are not causal language models to transformers, though
     they train on text alone as such; what they are saved as is then what they were loaded as.
 
     Args:

@@ -62,9 +62,9 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"it is no JSON: {error}", where=str(file), fix=FETCH) from error
+        raise ModelError(f"it is not JSON: {error}", where=str(file), fix=FETCH) from error
     if not isinstance(content, dict):
-        raise ModelError("it is no JSON object", where=str(file), fix=FETCH)
+        raise ModelError("it is not a JSON object", where=str(file), fix=FETCH)
     return content
 
 
@@ -103,7 +103,9 @@ def _tensors(file: Path) -> set[str]:
             )
         if len(begins) < 8 or length > size - 8:
             raise ModelError(
-                f"it was cut, or is no safetensors file ({size} bytes)", where=str(file), fix=FETCH
+                f"it was cut, or is not a safetensors file ({size} bytes)",
+                where=str(file),
+                fix=FETCH,
             )
         try:
             header = json.loads(stream.read(length))

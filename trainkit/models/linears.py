@@ -45,7 +45,7 @@ class LinearKind:
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
-    """The row of a module, or None for what is no linear layer that trainkit can read."""
+    """The row of a module, or None for what is not a linear layer that trainkit can read."""
     return next((kind for kind in LINEARS.values() if kind.recognises(module)), None)
 
 

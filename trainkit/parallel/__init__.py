@@ -5,7 +5,7 @@ what it needs of a model, it is given.
 """
 
 from trainkit.parallel.layout import Layout
-from trainkit.parallel.place import Machine, ProcessPlace
+from trainkit.parallel.process import Machine, ProcessRank
 from trainkit.parallel.strategies import STRATEGIES, Strategy, strategy_for
 
-__all__ = ["STRATEGIES", "Layout", "Machine", "ProcessPlace", "Strategy", "strategy_for"]
+__all__ = ["STRATEGIES", "Layout", "Machine", "ProcessRank", "Strategy", "strategy_for"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.parallel.engine import Engine
 from trainkit.parallel.launch import free_port
-from trainkit.parallel.place import ProcessPlace
+from trainkit.parallel.process import ProcessRank
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class DeepSpeed(Engine):
         zero = self.config.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3
 
-    def prepare(self, place: ProcessPlace, *, on_cpu: bool) -> None:
+    def prepare(self, process: ProcessRank, *, on_cpu: bool) -> None:
         """Make DeepSpeed start cleanly.
 
         A single process started without torchrun gets the variables DeepSpeed would otherwise look
@@ -46,12 +46,12 @@ class DeepSpeed(Engine):
         for a minute at the first start, and gloo gives the same sums. Locks that a killed build
         left behind are removed, because every later build waits for them for ever.
         """
-        if place.world_size == 1:
+        if process.world_size == 1:
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
             os.environ.setdefault("MASTER_PORT", str(free_port()))
             for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
                 os.environ.setdefault(name, value)
-        if place.local_rank == 0:
+        if process.local_rank == 0:
             _remove_stale_build_locks()
         if on_cpu:
             import deepspeed

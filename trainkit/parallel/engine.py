@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trainkit.parallel.place import ProcessPlace
+from trainkit.parallel.process import ProcessRank
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ class Engine:
     shards_optimizer = False
     packages: tuple[str, ...] = ()
 
-    def prepare(self, place: ProcessPlace, *, on_cpu: bool) -> None:
+    def prepare(self, process: ProcessRank, *, on_cpu: bool) -> None:
         """Before TrainingArguments exist."""
 
     def training_arguments(self) -> dict[str, Any]:

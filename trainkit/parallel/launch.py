@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from trainkit.parallel.place import Machine, whole_number
+from trainkit.parallel.process import Machine, whole_number
 
 
 def count_local_gpus() -> int:

@@ -1,10 +1,10 @@
-"""How one run is spread over processes: resolved once, asked by everybody."""
+"""How one run is spread over processes: resolved once, used everywhere."""
 
 import importlib
 from dataclasses import dataclass, field
 
 from trainkit.parallel.engine import Engine
-from trainkit.parallel.place import ProcessPlace
+from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.strategies import Strategy
 
 
@@ -14,31 +14,31 @@ class Layout:
 
     Attributes:
         strategy: the row of the table.
-        place: this process.
+        process: this process.
         engine: answers what differs between strategies.
     """
 
     strategy: Strategy
-    place: ProcessPlace
+    process: ProcessRank
     engine: Engine = field(compare=False)
 
     @classmethod
-    def of(cls, strategy: Strategy, place: ProcessPlace) -> "Layout":
-        """Resolve a strategy on a place; imports the engine."""
+    def of(cls, strategy: Strategy, process: ProcessRank) -> "Layout":
+        """Resolve a strategy for a process; imports the engine."""
         module, _, name = strategy.engine.partition(":")
         make = getattr(importlib.import_module(module), name)
         engine = make() if strategy.config is None else make(strategy.config)
-        return cls(strategy, place, engine)
+        return cls(strategy, process, engine)
 
     @property
     def data_rank(self) -> int:
-        """Which share of the rows this process trains on."""
-        return self.place.dist_rank
+        """Which shard of the rows this process trains on."""
+        return self.process.dist_rank
 
     @property
     def data_size(self) -> int:
-        """How many shares there are."""
-        return self.place.world_size
+        """How many shards there are."""
+        return self.process.world_size
 
     @property
     def keeps_masters(self) -> bool:

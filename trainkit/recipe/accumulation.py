@@ -30,7 +30,7 @@ def resolve_accumulation(recipe: Recipe, world_size: int) -> int:
         smaller, larger = total - total % a_pass, total - total % a_pass + a_pass
         raise RecipeError(
             f"global_batch_size {total} cannot be made of {world_size} processes x {micro} rows: "
-            f"it is no multiple of {a_pass}",
+            f"it is not a multiple of {a_pass}",
             where="global_batch_size",
             fix=f"take {smaller or larger} or {larger}, or change training.{name}",
         )

@@ -71,4 +71,4 @@ NOT_TAKEN: Mapping[str, str] = {
     "use_qalora": _VARIANT,
     "velora_config": _VARIANT,
 }
-"""Fields of peft's LoraConfig that are no keys of ``lora:``, and what to do instead."""
+"""Fields of peft's LoraConfig that are not keys of ``lora:``, and what to do instead."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.parallel.place import Machine
+from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import strategy_for
 from trainkit.recipe.accumulation import resolve_accumulation
 from trainkit.recipe.schema import Recipe
@@ -23,7 +23,7 @@ class Derived:
     Attributes:
         value: what the run uses.
         origin: what it follows from: ``from model.dtype``.
-        is_of_machine: another machine would use another one, so it is no part of a recipe.
+        is_of_machine: another machine would use another one, so it is not a part of a recipe.
     """
 
     value: Any

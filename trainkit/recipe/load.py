@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
-from trainkit.parallel.place import Machine
+from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
 from trainkit.recipe.derived import Derived, derive_training
 from trainkit.recipe.document import Document, KeyPath, read_document
@@ -170,7 +170,7 @@ def load_recipe(
 
 
 def _check_strategy(recipe: Recipe, settings: Settings) -> None:
-    """Refuse a strategy that is no row of the table and no file, with the nearest row."""
+    """Refuse a strategy that is neither a row of the table nor a file, with the nearest row."""
     shard, origin = recipe.parallel.shard, settings.origin(("parallel", "shard"))
     try:
         strategy_for(shard)

@@ -8,7 +8,7 @@ from trainkit.errors import RecipeError
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend.
+    """One thing to fix.
 
     Attributes:
         what: the key, its value and the rule that it breaks.

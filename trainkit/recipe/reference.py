@@ -66,17 +66,17 @@ def section_in(annotation: Any, *, in_list: bool = False) -> tuple[type[BaseMode
 
 
 def _of_section(
-    model: type[BaseModel], prefix: str, told: set[type[BaseModel]]
+    model: type[BaseModel], prefix: str, seen: set[type[BaseModel]]
 ) -> Iterator[KeyReference]:
     """The keys of a section; those of a section inside it once, where it comes first."""
-    told.add(model)
+    seen.add(model)
     for name, field in model.model_fields.items():
         key = f"{prefix}.{name}" if prefix else name
         found = section_in(field.annotation)
         yield _of_field(key, field)
-        if found is not None and found[0] not in told:
+        if found is not None and found[0] not in seen:
             section, in_list = found
-            yield from _of_section(section, f"{key}[]" if in_list else key, told)
+            yield from _of_section(section, f"{key}[]" if in_list else key, seen)
 
 
 def _of_field(key: str, field: FieldInfo) -> KeyReference:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.parallel.place import Machine
+from trainkit.parallel.process import Machine
 from trainkit.recipe.derived import Derived
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue
 from trainkit.recipe.settings import REDACTED

@@ -428,7 +428,7 @@ class Recipe(Section):
         if micro is not None and total % micro:
             raise broken_rule(
                 "global_batch_size",
-                f"global_batch_size {total} is no multiple of "
+                f"global_batch_size {total} is not a multiple of "
                 f"training.per_device_train_batch_size {micro}",
                 f"take {total - total % micro or micro} or {total - total % micro + micro}",
             )

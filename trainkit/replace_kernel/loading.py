@@ -1,4 +1,4 @@
-"""Patches models as they come out of transformers' doors.
+"""Patches models as they come out of transformers' loaders.
 
 ``from_pretrained`` and ``from_config`` both end in a classmethod of ``PreTrainedModel``. Each is
 wrapped here, and what it returns is patched like any loaded model, so that the checks, the report
@@ -21,7 +21,7 @@ from trainkit.patching import patch
 
 logger = logging.getLogger(__name__)
 
-_DOORS = ("from_pretrained", "_from_config")
+_LOADERS = ("from_pretrained", "_from_config")
 _wrapped: dict[str, Any] = {}
 _chosen: set[str] = set()
 _reports: WeakKeyDictionary[nn.Module, PatchReport] = WeakKeyDictionary()
@@ -38,10 +38,10 @@ def install(family: str | None = None) -> None:
         _chosen.add(FAMILIES[family].name)
     if _wrapped:
         return
-    for door in _DOORS:
-        original = PreTrainedModel.__dict__[door]
-        _wrapped[door] = original
-        setattr(PreTrainedModel, door, classmethod(_patching(original.__func__)))
+    for loader in _LOADERS:
+        original = PreTrainedModel.__dict__[loader]
+        _wrapped[loader] = original
+        setattr(PreTrainedModel, loader, classmethod(_patching(original.__func__)))
 
 
 def undo() -> None:
@@ -50,14 +50,14 @@ def undo() -> None:
     Raises:
         PatchError: another library has wrapped transformers' loading since.
     """
-    for door in _wrapped:
-        if not hasattr(PreTrainedModel.__dict__[door].__func__, "_trainkit"):
+    for loader in _wrapped:
+        if not hasattr(PreTrainedModel.__dict__[loader].__func__, "_trainkit"):
             raise PatchError(
-                f"PreTrainedModel.{door} has been wrapped again by another library",
+                f"PreTrainedModel.{loader} has been wrapped again by another library",
                 fix="undo that one first",
             )
-    for door, original in _wrapped.items():
-        setattr(PreTrainedModel, door, original)
+    for loader, original in _wrapped.items():
+        setattr(PreTrainedModel, loader, original)
     _wrapped.clear()
     _chosen.clear()
 
@@ -80,7 +80,7 @@ def _patching(load: Callable[..., Any]) -> Callable[..., Any]:
         # With output_loading_info=True it is a pair.
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for family in FAMILIES.values():
-            # By the class, not by model_type: sub-models are built through the same door.
+            # By the class, not by model_type: sub-models are built through the same method.
             if type(model).__name__ == family.causal_lm and (not _chosen or family.name in _chosen):
                 report = _reports[model] = patch(model)
                 logger.info("%s", report)

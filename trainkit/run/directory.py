@@ -178,7 +178,7 @@ class RunDirectory:
 
     @property
     def changed(self) -> Path:
-        """One line for each row that was cut or mended."""
+        """One line for each row that was cut or repaired."""
         return self.root / "changed.jsonl"
 
     @property

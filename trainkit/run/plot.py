@@ -142,7 +142,7 @@ def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> l
         The files written.
 
     Raises:
-        RunDirectoryError: a path is no run, none of them has a curve yet, or the file is there.
+        RunDirectoryError: a path is not a run, none of them has a curve yet, or the file is there.
     """
     target = output or Path("comparison.png")
     if target.exists():

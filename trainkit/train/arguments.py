@@ -43,7 +43,7 @@ def training_arguments(
         RecipeError: transformers refuses the combination.
     """
     on_cpu = not torch.cuda.is_available()
-    layout.engine.prepare(layout.place, on_cpu=on_cpu)
+    layout.engine.prepare(layout.process, on_cpu=on_cpu)
     if on_cpu and training.get("fp16"):
         raise RecipeError(
             "fp16 needs a GPU: on a CPU transformers would train without it and not say so",

@@ -25,7 +25,7 @@ from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.files import context_warning
 from trainkit.models.loading import ModelSource, check_exists, load_config, load_tokenizer
 from trainkit.models.self_check import SelfCheckError
-from trainkit.parallel import Layout, ProcessPlace
+from trainkit.parallel import Layout, ProcessRank
 from trainkit.parallel.launch import count_local_gpus, torchrun_command
 from trainkit.recipe import (
     LoadedRecipe,
@@ -84,7 +84,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
     """
     _relaunch_on_all_gpus(options)
     quieten_libraries()
-    place = ProcessPlace.from_environment()
+    place = ProcessRank.from_environment()
     console = Console(dist_rank=place.dist_rank)
     with contextlib.ExitStack() as scratch:
         scratch.callback(console.stop)
@@ -121,7 +121,7 @@ class _Prepared:
 
 
 def _prepare(
-    loaded: LoadedRecipe, place: ProcessPlace, console: Console, ledger: Path, dry_run: bool
+    loaded: LoadedRecipe, place: ProcessRank, console: Console, ledger: Path, dry_run: bool
 ) -> _Prepared:
     """Tokenizer, data, arguments: in this order, since the last one starts the process group."""
     recipe = loaded.recipe
@@ -164,7 +164,7 @@ def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversati
         return []
     conversations, num_dropped = read_conversations(data_sources(recipe, asked.data), ledger)
     if num_dropped:
-        console.warn(f"{num_dropped} held-out rows are no conversations and are not asked")
+        console.warn(f"{num_dropped} held-out rows are not conversations and were skipped")
     return conversations[: asked.max_samples]
 
 
@@ -172,7 +172,7 @@ def _session(
     loaded: LoadedRecipe,
     prepared: _Prepared,
     run: RunDirectory,
-    place: ProcessPlace,
+    place: ProcessRank,
     console: Console,
     options: SftOptions,
     resumption: Resumption,
@@ -251,7 +251,7 @@ def _resumption(
     loaded: LoadedRecipe,
     prepared: _Prepared,
     options: SftOptions,
-    place: ProcessPlace,
+    place: ProcessRank,
     console: Console,
 ) -> Resumption:
     """Find and verify the checkpoint to continue from; hashing it is one rank's work.
@@ -294,7 +294,7 @@ def _resumption(
 
 
 def _run_directory(
-    loaded: LoadedRecipe, options: SftOptions, place: ProcessPlace, resumption: Resumption
+    loaded: LoadedRecipe, options: SftOptions, place: ProcessRank, resumption: Resumption
 ) -> RunDirectory:
     """Make the run directory on rank 0, or open the one to continue; all ranks learn of it."""
     if resumption.point is not None:
@@ -310,7 +310,7 @@ def _run_directory(
     )
 
 
-def _decided_by_main(place: ProcessPlace, decide: Callable[[], Decision]) -> Decision:
+def _decided_by_main(place: ProcessRank, decide: Callable[[], Decision]) -> Decision:
     """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang."""
     told: list[Any] = [None]
     if place.is_main:
@@ -326,13 +326,13 @@ def _decided_by_main(place: ProcessPlace, decide: Callable[[], Decision]) -> Dec
 
 
 @contextlib.contextmanager
-def _recording(run: RunDirectory, place: ProcessPlace) -> Iterator[None]:
+def _recording(run: RunDirectory, place: ProcessRank) -> Iterator[None]:
     """Keep ``status.json`` truthful; one rank writes it."""
     with run.recording_status() if place.is_main else contextlib.nullcontext():
         yield
 
 
-def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> dict[str, Any]:
+def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessRank) -> dict[str, Any]:
     """What surrounds a recipe and decides the curve; a continued run must share it."""
     args = prepared.args
     micro = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -347,7 +347,7 @@ def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessPlace) -> di
 
 
 def _dry_run(
-    loaded: LoadedRecipe, prepared: _Prepared, place: ProcessPlace, console: Console, scratch: Path
+    loaded: LoadedRecipe, prepared: _Prepared, place: ProcessRank, console: Console, scratch: Path
 ) -> None:
     """Train one step in a directory that is thrown away, and report what it cost."""
     run = RunDirectory.create_at(scratch / "run")

@@ -77,7 +77,7 @@ def written_together(
         raise CheckpointError(
             f"{target.name} could not be written: {problems[0]}",
             where=str(target),
-            fix="mend that (is the disk full?) and continue with --resume; earlier checkpoints "
+            fix="correct that (is the disk full?) and continue with --resume; earlier checkpoints "
             "are whole",
         ) from failure
 

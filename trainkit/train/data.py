@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.prepare import Progress, prepare
-from trainkit.data.build.prepared import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.build.summary import notes_of, source_notes
 from trainkit.data.look.check import refuse_unfit
 from trainkit.data.look.first_look import first_look
@@ -88,14 +88,14 @@ class Feeding:
         shuffle: False keeps the order of the files.
         per_source_loss: log the loss of each source too; None where there are several.
         stream_buffer: stream the training rows, with so many samples in a block; 0 prepares them.
-        num_shares: of a stream, over all ranks and loading processes.
+        num_shards: of a stream, over all ranks and loading processes.
     """
 
     packing: bool
     shuffle: bool = True
     per_source_loss: bool | None = None
     stream_buffer: int = 0
-    num_shares: int = 1
+    num_shards: int = 1
 
 
 def prepare_run_data(
@@ -150,7 +150,7 @@ def prepare_run_data(
             shuffle=feeding.shuffle,
             buffer=feeding.stream_buffer,
         )
-        look = first_look(stream, tokenizer, num_shares=feeding.num_shares)
+        look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
         names = [source.name for source in stream.sources]
         row = _Row(options.max_length, pad_token_id, feeding.packing, labels(names))
         training = row.training_data(look.rows, stream)
@@ -205,7 +205,7 @@ def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Co
 
     Args:
         sources: where they are.
-        ledger: gets a line for every row that is no conversation.
+        ledger: gets a line for every row that is not a conversation.
 
     Returns:
         The conversations, and how many rows are none.
@@ -235,7 +235,7 @@ def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Co
 def _conversation(row: RawRow, source: Source) -> Conversation:
     parsed = read_row(decode_row(row), source.format, source.columns)
     if not isinstance(parsed, Conversation):
-        raise RowError("no_messages", "the row is no conversation")
+        raise RowError("no_messages", "the row is not a conversation")
     return validate(parsed, needs_assistant=True)
 
 

@@ -177,7 +177,7 @@ def run_one_step(session: Session) -> DryRunVerdict:
 
     Raises:
         RecipeError: the Trainer, the optimizer or the schedule refuses the settings.
-        TrainkitError: out of memory (naming the sizes), or a figure is no number.
+        TrainkitError: out of memory (naming the sizes), or a figure is NaN or infinite.
     """
     trainer = session.trainer(StopRequest(), OneStepTrainer)
     assert isinstance(trainer, OneStepTrainer)

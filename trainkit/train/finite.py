@@ -52,7 +52,7 @@ class NumberGuard:
         accelerator: knows the ranks.
         sample_name: what to call a sample, ``file:line``.
         where: the run directory, for messages.
-        advice: what to do about a loss or gradient that is no number.
+        advice: what to do about a loss or gradient that is not finite.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class NumberGuard:
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         losses = torch.stack([norm.float().reshape(()), *(x.float() for x in current.losses)])
         is_bad = ~losses.isfinite()
-        # DeepSpeed says -1 for a norm that is no number.
+        # DeepSpeed says -1 for a norm that is not finite.
         verdict = torch.stack((is_bad[1:].any(), is_bad[0] | (losses[0] < 0))).float()
         if self._accelerator.num_processes > 1:
             torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MAX)

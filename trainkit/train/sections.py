@@ -13,7 +13,7 @@ from trainkit.data.options import DataOptions, Source
 from trainkit.data.serve.streaming import BUFFER
 from trainkit.lora.adapter import LoraOptions
 from trainkit.models.loading import ModelSource, load_config, stop_token_ids
-from trainkit.parallel import Layout, Machine, ProcessPlace, strategy_for
+from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
 from trainkit.recipe import Recipe, SourceSpec, resolve_accumulation
 from trainkit.train.arguments import training_arguments
 from trainkit.train.data import Feeding
@@ -84,7 +84,7 @@ def feeding(recipe: Recipe, data_size: int) -> Feeding:
         shuffle=recipe.training.get("train_sampling_strategy") != "sequential",
         per_source_loss=recipe.data.per_source_loss,
         stream_buffer=BUFFER if streaming is True else int(streaming),
-        num_shares=data_size * max(int(recipe.training.get("dataloader_num_workers", 0)), 1),
+        num_shards=data_size * max(int(recipe.training.get("dataloader_num_workers", 0)), 1),
     )
 
 
@@ -110,7 +110,7 @@ def lora_options(recipe: Recipe) -> LoraOptions | None:
     )
 
 
-def layout_of(recipe: Recipe, place: ProcessPlace) -> Layout:
+def layout_of(recipe: Recipe, place: ProcessRank) -> Layout:
     """How the run is spread over processes."""
     return Layout.of(strategy_for(recipe.parallel.shard), place)
 
@@ -129,6 +129,6 @@ def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
     )
 
 
-def machine(place: ProcessPlace) -> Machine:
+def machine(place: ProcessRank) -> Machine:
     """What of this machine decides values."""
     return Machine(place.world_size, on_cpu=not torch.cuda.is_available())

@@ -75,7 +75,7 @@ class SourceLosses:
         everyone = torch.arange(len(self.labels), device=labels.device)
         belongs = (source_ids == everyone) & (labels != IGNORE_INDEX)
         rows = losses[:, : labels.shape[1], None]
-        # where, not a product: a loss that is no number must not reach the other sources.
+        # where, not a product: a loss that is NaN or infinite must not reach the other sources.
         sums = torch.where(belongs, rows, 0).sum((0, 1), dtype=torch.float64)
         batch = torch.stack((sums, belongs.sum((0, 1)).double()))
         self.sums = batch if self.sums is None else self.sums + batch

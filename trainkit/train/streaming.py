@@ -30,7 +30,7 @@ class BatchNote:
     """What a batch brings to the main process.
 
     Attributes:
-        slot: the number of the loading process's share.
+        slot: the number of the loading process's shard.
         position: behind the batch.
         entries: for the ledger.
         num_rows, num_dropped: rows read since the last note.
@@ -150,8 +150,8 @@ class _Batches(IterableDataset[Any]):
         slot = (state.next_slot + (0 if worker is None else worker.id)) % num_slots
         rows = state.stream.rows(
             state.positions[slot],
-            share=state.dist_rank * num_slots + slot,
-            num_shares=state.world_size * num_slots,
+            shard=state.dist_rank * num_slots + slot,
+            num_shards=state.world_size * num_slots,
         )
         while True:
             try:
@@ -213,7 +213,7 @@ class StreamLoader(DataLoader[Any]):
                 if not str(error).startswith("DataLoader worker"):
                     raise
                 raise DataError(
-                    "a process that loads streamed data died, most likely for want of memory",
+                    "a process that loads streamed data died, most likely because memory ran out",
                     where="training.dataloader_num_workers",
                     fix="fewer of them, or a smaller block: data.streaming: 1000",
                 ) from error

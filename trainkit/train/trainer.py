@@ -252,7 +252,7 @@ class SftTrainer(CountedEpochs):
         return super()._clip_grad_norm(self._holder_of_gradients(model))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm that Trainer logs; the step is not taken where it, or a loss, is no number."""
+        """The norm that Trainer logs; the step is not taken where it, or a loss, is not finite."""
         grad_norm = super()._get_grad_norm(self._holder_of_gradients(model), grad_norm)
         is_scaled = self.accelerator.mixed_precision == "fp16"
         step = self.state.global_step + 1
@@ -361,7 +361,7 @@ class SftTrainer(CountedEpochs):
         self._checkpoints.rotate(self.args.save_total_limit, self.state, self.accelerator)
 
     def check_numbers(self, what: str) -> None:
-        """Raise a NumberError if a loss, gradient, weight or optimizer state is no number."""
+        """Raise a NumberError if a loss, gradient, weight or optimizer state is not finite."""
         self._guard.flush()
         fix = number_advice(self.args)
         check_weights(self.model, self.optimizer, self.accelerator, what=what, fix=fix)

@@ -88,7 +88,7 @@ def convert_model(
         target: must not exist.
         target_format: a key of ``FORMATS``. One side of the conversion must be ``qwen2``.
         options: dtype, shard size, proof.
-        progress: told in a line what happens.
+        progress: called with one line about each stage.
 
     Raises:
         CheckpointError: the source cannot be converted exactly, is hostile or damaged, the disk is

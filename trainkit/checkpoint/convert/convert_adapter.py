@@ -98,7 +98,7 @@ def _convert_step(
 ) -> dict[str, ModuleAdapter]:
     """The modules of one step: joined into one, taken apart, or only reordered."""
     present = [part for part in parts.values() if part is not None]
-    if present[0].is_embedding:  # the rows of its B are no output features; the step copies
+    if present[0].is_embedding:  # the rows of its B are not output features; the step copies
         return {step.target[0].removesuffix(_WEIGHT): present[0]}
     if any(part.bias is not None for part in present):
         raise CheckpointError("lora_bias is not known here", where=str(adapter.directory))

@@ -86,7 +86,7 @@ def prove_same_function(
         geometry: their sizes.
         rounded_to: the dtype that the conversion changed the weights to. Both sides are rounded so
             before the comparison, which is about the arithmetic and not about that choice.
-        progress: told about each layer.
+        progress: called with one line about each layer.
 
     Raises:
         CheckpointError: names the first layer that differs.

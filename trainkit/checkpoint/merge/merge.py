@@ -83,7 +83,7 @@ def merge_adapter(
         base: model directory that the adapter was trained on.
         target: must not exist.
         options: see there.
-        progress: told in a line what happens.
+        progress: called with one line about each stage.
         origin: what the record names as the adapter, where it was unpacked from elsewhere.
 
     Raises:

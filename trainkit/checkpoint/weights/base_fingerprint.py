@@ -69,8 +69,9 @@ def write_fingerprint(adapter: Path) -> bool:
         adapter: directory; its adapter_config.json names the base.
 
     Returns:
-        Whether it was written: it is no adapter, or its base has no weight files that can be read
-        here (a GGUF), otherwise.
+        Whether it was written. False for what is not an adapter, and where the base has no
+        weight files that can be read
+        here (a GGUF).
     """
     try:
         base = str(read_json(plain_file(adapter, CONFIG_NAME))["base_model_name_or_path"] or "?")
@@ -115,7 +116,7 @@ def base_on_disk(name: str) -> Path:
     """Where a base model's files are: the directory itself, or the hub's local copy.
 
     Raises:
-        CheckpointError: it is no name that the hub could have.
+        CheckpointError: it is not a name that the hub could have.
         OSError: there is no local copy.
     """
     from huggingface_hub import snapshot_download
@@ -127,4 +128,4 @@ def base_on_disk(name: str) -> Path:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except HFValidationError as error:
-        raise CheckpointError(f"{name!r} is no model: {error}") from None
+        raise CheckpointError(f"{name!r} is not a model: {error}") from None

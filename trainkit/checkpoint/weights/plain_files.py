@@ -24,7 +24,7 @@ def plain_file(directory: Path, name: str) -> Path:
     snapshot whose files are links into the ``blobs`` folder of the same repository).
 
     Raises:
-        CheckpointError: the name holds a path, or the file is missing, leads out, or is no file.
+        CheckpointError: the name holds a path, or the file is missing, leads out, or is not a file.
     """
     where = str(directory)
     if not is_plain_name(name):

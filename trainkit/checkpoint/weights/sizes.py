@@ -9,7 +9,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size like ``5GB``, ``500MB`` or ``2GiB``.
 
     Raises:
-        ValueError: it is no such size.
+        ValueError: it is not a known size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]+)", text.strip().upper())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:

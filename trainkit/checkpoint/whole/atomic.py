@@ -318,7 +318,7 @@ def _order(path: Path) -> tuple[int, str]:
 
 
 def _is_disk_full(error: BaseException, place: Path) -> bool:
-    """Whether a failed write was for want of space.
+    """Whether a write failed because the disk is full.
 
     safetensors and torch report it in words of their own, without an errno; for those the free
     space at the moment of the failure decides.

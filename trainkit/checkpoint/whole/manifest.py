@@ -182,7 +182,7 @@ def verify_model(directory: Path) -> Manifest | None:
     """Prove that the files from which a model is loaded are as they were written.
 
     Unlike `verify_directory` it reads no optimizer state, and a note or a picture that somebody
-    put beside the model is no fault.
+    put beside the model is fine.
 
     Returns:
         The manifest; None for a directory that has none, because something else wrote it.

@@ -36,7 +36,7 @@ MAX_DRAFTERS = 16
 
 
 @dataclass
-class Batch:
+class BuiltRows:
     """What became of a run of rows, in few large pieces so that it travels well between processes.
 
     Attributes:
@@ -68,7 +68,7 @@ class Batch:
         self.rows.append(row)
         self.parts.append(part)
 
-    def sealed(self) -> "Batch":
+    def sealed(self) -> "BuiltRows":
         """The same with one array each."""
         if self.input_ids:
             self.input_ids = [np.concatenate(self.input_ids)]
@@ -121,52 +121,52 @@ class SampleBuilder:
             self._drafters[key] = found
         return self._drafters[key]
 
-    def build(self, rows: Sequence[RawRow], source: Source) -> Batch:
+    def build(self, rows: Sequence[RawRow], source: Source) -> BuiltRows:
         """Turn rows into samples.
 
         Raises:
             DataError: only for what concerns the whole run, such as a template without proof.
         """
-        batch = Batch()
+        built = BuiltRows()
         drafts: dict[Drafter, list[Draft]] = {}
         texts: list[tuple[int, TextRow]] = []
         for number, row in enumerate(rows):
             try:
-                parsed = self._parse(row, source, batch)
+                parsed = self._parse(row, source, built)
                 if isinstance(parsed, Conversation):
                     drafter = self.drafter_of(parsed.template_kwargs)
-                    mine = self._drafts(drafter, number, parsed, source, batch)
+                    mine = self._drafts(drafter, number, parsed, source, built)
                     drafts.setdefault(drafter, []).extend(mine)
                 elif isinstance(parsed, TextRow):
                     texts.append((number, parsed))
                 else:
-                    self._keep_tokens(number, parsed, batch)
+                    self._keep_tokens(number, parsed, built)
             except RowError as error:
-                batch.events.append(Event(number, "dropped", error.reason, error.detail))
+                built.events.append(Event(number, "dropped", error.reason, error.detail))
         for drafter, mine in drafts.items():
-            self._keep_conversations(drafter, mine, batch)
+            self._keep_conversations(drafter, mine, built)
         if texts:
-            self._keep_texts(texts, batch)
-        self._check_embeddings(batch, rows)
-        kept = set(batch.rows)
-        batch.num_kept = len(kept)
+            self._keep_texts(texts, built)
+        self._check_embeddings(built, rows)
+        kept = set(built.rows)
+        built.num_kept = len(kept)
         # A row of several samples may lose one of them: the row is then cut, not dropped.
-        batch.events = [
+        built.events = [
             replace(event, action="cut")
             if event.action == "dropped" and event.row in kept
             else event
-            for event in batch.events
+            for event in built.events
         ]
         if self._drafter is not None:
-            batch.notes |= set(self._drafter.template.notes)
-        return batch.sealed()
+            built.notes |= set(self._drafter.template.notes)
+        return built.sealed()
 
-    def _check_embeddings(self, batch: Batch, rows: Sequence[RawRow]) -> None:
+    def _check_embeddings(self, built: BuiltRows, rows: Sequence[RawRow]) -> None:
         """Stop at a token that the model has no row of its embedding for."""
         size = self.options.num_embeddings
         if size is None or self._vocabulary <= size:
             return
-        for ids, number in zip(batch.input_ids, batch.rows, strict=True):
+        for ids, number in zip(built.input_ids, built.rows, strict=True):
             largest = int(ids.max(initial=-1))
             if largest >= size:
                 token = self.tokenizer.convert_ids_to_tokens(largest)
@@ -181,30 +181,35 @@ class SampleBuilder:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _parse(self, raw: RawRow, source: Source, batch: Batch) -> Row:
+    def _parse(self, raw: RawRow, source: Source, built: BuiltRows) -> Row:
         row = decode_row(raw)
         parsed = read_row(row, source.format, source.columns)
         name = source.format
         if name == "auto":
             name = (detect(row) if isinstance(row, Mapping) else None) or "messages"
-        batch.counts[f"format:{name}"] += 1
-        batch.counts.update(f"ignored:{field}" for field in parsed.ignored)
+        built.counts[f"format:{name}"] += 1
+        built.counts.update(f"ignored:{field}" for field in parsed.ignored)
         return parsed
 
     def _drafts(
-        self, drafter: Drafter, row: int, conversation: Conversation, source: Source, batch: Batch
+        self,
+        drafter: Drafter,
+        row: int,
+        conversation: Conversation,
+        source: Source,
+        built: BuiltRows,
     ) -> list[Draft]:
         masks = self.options.mask != "none"
         conversation = validate(conversation, needs_assistant=masks)
         for repair in conversation.repairs:
-            batch.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
+            built.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
         idle = without_effect(conversation, drafter.template.text)
-        batch.counts.update(f"ignored:{field}" for field in idle)
+        built.counts.update(f"ignored:{field}" for field in idle)
         conversation, escaped = drafter.template.prepare(conversation)
         if escaped:
-            batch.counts["escaped_special_tokens"] += escaped
+            built.counts["escaped_special_tokens"] += escaped
             detail = f"{escaped} control tokens inside message text were broken up"
-            batch.events.append(Event(row, "repaired", "special_tokens_escaped", detail))
+            built.events.append(Event(row, "repaired", "special_tokens_escaped", detail))
         roles = frozenset(source.roles or self.options.roles)
         if self.options.thinking != "split" or not masks or not has_reasoning(conversation):
             drafts = [drafter.draft(row, 0, conversation, roles)]
@@ -215,17 +220,19 @@ class SampleBuilder:
                 for part, turn in enumerate(turns)
             ]
             drafts = [draft for draft in drafts if draft.trained]
-            batch.counts["samples_from_split"] += max(len(drafts) - 1, 0)
+            built.counts["samples_from_split"] += max(len(drafts) - 1, 0)
         if masks and not any(draft.trained for draft in drafts):
             raise RowError("nothing_trained", "no turn of the conversation is to be trained")
         others = sum(bool(m.train) and m.role not in roles for m in conversation.messages)
         if others and masks:
-            batch.counts["other_turns_switched_on"] += others
+            built.counts["other_turns_switched_on"] += others
         return drafts
 
     # -- samples -----------------------------------------------------------------------------
 
-    def _keep_conversations(self, drafter: Drafter, drafts: Sequence[Draft], batch: Batch) -> None:
+    def _keep_conversations(
+        self, drafter: Drafter, drafts: Sequence[Draft], built: BuiltRows
+    ) -> None:
         for draft, tokens in zip(drafts, drafter.encode(drafts), strict=True):
             try:
                 fitted = drafter.fit(draft, tokens)
@@ -233,15 +240,15 @@ class SampleBuilder:
                 trained = int(np.count_nonzero(drafter.sample(draft, tokens)[1]))
                 size = len(tokens.input_ids)
                 event = Event(draft.row, "dropped", error.reason, error.detail, size, trained)
-                batch.events.append(event)
+                built.events.append(event)
                 continue
             if fitted.event is not None:
-                batch.events.append(fitted.event)
-            batch.counts.update(fitted.counts)
-            batch.ends.update(fitted.ends)
-            batch.add(fitted.input_ids, fitted.loss_mask, draft.row, draft.part)
+                built.events.append(fitted.event)
+            built.counts.update(fitted.counts)
+            built.ends.update(fitted.ends)
+            built.add(fitted.input_ids, fitted.loss_mask, draft.row, draft.part)
 
-    def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], batch: Batch) -> None:
+    def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], built: BuiltRows) -> None:
         """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
         whole = [row.prompt + row.text for _, row in texts]
         spans = [[(len(row.prompt), len(row.prompt) + len(row.text))] for _, row in texts]
@@ -253,39 +260,39 @@ class SampleBuilder:
             if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
                 # The text has the token that the tokenizer adds: once is enough.
                 ids, first = ids[1:], max(first - 1, 0)
-                batch.counts["double_bos"] += 1
+                built.counts["double_bos"] += 1
             if eos is not None and (len(ids) == 0 or ids[-1] != eos):
                 ids = np.append(ids, np.int32(eos))
             mask = np.ones(len(ids), dtype=np.uint8)
             if text.prompt and self.options.mask != "none":
                 mask[:first] = 0
-            batch.counts["straddling_tokens"] += tokens.num_straddling if text.prompt else 0
+            built.counts["straddling_tokens"] += tokens.num_straddling if text.prompt else 0
             if len(ids) > limit and not text.prompt:
-                batch.counts["texts_in_pieces"] += 1
-                self._keep_pieces(row, ids, batch)
+                built.counts["texts_in_pieces"] += 1
+                self._keep_pieces(row, ids, built)
                 continue
             try:
                 if len(ids) > limit:
                     ids, mask, event = cut_tokens(row, ids, mask, self.options)
-                    batch.events.append(event)
-                self._check(row, ids, mask, batch)
+                    built.events.append(event)
+                self._check(row, ids, mask, built)
             except RowError as error:
                 size, trained = len(ids), int(np.count_nonzero(mask))
                 event = Event(row, "dropped", error.reason, error.detail, size, trained)
-                batch.events.append(event)
+                built.events.append(event)
 
-    def _keep_pieces(self, row: int, ids: np.ndarray, batch: Batch) -> None:
+    def _keep_pieces(self, row: int, ids: np.ndarray, built: BuiltRows) -> None:
         """A text longer than a sample becomes several; a last piece of one token joins none."""
         limit = self.options.max_length
         for part, start in enumerate(range(0, len(ids), limit)):
             piece = ids[start : start + limit]
             if len(piece) > 1:
-                batch.add(piece, np.ones(len(piece), dtype=np.uint8), row, part)
+                built.add(piece, np.ones(len(piece), dtype=np.uint8), row, part)
             else:
                 detail = "the last piece of a long text is a single token, which predicts nothing"
-                batch.events.append(Event(row, "cut", "single_token", detail, 1, 0))
+                built.events.append(Event(row, "cut", "single_token", detail, 1, 0))
 
-    def _keep_tokens(self, row: int, tokens: TokenRow, batch: Batch) -> None:
+    def _keep_tokens(self, row: int, tokens: TokenRow, built: BuiltRows) -> None:
         ids = np.array(tokens.input_ids, dtype=np.int32)
         mask = np.array(tokens.trained, dtype=np.uint8)
         largest = int(ids.max())
@@ -297,16 +304,16 @@ class SampleBuilder:
         if self.options.mask == "none":
             mask[:] = 1
         elif not tokens.is_masked:
-            batch.counts["tokens_without_mask"] += 1
+            built.counts["tokens_without_mask"] += 1
         if len(ids) > self.options.max_length:
             ids, mask, event = cut_tokens(row, ids, mask, self.options)
-            batch.events.append(event)
-        self._check(row, ids, mask, batch)
+            built.events.append(event)
+        self._check(row, ids, mask, built)
 
-    def _check(self, row: int, ids: np.ndarray, mask: np.ndarray, batch: Batch) -> None:
+    def _check(self, row: int, ids: np.ndarray, mask: np.ndarray, built: BuiltRows) -> None:
         if not mask[1:].any():
             raise RowError("nothing_trained", "no token of the row is trained")
-        batch.add(ids, mask, row, 0)
+        built.add(ids, mask, row, 0)
 
 
 REPAIRS: Mapping[str, str] = {

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.ledger import read_ledger
-from trainkit.data.build.prepared import PreparedData
-from trainkit.data.build.source_store import LEDGER
+from trainkit.data.build.source import LEDGER
 from trainkit.data.read.reading import read_rows
 
 PER_REASON = 3

@@ -18,7 +18,7 @@ class Entry:
         file: path of the file.
         line: where the row starts, as an editor counts.
         action: ``dropped`` (nothing of the row is used), ``cut`` (part of it), ``repaired`` (all of
-            it, mended).
+            it, repaired).
         reason: a stable code.
         detail: one sentence for people.
         tokens: tokens lost, where they are known.

@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build import cache
 from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.build.datasets import Part, PreparedData
 from trainkit.data.build.ledger import Entry, Ledger, read_ledger
 from trainkit.data.build.mixing import Share, row_keys
-from trainkit.data.build.prepared import Part, PreparedData
-from trainkit.data.build.source_store import LEDGER, Progress, SourceStoreBuilder, relative_names
+from trainkit.data.build.source import LEDGER, Progress, SourceStoreBuilder, relative_names
 from trainkit.data.build.stops import EndsOfTurns
 from trainkit.data.build.store import Store
 from trainkit.data.build.summary import (

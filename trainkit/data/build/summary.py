@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.build.datasets import Part
 from trainkit.data.build.ledger import Entry
-from trainkit.data.build.prepared import Part
-from trainkit.data.build.source_store import FileCounts
+from trainkit.data.build.source import FileCounts
 from trainkit.data.build.stops import EndsOfTurns
 from trainkit.data.options import DataOptions
 from trainkit.errors import DataError
@@ -67,7 +67,7 @@ def check_dropped(rows: Sequence[dict[str, Any]], options: DataOptions) -> None:
             f"{dropped} of {total} rows were dropped, more than max_dropped {limit} "
             f"(most in this file: {reasons})",
             where=worst["path"],
-            fix="mend the rows that dropped.jsonl names, or raise data.max_dropped",
+            fix="fix the rows that dropped.jsonl names, or raise data.max_dropped",
         )
 
 
@@ -187,7 +187,7 @@ def warnings_of(
         )
     if counts["other_turns_switched_on"]:
         warnings.append(
-            f"{counts['other_turns_switched_on']} turns that are no assistant's are trained, since "
+            f"{counts['other_turns_switched_on']} turns that are not an assistant's are trained, since "
             "a switch of their own says so"
         )
     return warnings

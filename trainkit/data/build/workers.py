@@ -13,7 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
-from trainkit.data.build.builder import Batch, SampleBuilder
+from trainkit.data.build.builder import BuiltRows, SampleBuilder
 from trainkit.data.options import Source
 from trainkit.data.read.reading import RawRow
 from trainkit.errors import DataError
@@ -21,7 +21,7 @@ from trainkit.errors import DataError
 Work = tuple[int, list[RawRow]]
 """The number of a file, and a run of its rows."""
 
-Result = tuple[int, list[RawRow], Batch]
+Result = tuple[int, list[RawRow], BuiltRows]
 """The same, and what became of them."""
 
 _PR_SET_PDEATHSIG = 1
@@ -65,7 +65,7 @@ def _build_in_pool(
     first = next(work, None)
     if first is None:
         return
-    pending: deque[tuple[int, list[RawRow], Future[Batch]]] = deque()
+    pending: deque[tuple[int, list[RawRow], Future[BuiltRows]]] = deque()
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(num_workers, context, _start, (builder,)) as pool:
         try:
@@ -95,14 +95,14 @@ def _single_threaded_tokenizers() -> Iterator[None]:
 
 
 def _take(
-    pending: deque[tuple[int, list[RawRow], Future[Batch]]],
+    pending: deque[tuple[int, list[RawRow], Future[BuiltRows]]],
 ) -> Result:
     file, rows, future = pending.popleft()
     try:
         return file, rows, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a tokenising process died, most likely for want of memory",
+            "a tokenising process died, most likely because memory ran out",
             fix="lower data.num_workers or data.max_row_bytes",
         ) from error
 
@@ -126,6 +126,6 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _build(rows: list[RawRow], source: Source) -> Batch:
+def _build(rows: list[RawRow], source: Source) -> BuiltRows:
     assert _builder is not None
     return _builder.build(rows, source)

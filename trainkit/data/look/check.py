@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from trainkit.data.build.prepared import PreparedData
+from trainkit.data.build.datasets import PreparedData
 from trainkit.data.look.stats import DataStats
 from trainkit.errors import DataError
 
@@ -109,7 +109,7 @@ def _rows(summary: Mapping[str, Any]) -> Finding:
         "error" if many else "warning" if share else "ok",
         f"{totals['kept']} of {totals['rows']} rows kept, {totals['dropped']} dropped "
         f"({share:.2%}; {above} is an error){_reasons(summary)}",
-        "mend the rows that trainkit data check names, or allow more with data.max_dropped (10%)",
+        "fix the rows that trainkit data check names, or allow more with data.max_dropped (10%)",
     )
 
 

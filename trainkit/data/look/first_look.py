@@ -61,14 +61,14 @@ class FirstRows:
 
 
 def first_look(
-    stream: SampleStream, tokenizer: PreTrainedTokenizerBase, *, num_shares: int
+    stream: SampleStream, tokenizer: PreTrainedTokenizerBase, *, num_shards: int
 ) -> FirstLook:
     """Build the first samples, as every process will.
 
     Args:
         stream: to be looked at.
         tokenizer: its own.
-        num_shares: the processes that will load it.
+        num_shards: the processes that will load it.
 
     Raises:
         DataError: what is wrong with the beginning of the data.
@@ -83,7 +83,7 @@ def first_look(
         for file in files
     ]
     summary = {
-        "streaming": {"buffer": stream.buffer, "num_shares": num_shares},
+        "streaming": {"buffer": stream.buffer, "num_shards": num_shards},
         "files": files,
         "sources": [
             {

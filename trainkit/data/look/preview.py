@@ -10,9 +10,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.ledger import read_ledger
-from trainkit.data.build.prepared import PreparedData
-from trainkit.data.build.source_store import LEDGER
+from trainkit.data.build.source import LEDGER
 from trainkit.data.options import IGNORE_INDEX, DataOptions, Source
 from trainkit.data.read.formats import parse_row
 from trainkit.data.read.messages import ROLES, Conversation, RowError, TextRow, validate

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.packing import efficiency
-from trainkit.data.build.prepared import PreparedData
 
 MAX_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 

@@ -61,7 +61,7 @@ def switches(row: Mapping[str, Any], key: str) -> tuple[int, ...]:
         raise RowError("wrong_type", f"{key!r} is {kind(value)}, not a list of whole numbers")
     items = tuple(value)
     if not all(isinstance(item, int) for item in items):
-        raise RowError("wrong_type", f"{key!r} holds something that is no whole number")
+        raise RowError("wrong_type", f"{key!r} holds something that is not an integer")
     return items
 
 

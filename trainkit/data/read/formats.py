@@ -119,14 +119,14 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
         if not completion:
             raise RowError("empty_completion", "'completion' is empty")
         return TextRow(completion, prompt=prompt)
-    asked = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
-    count = len(asked) + 1
-    told = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
+    prompts = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
+    count = len(prompts) + 1
+    answers = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
     masked = [
         replace(message, train=False) if message.role == "assistant" else message
-        for message in with_system(row, asked)
+        for message in with_system(row, prompts)
     ]
-    return Conversation((*masked, *told), tools=parse_tools(row))
+    return Conversation((*masked, *answers), tools=parse_tools(row))
 
 
 def parse_text(row: Mapping[str, Any]) -> TextRow:
@@ -237,10 +237,10 @@ def _opening(row: Mapping[str, Any]) -> list[Message]:
         return messages
     for pair in fields.items(row, "history"):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise RowError("bad_history", "'history' holds something that is no pair of texts")
+            raise RowError("bad_history", "'history' holds something that is not a pair of texts")
         question, answer = pair
         if not isinstance(question, str) or not isinstance(answer, str):
-            raise RowError("bad_history", "'history' holds something that is no pair of texts")
+            raise RowError("bad_history", "'history' holds something that is not a pair of texts")
         messages += [Message("user", question), Message("assistant", answer)]
     return messages
 

@@ -57,7 +57,7 @@ class Conversation:
     Attributes:
         messages: in order.
         tools: JSON schemas of the tools on offer, or None.
-        repairs: what was mended on the way in, as short codes for the ledger.
+        repairs: what was repaired on the way in, as short codes for the ledger.
         template_kwargs: the row's own variables for the chat template.
         ignored: fields of the row that play no part.
     """
@@ -150,7 +150,7 @@ def check_depth(value: Any, place: str) -> None:
 
 
 def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversation:
-    """Check the rules of a conversation and mend what can be mended without loss.
+    """Check the rules of a conversation and repair what can be repaired without loss.
 
     Neighbours of the same role ``user`` are joined with a blank line; trailing turns after the last
     assistant turn are removed, as nothing after them is trained. Both are written to ``repairs``.

@@ -42,7 +42,7 @@ MARKS: Mapping[bytes, str] = {
     b"ARROW1": "Arrow (.arrow)",
     b"SQLite format 3": "an SQLite database",
 }
-"""The first bytes of files that are no text, and what they are."""
+"""The first bytes of files that are not text, and what they are."""
 
 
 def container(file: Path) -> tuple[str, str]:

@@ -46,12 +46,12 @@ class Question:
 
     Attributes:
         id: ``file:line``; the second row of one line has ``#2`` behind it.
-        asked: the row without its answer: a conversation, a text that goes on, or token ids.
+        row: the row without its answer: a conversation, a text that goes on, or token ids.
         fields: the row as it was given; an ``{"id": ...}`` in it goes before ``id``.
     """
 
     id: str
-    asked: Row
+    row: Row
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
         options: how rows become questions.
 
     Raises:
-        DataError: with file and line, for the first row that is no question.
+        DataError: with file and line, for the first row that is not a question.
     """
     options = options or QuestionOptions()
     questions: list[Question] = []
@@ -90,9 +90,9 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
     for file in resolve_files(path):
         for line, row in _rows(file):
             try:
-                fields_, asked = row if isinstance(row, tuple) else read_question(row, options)
-                if isinstance(asked, Conversation):
-                    asked = _with_system(asked, options.system)
+                fields_, parsed = row if isinstance(row, tuple) else read_question(row, options)
+                if isinstance(parsed, Conversation):
+                    parsed = _with_system(parsed, options.system)
                 elif options.system is not None:
                     raise RowError("no_conversation", "a plain text has no system prompt")
             except RowError as error:
@@ -105,7 +105,7 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
             name = f"{file.name}:{line}"
             seen[name] += 1
             name += f"#{seen[name]}" if seen[name] > 1 else ""
-            questions.append(Question(name, asked, fields_))
+            questions.append(Question(name, parsed, fields_))
     if not questions:
         raise DataError("there is no question in it", where=path)
     return questions

@@ -39,7 +39,7 @@ class RawRow:
 
 
 @dataclass(frozen=True)
-class FilePlace:
+class FilePosition:
     """Where to go on reading a file: its rows so far, and the line and byte behind them."""
 
     rows: int = 0
@@ -47,10 +47,12 @@ class FilePlace:
     offset: int = 0
 
 
-BEGINNING = FilePlace()
+BEGINNING = FilePosition()
 
 
-def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -> Iterator[RawRow]:
+def read_rows(
+    file: Path, *, max_row_bytes: int, start: FilePosition = BEGINNING
+) -> Iterator[RawRow]:
     """Iterate over the rows of one file.
 
     Args:
@@ -70,7 +72,7 @@ def read_rows(file: Path, *, max_row_bytes: int, start: FilePlace = BEGINNING) -
             yield row
 
 
-def _rows(file: Path, max_row_bytes: int, start_at: FilePlace) -> Iterator[RawRow]:
+def _rows(file: Path, max_row_bytes: int, start_at: FilePosition) -> Iterator[RawRow]:
     kind, compression = container(file)
     try:
         if start_at.offset:

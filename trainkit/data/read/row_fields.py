@@ -91,7 +91,7 @@ PROTOCOL = (
     *("truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "bos_token", "eos_token"),
 )
-"""Names that are no variables of a template, but how it is called."""
+"""Names that are not variables of a template, but how it is called."""
 
 
 def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: the format.
 
     Raises:
-        RowError: they are no object, or say how to render instead of what.
+        RowError: they are not an object, or say how to render instead of what.
     """
     if "chat_template_kwargs" not in _reads(row, name):
         return {}

@@ -90,7 +90,7 @@ def read_switch(item: Mapping[str, Any], place: str) -> bool | None:
         elif plain in UNCLEAR and not (plain == "label" and not isinstance(value, bool)):
             raise _refused(name, place, UNCLEAR[plain])
         elif plain not in UNCLEAR and isinstance(value, (bool, int, float, list)):
-            raise _refused(name, place, "which is no switch that trainkit knows")
+            raise _refused(name, place, "which is not a switch that trainkit knows")
     if len(set(found.values())) > 1:
         said = ", ".join(f"{name}: {item[name]!r}" for name in found)
         raise RowError("switches_disagree", f"{place} has switches that disagree: {said}")

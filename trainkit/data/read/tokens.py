@@ -38,7 +38,7 @@ def parse_tokens(row: Mapping[str, Any]) -> TokenRow:
     if not ids:
         raise RowError("no_tokens", "'input_ids' is empty")
     if any(not 0 <= token < 2**31 for token in ids):
-        raise RowError("token_out_of_range", "'input_ids' holds a number that is no token id")
+        raise RowError("token_out_of_range", "'input_ids' holds a number that is not a token id")
     _refuse_unknown(row, len(ids))
     chosen = {name: _mask(row, name, len(ids)) for name in MASKS if row.get(name) is not None}
     if row.get("labels") is not None:
@@ -85,12 +85,12 @@ def _refuse_contradictions(chosen: Mapping[str, tuple[bool, ...]]) -> None:
     decide.
     """
     for name in ("labels", "loss_mask"):
-        told = chosen.get(name)
-        if told is None or all(map(ge, told, chosen.get("attention_mask", (True,) * len(told)))):
+        own = chosen.get(name)
+        if own is None or all(map(ge, own, chosen.get("attention_mask", (True,) * len(own)))):
             continue
         for other, mask in chosen.items():
             place = next(
-                (n for n, (mine, its) in enumerate(zip(told, mask, strict=True)) if mine > its),
+                (n for n, (mine, its) in enumerate(zip(own, mask, strict=True)) if mine > its),
                 None,
             )
             if place is not None:
@@ -101,7 +101,7 @@ def _refuse_contradictions(chosen: Mapping[str, tuple[bool, ...]]) -> None:
 
 
 def _without_pads(attention: tuple[bool, ...] | None, size: int) -> tuple[int, int]:
-    """The range of tokens that are no pads."""
+    """The range of tokens that are not pads."""
     if attention is None:
         return 0, size
     if not any(attention):
@@ -129,8 +129,8 @@ def _refuse_packed(row: Mapping[str, Any], start: int, end: int, size: int) -> N
     for name in BOUNDARIES:
         if row.get(name) is None:
             continue
-        told = fields.integers(row, name)
-        lengths = told if name.startswith("seq") else tuple(b - a for a, b in pairwise(told))
+        given = fields.integers(row, name)
+        lengths = given if name.startswith("seq") else tuple(b - a for a, b in pairwise(given))
         if lengths not in ((size,), (end - start,)):
             raise _packed(name)
 
@@ -138,7 +138,7 @@ def _refuse_packed(row: Mapping[str, Any], start: int, end: int, size: int) -> N
 def _packed(name: str) -> RowError:
     return RowError(
         "packed_elsewhere",
-        f"{name!r} says that the row is no single text from position 0 on; give one document a "
+        f"{name!r} says that the row is not a single text from position 0 on; give one document a "
         "row, data.packing puts them together",
     )
 

@@ -137,4 +137,4 @@ def _part(part: Any, number: int) -> str:
         text = part.get("text", part.get("value"))
         if isinstance(text, str):
             return text
-    raise RowError("not_text", f"turn {number} has a part that is no text: {str(kind)[:40]}")
+    raise RowError("not_text", f"turn {number} has a part that is not a text: {str(kind)[:40]}")

@@ -20,13 +20,13 @@ def freeze_dates(template: str, date: str) -> str:
         date: YYYY-MM-DD.
 
     Raises:
-        DataError: it is no such date.
+        DataError: it is not a date.
     """
     try:
         day = datetime.strptime(date, "%Y-%m-%d")
     except ValueError as error:
         raise DataError(
-            f"{date!r} is no date of the form YYYY-MM-DD", where="data.frozen_date"
+            f"{date!r} is not a date of the form YYYY-MM-DD", where="data.frozen_date"
         ) from error
     if "strftime_now" not in template:
         return template

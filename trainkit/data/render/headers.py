@@ -51,7 +51,7 @@ class Headers:
         self._fixed = self._probe if self._probe and is_same_for_all(template.text) else ""
 
     def find(self, rendering: Rendering, turn: int, done: int, first: int) -> Start | None:
-        """The start of an answer; None where it cannot be told.
+        """The start of an answer; None where it is not known.
 
         Args:
             rendering: of the conversation.
@@ -66,18 +66,18 @@ class Headers:
         if not turn:
             return self._of_first(rendering.plain, done, first)
         try:
-            mark, tail, asked = rendering.behind(turn, generation=True)
+            mark, tail, prompt = rendering.behind(turn, generation=True)
         except RowError:
             return self._of_first(rendering.plain, done, first)
         found = None
         if mark is not None and mark.count == 1:
             found = _behind(rendering.plain, mark.place, tail, done, first)
-        found = found or _behind(rendering.plain, 0, asked, done, first)
+        found = found or _behind(rendering.plain, 0, prompt, done, first)
         if found is not None:
             # Some templates ask for nothing behind a tool's answer, yet print a role header there.
             return self._at_probe(rendering.plain, found.place, first) or found
-        _, _, told = rendering.behind(turn)
-        header = _header(asked, told)
+        _, _, rendered = rendering.behind(turn)
+        header = _header(prompt, rendered)
         return _at_header(rendering.plain, header, done, first) if header else None
 
     def _of_first(self, plain: str, done: int, first: int) -> Start | None:
@@ -97,14 +97,14 @@ class Headers:
 
     def _of_probe(self) -> str:
         probe = [self.template.as_dict(Message("user", "probe"))]
-        asked = self.template.render(probe, generation=True)
-        return _header(asked, self.template.render(probe))
+        prompt = self.template.render(probe, generation=True)
+        return _header(prompt, self.template.render(probe))
 
 
-def _header(asked: str, told: str) -> str:
+def _header(prompt: str, rendered: str) -> str:
     """What a rendering that asks for an answer has more than one that does not."""
-    common = common_length(asked, told)
-    text, tail = asked[common:], told[common:]
+    common = common_length(prompt, rendered)
+    text, tail = prompt[common:], rendered[common:]
     return text.removesuffix(tail) if tail.isspace() else text  # blanks that end every rendering
 
 

@@ -45,17 +45,17 @@ class PromptRenderer:
             self._templates[key] = ChatTemplate(self._tokenizer, options)
         return self._templates[key]
 
-    def text(self, asked: Row) -> str:
+    def text(self, row: Row) -> str:
         """The prompt as text, up to where the model's answer starts; empty for token ids.
 
         Raises:
             DataError: the messages are not well formed, or the template refuses them.
         """
-        if isinstance(asked, TokenRow):
+        if isinstance(row, TokenRow):
             return ""
-        if not isinstance(asked, Conversation):
-            return asked.prompt
-        return self._rendered(asked, generation=True)
+        if not isinstance(row, Conversation):
+            return row.prompt
+        return self._rendered(row, generation=True)
 
     def _rendered(self, conversation: Conversation, *, generation: bool) -> str:
         try:
@@ -78,19 +78,19 @@ class PromptRenderer:
         whole = self._rendered(conversation, generation=False)
         return whole.removeprefix(prompt) if whole.startswith(prompt) else whole
 
-    def input_ids(self, asked: Row) -> list[int]:
+    def input_ids(self, row: Row) -> list[int]:
         """The prompt as token ids.
 
         Raises:
             DataError: as `text`, or a token id that the tokenizer does not have.
         """
-        if isinstance(asked, TokenRow):
-            largest, size = max(asked.input_ids), len(self._tokenizer)
+        if isinstance(row, TokenRow):
+            largest, size = max(row.input_ids), len(self._tokenizer)
             if largest >= size:
                 raise DataError(f"token id {largest}, but the tokenizer has {size} tokens")
-            return list(asked.input_ids)
-        plain = not isinstance(asked, Conversation)
-        (encoded,) = self._encoder.encode([self.text(asked)], [[]], add_special_tokens=plain)
+            return list(row.input_ids)
+        plain = not isinstance(row, Conversation)
+        (encoded,) = self._encoder.encode([self.text(row)], [[]], add_special_tokens=plain)
         ids = [int(token) for token in encoded.input_ids]
         return self._without_end(ids) if plain else ids
 

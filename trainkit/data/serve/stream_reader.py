@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.data.read.opening import is_packed
-from trainkit.data.read.reading import BEGINNING, FilePlace, RawRow, read_rows
+from trainkit.data.read.reading import BEGINNING, FilePosition, RawRow, read_rows
 from trainkit.errors import DataError
 
 ROWS_PER_RUN = 64
@@ -14,19 +14,19 @@ BYTES_PER_RUN = 1 << 20
 
 
 @dataclass(frozen=True)
-class SourcePlace:
+class SourcePosition:
     """How far one source is read in this epoch.
 
     Attributes:
         file: the number of the file being read; as many as there are files at the end.
         next: the place in it.
         size_read: bytes read of the source.
-        num_mine: rows of this file that fell to this share.
+        num_mine: rows of this file that fell to this shard.
         num_kept: those of them that can be used.
     """
 
     file: int = 0
-    next: FilePlace = BEGINNING
+    next: FilePosition = BEGINNING
     size_read: int = 0
     num_mine: int = 0
     num_kept: int = 0
@@ -34,14 +34,14 @@ class SourcePlace:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a share is: a few numbers, from which it goes on exactly.
+    """Where a shard is: a few numbers, from which it goes on exactly.
 
     Attributes:
         epoch: passes over the files before this one.
         block: its number within the epoch.
         row: rows of the block that are used up.
-        num_dealt: rows of all sources before the block, whatever share they fell to.
-        num_rows, num_dropped: of this share before the block, in the first epoch.
+        num_dealt: rows of all sources before the block, whatever shard they fell to.
+        num_rows, num_dropped: of this shard before the block, in the first epoch.
         places: of the sources before the block; empty at the start of an epoch.
     """
 
@@ -51,7 +51,7 @@ class Position:
     num_dealt: int = 0
     num_rows: int = 0
     num_dropped: int = 0
-    places: tuple[SourcePlace, ...] = ()
+    places: tuple[SourcePosition, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -61,33 +61,33 @@ class Position:
     def from_dict(cls, values: Mapping[str, Any]) -> "Position":
         """What `to_dict` gave."""
         places = tuple(
-            SourcePlace(**{**place, "next": FilePlace(**place["next"])})
+            SourcePosition(**{**place, "next": FilePosition(**place["next"])})
             for place in values["places"]
         )
         return cls(**{**values, "places": places})
 
 
 @dataclass(frozen=True)
-class Deal:
-    """Which rows of an epoch fall to a share: of as many rows as there are shares, each gets one.
+class Sharding:
+    """Which rows of an epoch fall to a shard: of as many rows as there are shards, each gets one.
 
-    So shares are equal to within a row. Which one a share gets is drawn, since sources take turns
+    So shards are equal to within a row. Which one a shard gets is drawn, since sources take turns
     in reading and files have patterns: in a fixed order it would see one source and miss another.
 
     Attributes:
-        share, num_shares: which one, of how many.
+        shard, num_shards: which one, of how many.
         seed: of the draw; None deals in a fixed order.
     """
 
-    share: int
-    num_shares: int
+    shard: int
+    num_shards: int
     seed: int | None
 
     def is_mine(self, number: int) -> bool:
-        """Whether this share gets the row of this number within the epoch."""
-        hand, place = divmod(number, self.num_shares)
+        """Whether this shard gets the row of this number within the epoch."""
+        hand, place = divmod(number, self.num_shards)
         turned = 0 if self.seed is None else _scramble(self.seed + hand)
-        return (place + turned) % self.num_shares == self.share
+        return (place + turned) % self.num_shards == self.shard
 
 
 MASK64 = (1 << 64) - 1
@@ -102,12 +102,12 @@ def _scramble(number: int) -> int:
 
 
 class RunReader:
-    """Runs of rows over all sources of one epoch, each at about the same share of its bytes.
+    """Runs of rows over all sources of one epoch, each at about the same fraction of its bytes.
 
     Args:
         files: of each source.
         position: where to begin; its places and number of dealt rows are read.
-        deal: of rows over shares.
+        sharding: which rows are read.
         max_row_bytes: see :class:`trainkit.data.options.DataOptions`.
     """
 
@@ -115,7 +115,7 @@ class RunReader:
         self,
         files: Sequence[Sequence[Path]],
         position: Position,
-        deal: Deal,
+        sharding: Sharding,
         *,
         max_row_bytes: int,
     ) -> None:
@@ -123,12 +123,12 @@ class RunReader:
         self._sizes = [max(sum(map(_size_of, each)), 1) for each in files]
         self._limit = max_row_bytes
         self._open: list[Iterator[RawRow] | None] = [None] * len(files)
-        self._deal = deal
+        self._sharding = sharding
         self.num_dealt = position.num_dealt
-        self.places = list(position.places) or [SourcePlace() for _ in files]
+        self.places = list(position.places) or [SourcePosition() for _ in files]
 
     def next_run(self) -> tuple[int, Path, list[RawRow]] | None:
-        """The next rows of this share: the source's number, the file, the rows; None at the end."""
+        """The next rows of this shard: the source's number, the file, the rows; None at the end."""
         while True:
             going = [n for n, place in enumerate(self.places) if place.file < len(self._files[n])]
             if not going:
@@ -149,9 +149,9 @@ class RunReader:
         )
 
     def _read(self, number: int, file: Path) -> tuple[int, list[RawRow]]:
-        """Read on for all shares: how many rows that are, and those of this share.
+        """Read on for all shards: how many rows that are, and those of this shard.
 
-        Where a run ends depends on all rows, so every share reads the sources in the same order.
+        Where a run ends depends on all rows, so every shard reads the sources in the same order.
         """
         place = self.places[number]
         rows = self._open[number]
@@ -162,17 +162,17 @@ class RunReader:
         last: RawRow | None = None
         num_read = size = 0
         for row in rows:
-            if self._deal.is_mine(self.num_dealt + num_read):
+            if self._sharding.is_mine(self.num_dealt + num_read):
                 mine.append(row)
             last = row
             num_read += 1
             size += len(row.payload) if isinstance(row.payload, bytes) else 1000
-            if num_read >= ROWS_PER_RUN * self._deal.num_shares or (
-                size >= BYTES_PER_RUN * self._deal.num_shares
+            if num_read >= ROWS_PER_RUN * self._sharding.num_shards or (
+                size >= BYTES_PER_RUN * self._sharding.num_shards
             ):
                 break
         if last is not None:
-            behind = FilePlace(last.number + 1, last.line + 1, last.end)
+            behind = FilePosition(last.number + 1, last.line + 1, last.end)
             self.places[number] = replace(place, next=behind, size_read=place.size_read + size)
         self.num_dealt += num_read
         return num_read, mine
@@ -181,7 +181,9 @@ class RunReader:
         place = self.places[number]
         if place.next.rows == 0:
             raise DataError("the file holds no rows", where=str(file), fix="check how it was made")
-        enough = 1 if self._deal.num_shares == 1 else ROWS_PER_RUN  # a share of few rows may err
+        enough = (
+            1 if self._sharding.num_shards == 1 else ROWS_PER_RUN
+        )  # a shard of few rows may err
         if place.num_mine >= enough and not place.num_kept:
             raise DataError(
                 f"no token of this file would be trained ({place.num_mine} rows)",
@@ -189,7 +191,7 @@ class RunReader:
                 fix="look at its rows with: trainkit data preview --data FILE --model MODEL",
             )
         self._open[number] = None
-        self.places[number] = SourcePlace(file=place.file + 1, size_read=place.size_read)
+        self.places[number] = SourcePosition(file=place.file + 1, size_read=place.size_read)
 
 
 def _size_of(file: Path) -> int:

@@ -1,11 +1,11 @@
 """Samples straight from their files, for data that does not fit on the disk twice.
 
-Rows are read from each source at about the same share of its bytes and dealt out one by one over
-shares (ranks, and the loading processes of each), so that each gets as many. A share gathers
+Rows are read from each source at about the same fraction of its bytes and dealt out one by one over
+shards (ranks, and the loading processes of each), so that each gets as many. A shard gathers
 samples into blocks of ``buffer``, shuffles and packs each block, and builds the next one meanwhile,
-so memory is bounded by two blocks a share and no row has to wait for a whole block.
+so memory is bounded by two blocks a shard and no row has to wait for a whole block.
 
-A block is a pure function of (files, seed, epoch, share, its starting position), so a position is a
+A block is a pure function of (files, seed, epoch, shard, its starting position), so a position is a
 few numbers. Going on from it costs one block, rebuilt, and getting to its start: one seek in plain
 files of lines; in others (.gz, .zst, parquet, csv, arrays) the rows before it are cut out of the
 file again, though not parsed.
@@ -14,7 +14,7 @@ What streaming gives up, compared with :func:`trainkit.data.build.prepare`:
 
 - there is no length, so a run needs ``max_steps``;
 - rows are shuffled and packed within a block, not over all data, and their order depends on the
-  number of shares;
+  number of shards;
 - ``weight``, ``epochs`` and ``max_samples`` would need to know all rows, and are refused;
 - a file without anything to train is noticed when it is through, too many dropped rows while they
   are read.
@@ -37,14 +37,14 @@ from trainkit.data.options import DataOptions, Source
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.hub import hub_name
 from trainkit.data.read.reading import RawRow
-from trainkit.data.serve.stream_reader import Deal, Position, RunReader
+from trainkit.data.serve.stream_reader import Position, RunReader, Sharding
 from trainkit.errors import DataError
 
 BUFFER = 4096
 """Samples in a block, unless told otherwise."""
 
 FEWEST_ROWS_TO_JUDGE = 1000
-"""A share of dropped rows is not held against a limit before so many rows are read."""
+"""A fraction of dropped rows is not held against a limit before so many rows are read."""
 
 Sample = dict[str, Any]
 
@@ -105,16 +105,16 @@ class SampleStream:
         self.builder = SampleBuilder(tokenizer, options)
 
     def rows(
-        self, start: Position | None = None, *, share: int = 0, num_shares: int = 1
+        self, start: Position | None = None, *, shard: int = 0, num_shards: int = 1
     ) -> Iterator[StreamedRow]:
-        """The rows of one share, from ``start`` on, without end.
+        """The rows of one shard, from ``start`` on, without end.
 
         Raises:
             DataError: a file is damaged or has nothing to train, too many rows are dropped, or the
-                files are too small for so many shares.
+                files are too small for so many shards.
         """
         start = start or Position()
-        block = Block(self, replace(start, row=0), share, num_shares)
+        block = Block(self, replace(start, row=0), shard, num_shards)
         block.fill(self.buffer)
         used = start.row
         while True:
@@ -161,7 +161,7 @@ class SampleStream:
                 f"{num_dropped} of the {num_rows} rows read so far were dropped, more than "
                 f"max_dropped {limit}",
                 where="data.train",
-                fix="mend the rows that dropped.jsonl names, or raise data.max_dropped",
+                fix="fix the rows that dropped.jsonl names, or raise data.max_dropped",
             )
 
 
@@ -171,7 +171,7 @@ class Block:
     Args:
         stream: whose they are.
         position: where the block starts.
-        share, num_shares: which of the rows are its own.
+        shard, num_shards: which of the rows are its own.
         reader: goes on reading; None starts at the position.
     """
 
@@ -179,19 +179,19 @@ class Block:
         self,
         stream: SampleStream,
         position: Position,
-        share: int,
-        num_shares: int,
+        shard: int,
+        num_shards: int,
         reader: RunReader | None = None,
     ) -> None:
         self.stream = stream
         self.position = position
-        self.share = share
-        self.num_shares = num_shares
+        self.shard = shard
+        self.num_shards = num_shards
         # Each epoch deals anew, from a place of its own in the numbers of the seed.
         seed = (stream.options.seed << 32) + (position.epoch << 48) if stream.shuffle else None
-        deal = Deal(share, num_shares, seed)
+        sharding = Sharding(shard, num_shards, seed)
         self.reader = reader or RunReader(
-            stream.files, position, deal, max_row_bytes=stream.options.max_row_bytes
+            stream.files, position, sharding, max_row_bytes=stream.options.max_row_bytes
         )
         self.found = Batch()
         self.counts: list[Counter[str]] = [Counter() for _ in stream.sources]
@@ -216,7 +216,7 @@ class Block:
     def arranged(self) -> list[list[Sample]]:
         """The block's rows, in their order."""
         position, stream = self.position, self.stream
-        place = [stream.options.seed, position.epoch, self.share, position.block]
+        place = [stream.options.seed, position.epoch, self.shard, position.block]
         random = np.random.default_rng(place)
         held = self._samples
         if stream.packing:
@@ -240,7 +240,7 @@ class Block:
         before, reader = self.position, self.reader
         if self._has_ended:
             position = Position(epoch=before.epoch + 1)
-            block = Block(self.stream, position, self.share, self.num_shares)
+            block = Block(self.stream, position, self.shard, self.num_shards)
         else:
             position = Position(
                 epoch=before.epoch,
@@ -250,7 +250,7 @@ class Block:
                 num_dropped=before.num_dropped + self._num_dropped,
                 places=tuple(reader.places),
             )
-            block = Block(self.stream, position, self.share, self.num_shares, reader)
+            block = Block(self.stream, position, self.shard, self.num_shards, reader)
         if not self._samples:
             # The rows at the end of an epoch were all dropped: the next block tells of them.
             block.inherit(self)
@@ -266,7 +266,7 @@ class Block:
         self._has_ended = True
         if self.position.block == 0 and not self._samples:
             raise DataError(
-                f"share {self.share} of {self.num_shares} got no sample from a pass over all files",
+                f"shard {self.shard} of {self.num_shards} got no sample from a pass over all files",
                 where="data.train",
                 fix="fewer processes (ranks, or training.dataloader_num_workers), or no streaming: "
                 "the data is small",

@@ -63,7 +63,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` against ``labels``.
 
-    Gradients are computed on the way forward and only for the inputs that want them; without a
+    Gradients are computed on the forward pass and only for the inputs that want them; without a
     gradient to compute, only losses are. A second backward pass through the same graph is right.
 
     Args:

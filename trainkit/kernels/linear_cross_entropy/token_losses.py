@@ -2,7 +2,7 @@
 
 The sum of log-probabilities of an answer, a ratio to a reference model, a weight a token: each is a
 function of the tokens' own losses, known only after all of them. So unlike `linear_cross_entropy`,
-whose gradient is made on the way forward, the backward pass makes each chunk's logits once more;
+whose gradient is made on the forward pass, the backward pass makes each chunk's logits once more;
 nothing of their size is kept.
 
 M rows of ``hidden``, H hidden, V vocabulary.

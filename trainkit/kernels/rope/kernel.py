@@ -2,8 +2,8 @@
 
 B batch, S sequence, T = B * S tokens, D head size, R rotary size (R <= D; the rest passes through).
 The bytes are one read and one write of q and k. A program turns a tile of tokens and heads; half a
-row of cos and sin serves all its heads (the other half repeats the first in every family). There
-is no padding of head counts to powers of two: 14 query and 2 key heads are 8 groups of 2.
+row of cos and sin serves all its heads (the other half repeats the first in every family). No
+head count is padded to a power of two: 14 query and 2 key heads are 8 groups of 2.
 The backward pass is the same rotation with sin negated: the transpose, not the inverse, because
 attention scaling may be folded into cos and sin.
 """

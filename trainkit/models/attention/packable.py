@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trainkit.errors import ModelError
 
 _MIXES_BY_STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"})
-"""Values of ``config.layer_types`` that are no attention."""
+"""Values of ``config.layer_types`` that are not attention."""
 
 _STATE_PARAMETERS = frozenset({"A_log", "time_decay", "time_mix_key", "dt_bias", "slope_rate"})
 """What the decay of a recurrence is called in its layer."""

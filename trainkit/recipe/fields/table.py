@@ -226,7 +226,10 @@ FIXED: Mapping[str, tuple[Any, str]] = {
         "training needs no cache of keys and values, and with one the samples of a packed row "
         "would see each other",
     ),
-    "logging_nan_inf_filter": (False, "a loss that is no number must be seen, not filtered out"),
+    "logging_nan_inf_filter": (
+        False,
+        "a loss that is NaN or infinite must be seen, not filtered out",
+    ),
     "disable_tqdm": (True, "trainkit shows the progress itself"),
     "bf16_full_eval": (False, "evaluation computes as training does; see model.dtype"),
     "fp16_full_eval": (False, "evaluation computes as training does; see model.dtype"),

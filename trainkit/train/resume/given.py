@@ -72,7 +72,9 @@ def read_command(
     is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
     if is_checkpoint and step_of(path) < 0:
         raise ResumeRefusedError(
-            "this is no checkpoint of the run" if path.exists() else "there is no such checkpoint",
+            "this is not a checkpoint of the run"
+            if path.exists()
+            else "there is no such checkpoint",
             where=str(path),
             fix="a retired checkpoint is taken up again by renaming it to checkpoint-N",
         )

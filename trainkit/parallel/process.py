@@ -12,7 +12,7 @@ from trainkit.errors import RecipeError
 
 
 @dataclass(frozen=True)
-class ProcessPlace:
+class ProcessRank:
     """One process of a run: its global rank, its rank on this host, and how many there are."""
 
     dist_rank: int
@@ -25,11 +25,11 @@ class ProcessPlace:
         return self.dist_rank == 0
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "ProcessPlace":
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> "ProcessRank":
         """Read RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process without them.
 
         Raises:
-            RecipeError: they are no numbers, or do not fit each other.
+            RecipeError: they are not numbers, or do not fit each other.
         """
         variables = os.environ if environment is None else environment
         world_size = whole_number(variables, "WORLD_SIZE", 1)

@@ -20,7 +20,7 @@ _WEIGHTS = (
 
 
 @dataclass(frozen=True)
-class ModelPlace:
+class ModelPaths:
     """What to load, and from where.
 
     Attributes:
@@ -38,9 +38,9 @@ class ModelPlace:
     directory: Path | None
 
 
-def find_place(
+def find_model(
     name: str, *, adapter: Path | None = None, base_model: str | None = None
-) -> ModelPlace:
+) -> ModelPaths:
     """Find a model.
 
     Args:
@@ -59,7 +59,7 @@ def find_place(
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ModelError("there is nothing at this path", where=name)
         tokenizer = str(adapter) if adapter is not None and _has_tokenizer(adapter) else name
-        return ModelPlace(name, adapter, tokenizer, None, None)
+        return ModelPaths(name, adapter, tokenizer, None, None)
     directory, run = locate(directory)
     if adapter is None and (directory / ADAPTER_CONFIG).is_file():
         adapter = directory
@@ -70,11 +70,11 @@ def find_place(
     else:
         raise _nothing_to_load(directory)
     spots = [spot for spot in (adapter, directory) if spot is not None and _has_tokenizer(spot)]
-    return ModelPlace(model, adapter, str(spots[0]) if spots else model, run, directory)
+    return ModelPaths(model, adapter, str(spots[0]) if spots else model, run, directory)
 
 
-def weights_digest(place: ModelPlace) -> str | None:
-    """Tells whether the weights at a place are those of an earlier call; None where unreadable.
+def weights_digest(paths: ModelPaths) -> str | None:
+    """Tells whether the weights at given paths are those of an earlier call; None where unreadable.
 
     The model's are sampled, as ``base_fingerprint`` does; an adapter's are read whole.
     """
@@ -82,10 +82,10 @@ def weights_digest(place: ModelPlace) -> str | None:
 
     digest = hashlib.sha256()
     try:
-        digest.update(fingerprint(Path(place.model).expanduser()).encode())
+        digest.update(fingerprint(Path(paths.model).expanduser()).encode())
         for name in ("adapter_model.safetensors", "adapter_model.bin"):
-            if place.adapter is not None and (place.adapter / name).is_file():
-                digest.update((place.adapter / name).read_bytes())
+            if paths.adapter is not None and (paths.adapter / name).is_file():
+                digest.update((paths.adapter / name).read_bytes())
     except (CheckpointError, OSError):
         return None  # a hub name or a GGUF
     return digest.hexdigest()
@@ -210,7 +210,7 @@ def _base_of(adapter: Path) -> str:
         raise ModelError(
             f"the adapter's base model is not at {base} any more",
             where=str(adapter),
-            fix="give its new place with --base-model",
+            fix="give its new path with --base-model",
         )
     return base
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainkit.data.build.builder import Batch, SampleBuilder
+from trainkit.data.build.builder import BuiltRows, SampleBuilder
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.mixing import choose_rows, row_keys
 from trainkit.data.build.store import StoreWriter
@@ -98,12 +98,12 @@ class SourceStoreBuilder:
             self.builder, self._work(), self.source, num_workers=self.options.num_workers
         )
         with StoreWriter(directory) as writer:
-            for file, rows, batch in results:
-                self._write(writer, file, rows, batch)
-                self._enter(ledger, file, rows, batch)
-                ends.update(batch.ends)
-                notes |= batch.notes
-                counts.update(batch.counts)
+            for file, rows, built in results:
+                self._write(writer, file, rows, built)
+                self._enter(ledger, file, rows, built)
+                ends.update(built.ends)
+                notes |= built.notes
+                counts.update(built.counts)
                 self._report(rows)
             ledger.close()
             writer.finish(
@@ -147,31 +147,33 @@ class SourceStoreBuilder:
         )
         return np.split(mask, np.cumsum(sizes)[:-1])
 
-    def _write(self, writer: StoreWriter, file: int, rows: Sequence[RawRow], batch: Batch) -> None:
+    def _write(
+        self, writer: StoreWriter, file: int, rows: Sequence[RawRow], built: BuiltRows
+    ) -> None:
         counts = self.counts[file]
         counts.rows += len(rows)
-        counts.kept += batch.num_kept
-        for name, count in batch.counts.items():
+        counts.kept += built.num_kept
+        for name, count in built.counts.items():
             if name.startswith("format:"):
                 form = name.removeprefix("format:")
                 counts.formats[form] = counts.formats.get(form, 0) + count
-        if not batch.lengths:
+        if not built.lengths:
             return
-        (ids,), (mask,) = batch.input_ids, batch.loss_mask
+        (ids,), (mask,) = built.input_ids, built.loss_mask
         start = 0
-        for length, number, part in zip(batch.lengths, batch.rows, batch.parts, strict=True):
+        for length, number, part in zip(built.lengths, built.rows, built.parts, strict=True):
             end = start + length
             row = rows[number]
             place = {"file": file, "line": row.line, "row": row.number, "part": part}
             writer.append(ids[start:end], mask[start:end], **place)
             counts.trained_tokens += int(np.count_nonzero(mask[start + 1 : end]))
             start = end
-        counts.samples += len(batch.lengths)
+        counts.samples += len(built.lengths)
         counts.tokens += len(ids)
 
-    def _enter(self, ledger: Ledger, file: int, rows: Sequence[RawRow], batch: Batch) -> None:
+    def _enter(self, ledger: Ledger, file: int, rows: Sequence[RawRow], built: BuiltRows) -> None:
         counts = self.counts[file]
-        for event in batch.events:
+        for event in built.events:
             details = asdict(event)
             line = rows[details.pop("row")].line
             if event.reason == "too_long" and self.options.truncation == "error":
@@ -186,7 +188,7 @@ class SourceStoreBuilder:
             counts.trained_tokens_lost += event.trained_tokens
             counts.repaired += event.action == "repaired"
             counts.cut += event.action == "cut"
-        counts.dropped += len(rows) - batch.num_kept
+        counts.dropped += len(rows) - built.num_kept
 
     def _report(self, rows: Sequence[RawRow]) -> None:
         self._rows_done += len(rows)

@@ -7,11 +7,11 @@ import pytest
 
 from trainkit.checkpoint.whole.atomic import staged_directory
 from trainkit.errors import ModelError
-from trainkit.infer.place import find_place, trained_stop_ids, training_options
+from trainkit.infer.locate import find_model, trained_stop_ids, training_options
 
 
 def test_run_gives_its_final_model(run_directory):
-    place = find_place(str(run_directory))
+    place = find_model(str(run_directory))
     assert place.directory == run_directory / "final"
     assert place.model == str(run_directory / "final")
     assert place.run == run_directory
@@ -24,13 +24,13 @@ def test_run_without_final_gives_its_newest_whole_checkpoint(run_directory, tiny
         with staged_directory(run_directory / f"checkpoint-{step}") as staging:
             shutil.copytree(tiny_qwen2, staging, dirs_exist_ok=True)
     (run_directory / "checkpoint-3" / "config.json").unlink()
-    assert find_place(str(run_directory)).directory == run_directory / "checkpoint-2"
-    assert find_place(str(run_directory / "checkpoint-1")).run == run_directory
+    assert find_model(str(run_directory)).directory == run_directory / "checkpoint-2"
+    assert find_model(str(run_directory / "checkpoint-1")).run == run_directory
 
 
 def test_plain_model_and_hub_name(tiny_qwen2):
-    assert find_place(str(tiny_qwen2)).run is None
-    assert find_place("Qwen/Qwen2-0.5B").model == "Qwen/Qwen2-0.5B"
+    assert find_model(str(tiny_qwen2)).run is None
+    assert find_model("Qwen/Qwen2-0.5B").model == "Qwen/Qwen2-0.5B"
 
 
 def write_adapter(directory, base):
@@ -40,31 +40,31 @@ def write_adapter(directory, base):
 
 def test_adapter_names_its_base(tmp_path, tiny_qwen2):
     write_adapter(tmp_path / "a", str(tiny_qwen2))
-    place = find_place(str(tmp_path / "a"))
+    place = find_model(str(tmp_path / "a"))
     assert (place.model, place.adapter) == (str(tiny_qwen2), tmp_path / "a")
     assert place.tokenizer == str(tiny_qwen2)
     shutil.copy(tiny_qwen2 / "tokenizer_config.json", tmp_path / "a")
-    assert find_place(str(tmp_path / "a")).tokenizer == str(tmp_path / "a")
-    over = find_place(str(tiny_qwen2), adapter=tmp_path / "a")
+    assert find_model(str(tmp_path / "a")).tokenizer == str(tmp_path / "a")
+    over = find_model(str(tiny_qwen2), adapter=tmp_path / "a")
     assert (over.model, over.adapter) == (str(tiny_qwen2), tmp_path / "a")
     assert over.tokenizer == str(tmp_path / "a")
 
 
 def test_what_is_no_model_says_so(tmp_path, run_directory):
     with pytest.raises(ModelError, match="nothing at this path"):
-        find_place(str(tmp_path / "nowhere"))
+        find_model(str(tmp_path / "nowhere"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="no model and no adapter"):
-        find_place(str(tmp_path / "empty"))
+        find_model(str(tmp_path / "empty"))
     (tmp_path / "empty" / "global_step5").mkdir()
     with pytest.raises(ModelError, match=r"DeepSpeed shards only[\s\S]*trainkit merge"):
-        find_place(str(tmp_path / "empty"))
+        find_model(str(tmp_path / "empty"))
     write_adapter(tmp_path / "moved", "/not/here/any/more")
     with pytest.raises(ModelError, match=r"not at /not/here[\s\S]*--base-model"):
-        find_place(str(tmp_path / "moved"))
+        find_model(str(tmp_path / "moved"))
     shutil.rmtree(run_directory / "final")
     with pytest.raises(ModelError, match="no final model"):
-        find_place(str(run_directory))
+        find_model(str(run_directory))
 
 
 def test_record_of_the_run_decides_prompts_and_stops(run_directory):
@@ -100,4 +100,4 @@ def test_a_hub_out_of_reach_is_told_at_once(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(ModelError, match="there is no directory"):
-        load_engine(find_place("smollm"))
+        load_engine(find_model("smollm"))
