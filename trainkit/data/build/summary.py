@@ -187,7 +187,7 @@ def warnings_of(
         )
     if counts["other_turns_switched_on"]:
         warnings.append(
-            f"{counts['other_turns_switched_on']} turns that are not an assistant's are trained, since "
+            f"{counts['other_turns_switched_on']} turns of other roles are trained, since "
             "a switch of their own says so"
         )
     return warnings

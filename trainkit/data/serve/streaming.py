@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.build.builder import Batch, SampleBuilder
+from trainkit.data.build.builder import BuiltRows, SampleBuilder
 from trainkit.data.build.ledger import Entry
 from trainkit.data.build.packing import pack
 from trainkit.data.build.prepare import named
@@ -127,7 +127,7 @@ class SampleStream:
             following.fill(self.buffer)
             block, used = following, 0
 
-    def first(self, num_samples: int) -> tuple[list[list[Sample]], Batch, list[Counter[str]]]:
+    def first(self, num_samples: int) -> tuple[list[list[Sample]], BuiltRows, list[Counter[str]]]:
         """The first rows, for a look before training, and what was found on the way.
 
         Returns:
@@ -193,7 +193,7 @@ class Block:
         self.reader = reader or RunReader(
             stream.files, position, sharding, max_row_bytes=stream.options.max_row_bytes
         )
-        self.found = Batch()
+        self.found = BuiltRows()
         self.counts: list[Counter[str]] = [Counter() for _ in stream.sources]
         self._samples: list[Sample] = []
         self._entries: list[Entry] = []
