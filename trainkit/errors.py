@@ -12,7 +12,7 @@ class TrainkitError(Exception):
 
     Args:
         what: what happened, in one sentence, with the value that broke the rule and the rule.
-        where: the place to look: ``file:line``, a recipe key, a directory.
+        where: where to look: ``file:line``, a recipe key, a directory.
         fix: what to do about it.
     """
 

@@ -5,7 +5,7 @@ Writes ``quickstart/model`` (a tiny Qwen2 with random weights and its tokenizer)
 
 The task is one that half a million weights can truly learn in two minutes, and that no model can
 answer without reading the conversation: recall who the system prompt says you are, recall the
-names of pets told some turns ago, repeat some words, reverse some words. In English and Chinese.
+names of pets given some turns ago, repeat some words, reverse some words. In English and Chinese.
 
 The *facts* that decide an answer (a persona, a pet with its name, the words to repeat) belong to
 one split by their hash: the names and the words of a held-out question are familiar, but their
@@ -102,7 +102,7 @@ ENGLISH = Language(
     reverse_answer="Backwards: {words}",
 )
 
-# No character stands in two words: half a word must not point at another one.
+# No character is in two words: half a word must not point at another one.
 CHINESE = Language(
     code="zh",
     names=listed("志强 美玲 建国 丽华 春梅 子轩 可欣 浩然 思远 佳怡 文博 晓峰 栋梁 秀英 燕妮 若兰"),

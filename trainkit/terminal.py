@@ -10,5 +10,5 @@ feeds are not among them."""
 
 
 def visible(text: str) -> str:
-    """A text whose control characters stand there as ``\\u001b``, which JSON reads back."""
+    """A text whose control characters are written as ``\\u001b``, which JSON reads back."""
     return UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -20,7 +20,7 @@ def _digest(trainer):
 
 
 def train(root, kill_after=None, kill_at_write=None):
-    """Train, or continue from the newest whole checkpoint; returns the digest of the weights.
+    """Train, or continue from the newest complete checkpoint; returns the digest of the weights.
 
     After ``kill_after`` seconds, or at the ``kill_at_write``-th call of fsync (inside a save), the
     process gets SIGKILL.

@@ -1,4 +1,4 @@
-"""Directories appear whole or not at all: kills, full disks, altered bytes."""
+"""Directories appear complete or not at all: kills, full disks, altered bytes."""
 
 import json
 import os

@@ -99,7 +99,7 @@ def test_damaged_fingerprint(tmp_path, text):
     "options", [{}, {"modules_to_save": ["embed_tokens"]}], ids=["frozen", "trained"]
 )
 def test_resized_vocabulary(tmp_path, options):
-    """peft saves a resized embedding whole, and beside a trained one its start values."""
+    """peft saves a resized embedding whole, and next to a trained one its start values."""
     base = write_base(tmp_path / "base")
     model = write_adapter(base, tmp_path / "adapter", resize_to=VOCAB + 7, **options)
     done, _ = merge(tmp_path / "adapter", base, tmp_path / "merged")

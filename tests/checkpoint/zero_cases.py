@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def save(root, stage, *, lora=False, frozen=False, dtype="bfloat16"):
-    """Train a tiny Qwen2 for two steps and save it; rank 0 also writes the truth beside it."""
+    """Train a tiny Qwen2 for two steps and save it; rank 0 also writes the truth next to it."""
     import deepspeed
     import torch
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""Best-fit packing: whole samples, full rows, the same every time."""
+"""Best-fit packing: complete samples, full rows, the same every time."""
 
 import numpy as np
 import pytest

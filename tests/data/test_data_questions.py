@@ -66,7 +66,7 @@ def check(path, tokenizer, **options):
     renderer = PromptRenderer(tokenizer, DataOptions(**options))
     questions = read_questions(str(path))
     for question, (ids, mask) in zip(questions, trained(path, tokenizer, **options), strict=True):
-        first = int(mask.argmax()) or len(ids) - 1  # a plain text is trained whole, and then ends
+        first = int(mask.argmax()) or len(ids) - 1  # a plain text is trained in full, and then ends
         assert renderer.input_ids(question.row) == ids[:first].tolist()
     return questions
 
@@ -172,7 +172,7 @@ CONVERSATIONS = {
 
 
 THINKING = re.compile(r"<think>\s*(</think>\s*)?$")
-# It opens the model's turn anew behind a tool's answer, but not when asked for the next turn.
+# It opens the model's turn again behind a tool's answer, but not when asked for the next turn.
 OWN_WAY = {("diffusion_gemma", "tools")}
 
 

@@ -1,4 +1,4 @@
-"""Rows tokenised elsewhere: every mask that may stand beside the ids is honoured or refused."""
+"""Rows tokenised elsewhere: every mask that may stand next to the ids is honoured or refused."""
 
 import json
 

@@ -9,7 +9,7 @@ from tiny import make_tokenizer
 
 
 def zero_file(root, stage):
-    """The shipped preset, sharding even tiny parameters: by default they would stay whole."""
+    """The shipped preset, sharding even tiny parameters: by default they would not be sharded."""
     from trainkit.parallel import STRATEGIES
 
     config = json.loads(STRATEGIES[f"zero{stage}"].config.read_text())

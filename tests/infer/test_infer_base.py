@@ -18,7 +18,7 @@ from trainkit.infer.locate import find_model
 
 @pytest.fixture(scope="module")
 def adapter(tiny_qwen2, tiny_tokenizer, tmp_path_factory):
-    """An adapter with a tokenizer and its base's fingerprint beside it, as a run saves it."""
+    """An adapter with a tokenizer and its base's fingerprint next to it, as a run saves it."""
     directory = tmp_path_factory.mktemp("adapter")
     torch.manual_seed(1)
     wrapped = get_peft_model(

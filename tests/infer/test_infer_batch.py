@@ -140,7 +140,7 @@ def test_prompt_files(tmp_path):
     questions = read_questions(str(path), QuestionOptions(system="X"))
     roles = [[m.role for m in question.row.messages] for question in questions]
     assert roles == [["system", "user"]] * 3
-    assert questions[1].asked.messages[0].content == "S"
+    assert questions[1].row.messages[0].content == "S"
 
 
 @pytest.mark.parametrize(

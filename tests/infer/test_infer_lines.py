@@ -183,16 +183,16 @@ def test_an_answer_ends_where_the_context_does(tiny_qwen2):
 # Texts that other programs wrote and in which a line can end in nothing but a newline.
 NO_JSON_LINES = {
     "bench/data.py",
-    "checkpoint/tiktoken_vocabulary.py",
-    "checkpoint/zero.py",
+    "checkpoint/weights/tiktoken_vocabulary.py",
+    "checkpoint/zero/zero.py",
     "cli/failures.py",
     "infer/locate.py",
     "models/attention/proof.py",
     "recipe/document.py",
     "run/environment.py",
     "run/report.py",
-    "train/launch.py",
-    "train/loading.py",
+    "parallel/launch.py",
+    "models/loading.py",
 }
 
 

@@ -108,7 +108,7 @@ def test_training_goes_on_from_a_saved_adapter(init, tmp_path):
 
 
 def test_another_device_s_factors_give_way_to_the_run_s_own(tmp_path, caplog):
-    """A random projection drawn anew stands for the other signs that another SVD may find."""
+    """A random projection drawn again stands for the other signs that another SVD may find."""
     options = LoraOptions(r=4, init_lora_weights="pissa_niter_1")
     torch.manual_seed(0)
     model = attach(make_model(), options)

@@ -186,7 +186,7 @@ def test_an_unknown_family_still_gets_its_linear_layers():
 
 @pytest.mark.parametrize("options", [None, {}, {"modules_to_save": ("embed_tokens",)}])
 def test_the_self_check_wants_no_gradient_of_frozen_embeddings(options):
-    """Those of a large vocabulary, in two dtypes, would not fit beside a 4-bit base."""
+    """Those of a large vocabulary, in two dtypes, would not fit next to a 4-bit base."""
     model = make("qwen2", tie_word_embeddings=False)
     model = model if options is None else adapt(model, **options)
     replica = make_replica(model, FAMILIES["qwen2"])

@@ -197,7 +197,7 @@ def test_a_recipe_builds_on_another(write_recipe, tmp_path):
     assert loaded.origins["model.dtype"] == "base.yaml:1"
     assert loaded.origins["training.seed"] == "middle.yaml:2"
     assert loaded.origins["data.train"] == "top.yaml:2"
-    # The base's adapters are gone; ones that are asked for anew do not remember them.
+    # The base's adapters are gone; ones that are asked for again do not remember them.
     anew = load_recipe(path, ["lora.alpha=3"])
     assert (anew.recipe.lora.r, anew.origins["lora.r"]) == (16, DEFAULT)
 

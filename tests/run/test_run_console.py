@@ -94,7 +94,7 @@ def test_a_logged_step_costs_well_under_a_millisecond():
     began = time.process_time()
     for step in range(200):
         console.log({"step": step, **ROW})
-    # About 0.3 ms on an idle core; ten times that still fails to matter beside a step.
+    # About 0.3 ms on an idle core; ten times that still fails to matter next to a step.
     assert (time.process_time() - began) / 200 < 3e-3
 
 

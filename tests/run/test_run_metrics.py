@@ -72,7 +72,7 @@ except DiskFullError as error:
 
 
 def test_a_full_disk_is_explained_and_leaves_whole_files(tmp_path):
-    # In a process of its own: the limit holds for every file a process writes.
+    # In its own process: the limit holds for every file a process writes.
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True
     )

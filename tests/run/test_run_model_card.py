@@ -50,7 +50,7 @@ def test_the_card_reads_a_user_s_text_as_text(name, adapter, trained_run, monkey
     assert yaml.safe_load(head.removeprefix("---\n"))["tags"][0] == "trainkit"
     lines = body.split("\n")
     assert lines[0].startswith("# ")
-    # Seven columns of figures beside the name, however many bars it holds.
+    # Seven columns of figures next to the name, however many bars it holds.
     (row,) = [line for line in lines if line.endswith("| 50 | 20 | abababababab |")]
     assert len(re.findall(r"(?<!\\)\|", row)) == 9
     assert [line for line in lines if line.startswith("## ")] == [

@@ -54,7 +54,7 @@ class Run:
 
 
 def curves(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    """Train, each run in a process of its own, all at once.
+    """Train, each run in its own process, all at once.
 
     Yields:
         Per run its model and provider with ``losses``, or ``error``.

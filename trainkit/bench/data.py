@@ -1,4 +1,4 @@
-"""Preparing conversations for training: trainkit beside TRL, on the same file and cores.
+"""Preparing conversations for training: trainkit against TRL, on the same file and cores.
 
 Both read a JSON lines file, render it with the same chat template, tokenise, mask everything but
 the assistants' words, and pack to ``max_length``. Imports are not counted. Run as ``python -m

@@ -25,7 +25,7 @@ _KINDS = {
     "norm_and_gate": ("_forward", "_backward", "rms_norm", "swiglu", "silu", "_sum_partials"),
     "elementwise": ("at::native", "Memcpy", "Memset", "triton_"),
 }
-"""In the order in which they are asked. ``_forward`` and ``_backward`` are trainkit's norms and
+"""In the order in which they are tried. ``_forward`` and ``_backward`` are trainkit's norms and
 gates."""
 
 

@@ -70,7 +70,7 @@ def _repeated_heads(
 
 @dataclass(frozen=True)
 class Rung:
-    """How the model stands on one row.
+    """What the model has in one row.
 
     Attributes:
         name: the trick that this row adds.
@@ -158,7 +158,7 @@ def run(settings: Settings, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 class _Climber:
-    """One model that stands on any rung."""
+    """One model that can be set to any rung."""
 
     def __init__(self, shape: Shape, settings: Settings, device: torch.device) -> None:
         from peft import LoraConfig, get_peft_model
@@ -188,7 +188,7 @@ class _Climber:
         self.mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
     def measure(self, rung: Rung) -> dict[str, Any]:
-        """Stand on a rung, train from the start, and come down again."""
+        """Set up a rung, train from the start, and undo it."""
         import trainkit
         from trainkit.lora import fused
         from trainkit.models.families import OPS

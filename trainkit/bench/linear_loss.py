@@ -1,6 +1,6 @@
 """Linear layer and cross entropy, forward and backward, against the matrix products in them.
 
-A GPU under load changes its clocks from second to second, so the ceiling is taken beside every
+A GPU under load changes its clocks from second to second, so the ceiling is taken next to every
 case: measurement and plain matrix products alternate, and the share is one median over the other.
 6THV operations are counted whatever a provider computes; a share over 1 is what not computing
 untrained rows is worth. T tokens, H hidden, V vocabulary.
@@ -71,7 +71,7 @@ def run(
 
     Yields:
         The case's fields and provider with ms, tflops, tflops_sustained (of the matrix products
-        beside it), share_of_matmul and extra_memory_gib (over inputs and weight).
+        next to it), share_of_matmul and extra_memory_gib (over inputs and weight).
     """
     for case in cases:
         for provider in providers:

@@ -103,11 +103,11 @@ class Cell:
 
 
 def run(cells: Sequence[Cell], *, peer_path: str = "") -> Iterator[dict[str, Any]]:
-    """Measure cells one after another, each in a process of its own.
+    """Measure cells one after another, each in its own process.
 
     Args:
         cells: what to measure.
-        peer_path: put before PYTHONPATH for Unsloth's processes, which need packages of their own.
+        peer_path: put before PYTHONPATH for Unsloth's processes, which need their own packages.
 
     Yields:
         Per cell its model, provider, mode and the measured values, or ``error``.

@@ -51,7 +51,7 @@ class Cell:
 
 
 def run(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """Measure cells, each in a process of its own.
+    """Measure cells, each in its own process.
 
     Yields:
         Per cell its model, provider and layout with tokens_per_second and

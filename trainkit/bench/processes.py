@@ -24,7 +24,7 @@ def run_in_processes(
     Args:
         module: reads one JSON line from stdin and writes one to stdout, its last.
         payloads: the lines.
-        environments: what each process has in its environment beside ours.
+        environments: what each process has in its environment besides ours.
         together: start the work of all at once, where nothing is timed.
 
     Yields:

@@ -55,7 +55,7 @@ class Cell:
 
 
 def run(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """Measure cells one after another, each in a process of its own.
+    """Measure cells one after another, each in its own process.
 
     Yields:
         Per cell its model and provider with ms, tokens_per_second, mfu, peak_memory_gib,

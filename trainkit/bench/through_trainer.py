@@ -1,4 +1,4 @@
-"""A whole optimizer step through trainkit's Trainer, beside the bare forward and backward.
+"""A full optimizer step through trainkit's Trainer, against the bare forward and backward.
 
 What the Trainer adds, data loading, copies, clipping, the optimizer, metrics, should cost a few per
 cent of a step. Run as ``python -m trainkit.bench.through_trainer`` it is the process of one cell.

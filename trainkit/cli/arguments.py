@@ -14,7 +14,7 @@ from trainkit.recipe.overrides import is_override
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {
     "sft": {"--deepspeed": DEFAULT_SHARD, "--resume": "auto", "--allow-changed": "all"},
 }
-"""Per command: options that may stand alone, and what they mean then."""
+"""Per command: options that may be given without a value, and what they mean then."""
 
 _LAUNCHER_OPTION = "--local-rank"
 
@@ -33,7 +33,7 @@ def normalize(arguments: Sequence[str]) -> list[str]:
 def recipe_and_overrides(
     config: Path | None, words: Sequence[str] | None
 ) -> tuple[Path | None, list[str]]:
-    """Take a recipe that stands without ``--config`` from the front of the overrides.
+    """Take a recipe given without ``--config`` from the front of the overrides.
 
     Args:
         config: what ``--config`` says.

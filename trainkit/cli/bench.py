@@ -135,7 +135,7 @@ def loss(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Linear layer and cross entropy in one: the share of the matmul rate beside it, memory."""
+    """Linear layer and cross entropy in one: the share of the matmul rate next to it, memory."""
     import torch
 
     from trainkit.bench import linear_loss
@@ -204,7 +204,7 @@ def data(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Preparing conversations (read, render, tokenise, mask, pack), beside TRL: s, CPU s, GiB."""
+    """Preparing conversations (read, render, tokenise, mask, pack), against TRL: s, CPU s, GiB."""
     from trainkit.bench import data as bench_data
 
     chosen = _names(providers, bench_data.PROVIDERS, "--providers")
@@ -234,7 +234,7 @@ def lora(
         bool, typer.Option(help="Checkpointed activations of trainkit in host memory.")
     ] = True,
     peer_path: Annotated[
-        str, typer.Option(help="Where Unsloth's packages are, if not beside ours.")
+        str, typer.Option(help="Where Unsloth's packages are, if not among ours.")
     ] = "",
     as_json: AsJson = False,
     output: Output = None,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 HELP = """/reset      start a new conversation
 /undo       take back the last question and its answer
 /save FILE  add the conversation to a messages file that trains again
-/system X   set the system prompt (nothing removes it) and start anew
+/system X   set the system prompt (nothing removes it) and start again
 /ids        show the token ids that the model saw last
 /quit       leave; so does Ctrl-D. Ctrl-C stops an answer"""
 
@@ -119,7 +119,7 @@ class Chat:
             self.engine.keep_system_prompts()
             _note("a new conversation with that system prompt" if rest else "no system prompt")
         elif word == "/ids":
-            _note(" ".join(map(str, self.last_ids)) or "nothing was asked yet")
+            _note(" ".join(map(str, self.last_ids)) or "no question yet")
         else:
             _note(HELP)
         return True

@@ -35,19 +35,23 @@ def verify(
             manifest = verify_directory(directory)
         except CheckpointError as error:
             is_damaged, reason = True, error.what
-        row = {"path": str(directory), "status": "damaged" if reason else "whole", "reason": reason}
+        row = {
+            "path": str(directory),
+            "status": "damaged" if reason else "complete",
+            "reason": reason,
+        }
         if as_json:
             typer.echo(json.dumps(row))
         elif reason:
             typer.echo(f"{directory}: damaged: {reason}")
         else:
-            typer.echo(f"{directory}: whole, {len(manifest.files)} files")
+            typer.echo(f"{directory}: complete, {len(manifest.files)} files")
     if is_damaged:
         raise typer.Exit(1)
 
 
 def _parts(directories: list[Path]) -> list[Path]:
-    """The directories, and in the place of a run its checkpoints and its final model.
+    """The directories, and instead of a run its checkpoints and its final model.
 
     Raises:
         CheckpointError: a run has neither.

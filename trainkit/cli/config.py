@@ -111,7 +111,7 @@ def _print_keys(entries: "Sequence[KeyReference]", *, as_json: bool) -> None:
 def table(values: "list[ResolvedValue]", width: int) -> list[str]:
     """Lay values out under their sections, origins at the right edge.
 
-    An origin that does not fit beside its value takes the next line, so that forty columns are
+    An origin that does not fit next to its value takes the next line, so that forty columns are
     enough.
 
     Args:

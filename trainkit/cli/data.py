@@ -75,10 +75,11 @@ def preview(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show real samples: trained text stands «between marks» and in colour.
+    """Show real samples: trained text is shown «between marks» and in colour.
 
-    Words of an answer that are not trained stand ⟦in these⟧. After the drawn samples come the worst
-    ones (the longest, the least trained, the most cut) and the first dropped rows of each reason.
+    Words of an answer that are not trained are shown ⟦in these⟧. After the drawn samples come the
+    worst ones (the longest, the least trained, the most cut) and the first dropped rows of each
+    reason.
     JSON objects have the keys id, source, input_ids, labels, tokens, num_trained_tokens,
     untrained_answer (ranges of tokens); those of dropped rows id, source, dropped, detail, row.
     """
@@ -241,7 +242,7 @@ def _subject(
             recipe = load_recipe(config, overrides or ()).recipe
             if recipe.data.streaming and not data:
                 raise RecipeError(
-                    "this recipe streams its data, and a look at all of it would prepare it whole",
+                    "this recipe streams its data; this command would first prepare all of it",
                     where="data.streaming",
                     fix="look at a part of it: add --data FILE#1000",
                 )

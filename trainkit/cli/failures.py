@@ -73,7 +73,7 @@ def report_failure(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, TrainkitError):
-        # The recipe is the same on every rank, so its errors are told once.
+        # The recipe is the same on every rank, so its errors are printed once.
         if dist_rank == "0" or not isinstance(error, RecipeError):
             _say(str(error), prefix)
         return error.exit_code
@@ -116,7 +116,7 @@ def _say(message: str, prefix: str) -> None:
 
 
 def _wrap(line: str, width: int) -> str:
-    """Break between words, keeping the indentation; paths and file:line stay whole."""
+    """Break between words, keeping the indentation; paths and file:line are not broken."""
     indent = " " * (len(line) - len(line.lstrip()))
     return textwrap.fill(
         line,

@@ -69,7 +69,7 @@ def sft(
         bool,
         typer.Option(
             "--dry-run",
-            help="Train one real step on the longest batch in a place that is thrown away.",
+            help="Train one real step on the longest batch in a temporary directory.",
         ),
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,

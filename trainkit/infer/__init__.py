@@ -1,1 +1,1 @@
-"""Answers from a trained model: its place, its prompts and stop tokens, streaming, batches."""
+"""Answers from a trained model: its files, its prompts and stop tokens, streaming, batches."""

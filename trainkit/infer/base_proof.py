@@ -64,7 +64,7 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
     weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     weights |= {name: tuple(weight.shape) for name, weight in model.named_buffers()}
     modules = dict(model.named_modules())
-    if model.get_output_embeddings() is not None:  # a tied one is not a parameter of its own
+    if model.get_output_embeddings() is not None:  # a tied one is not a separate parameter
         weights.setdefault("lm_head.weight", tuple(model.get_output_embeddings().weight.shape))
     rows, own_rows = vocabulary_rows(adapter), model.get_input_embeddings().weight.shape[0]
     wrong = []

@@ -63,7 +63,7 @@ def generate_file(
     """Answer all questions into a file of JSON lines.
 
     Each line holds the fields of its question and, in their own keys, the answer and how it ended.
-    Finished batches are kept in ``.<name>.partial`` beside the target, which appears when all
+    Finished batches are kept in ``.<name>.partial`` next to the target, which appears when all
     questions are answered. A later call with the same settings goes on from there; each batch has a
     seed of its own, so the result is that of one uninterrupted call.
 
@@ -234,7 +234,7 @@ def _replace(path: Path, content: bytes) -> None:
 def _finished_rows(
     partial: Path, key: str, batch_size: int, num_prompts: int
 ) -> list[dict[str, Any]]:
-    """What an earlier attempt finished, whole batches only."""
+    """What an earlier attempt finished, complete batches only."""
     if not partial.exists():
         return []
     rows = list(_rows(partial))

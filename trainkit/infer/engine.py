@@ -201,7 +201,7 @@ class Engine:
         text = str(self.tokenizer.decode(spoken, skip_special_tokens=True))
         row = _as_row(question)
         if isinstance(row, Conversation) and self._renderer.text(row).rstrip().endswith("<think>"):
-            text = f"<think>\n{text}"  # the template opened it; the message must hold it whole
+            text = f"<think>\n{text}"  # the template opened it; the message must hold all of it
         finish = "interrupted" if was_stopped else "context" if len(ids) == room else "length"
         finish = "stop" if is_stopped else finish
         return Answer(text, tuple(prompt), tuple(ids[:end]), finish)
@@ -227,7 +227,7 @@ def load_engine(
         device: ``cpu``, ``cuda``, ``cuda:1``, or auto.
         system: the system prompt that the caller puts into conversations itself; it goes before a
             system policy of the run.
-        verify: compare the files with the manifests that trainkit wrote beside them.
+        verify: compare the files with the manifests that trainkit wrote next to them.
         any_base: put an adapter over other weights than those that it was trained over.
         say: called with one line about what could not be compared.
 

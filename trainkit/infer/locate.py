@@ -76,7 +76,7 @@ def find_model(
 def weights_digest(paths: ModelPaths) -> str | None:
     """Tells whether the weights at given paths are those of an earlier call; None where unreadable.
 
-    The model's are sampled, as ``base_fingerprint`` does; an adapter's are read whole.
+    The model's are sampled, as ``base_fingerprint`` does; an adapter's are read in full.
     """
     from trainkit.checkpoint.weights.base_fingerprint import fingerprint
 
@@ -123,7 +123,7 @@ def locate(directory: Path) -> tuple[Path, Path | None]:
     """The directory that holds a model, and the run that it belongs to, if any.
 
     Args:
-        directory: a run (its final model is taken, or its newest whole checkpoint), or a directory
+        directory: a run (its final model is taken, or its newest complete checkpoint), or another
             in one, or any other.
 
     Raises:
@@ -179,7 +179,7 @@ def _train_record(run: Path | None) -> dict[str, Any]:
 
 
 def _model_in(run: Path) -> Path:
-    """The final model, or the newest whole checkpoint of a run that has none yet."""
+    """The final model, or the newest complete checkpoint of a run that has none yet."""
     final = run / "final"
     if final.is_dir():
         return final
@@ -187,7 +187,7 @@ def _model_in(run: Path) -> Path:
     if newest.path is None:
         damaged = f"; {newest.skipped[0][0].name}: {newest.skipped[0][1]}" if newest.skipped else ""
         raise ModelError(
-            f"this run has no final model and no whole checkpoint{damaged}",
+            f"this run has no final model and no complete checkpoint{damaged}",
             where=str(run),
             fix="continue the run with: trainkit sft --resume",
         )

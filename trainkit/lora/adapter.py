@@ -45,7 +45,7 @@ class LoraOptions:
         exclude_modules: names to leave out of ``target_modules``.
         use_rslora: rank-stabilised scaling.
         use_dora: weight-decomposed adapters (peft's own path).
-        modules_to_save: modules trained and saved whole beside the adapters. Tied embeddings
+        modules_to_save: modules trained and saved in full next to the adapters. Tied embeddings
             named here stay tied.
         init_lora_weights: peft's initialisation: True, False, "gaussian", "orthogonal", "mica",
             or one that takes the base apart and is saved as plain LoRA of twice the rank: "pissa",

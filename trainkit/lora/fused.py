@@ -4,7 +4,7 @@ Three swaps: every adapted linear layer computes through ``lora_linear``; a feed
 through ``lora_mlp``; an attention block with trainkit's forward takes q, k and v from ``lora_qkv``.
 Parameters, names and the saved adapter stay peft's.
 
-Whether a layer's state can be fused is asked at every call, because adapters are merged, switched
+Whether a layer's state can be fused is checked at every call, because adapters are merged, switched
 off and swapped at run time. What cannot runs peft's own forward, and the report says why.
 
 ``trainkit.patch`` calls `fuse`, after the kernels and after the adapters are attached.
@@ -111,7 +111,7 @@ def read(layer: nn.Module) -> Projection:
     """A layer's tensors as they are now; the weights are read here, inside the module's forward."""
     base: Any = layer.base_layer if isinstance(layer, LoraLayer) else layer
     kind = kind_of(base)
-    assert kind is not None  # `why_unfused` has been asked
+    assert kind is not None  # `why_unfused` returned None
     unpack = kind.unpacker(base)
     if not isinstance(layer, LoraLayer):
         return Projection(base.weight, base.bias, unpack=unpack)
@@ -256,7 +256,7 @@ def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchR
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
-    """What gives the logits; the loss reads its weight in ways of its own."""
+    """What gives the logits; the loss reads its weight in its own ways."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     return base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
 

@@ -124,7 +124,7 @@ class SavedAsPlainLora(PeftModelForCausalLM):
     initial_factors: dict[str, Factors]
 
     def save_pretrained(self, save_directory: str, **options: Any) -> None:
-        """As peft does; then the difference to the base takes the place of the trained pair."""
+        """As peft does; then the difference to the base replaces the trained pair."""
         super().save_pretrained(save_directory, **options)
         directory = Path(save_directory)
         if options.get("is_main_process", True) and (directory / WEIGHTS).is_file():

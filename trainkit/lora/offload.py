@@ -1,7 +1,7 @@
 """Checkpointed activations in host memory, copied while the GPU computes.
 
 Gradient checkpointing keeps one input per layer on the GPU. Here each is copied to pinned host
-memory on a stream of its own as soon as its layer has started, and copied back one layer ahead of
+memory on a separate stream as soon as its layer has started, and copied back one layer ahead of
 the backward pass. At 8192 tokens of width 3584 that is 59 MB a layer each way, about a millisecond
 of a link that is otherwise idle, against several of computing.
 

@@ -29,7 +29,7 @@ _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 @dataclass(frozen=True)
 class Targets:
-    """What peft is told to adapt.
+    """What peft adapts.
 
     Attributes:
         modules: peft's ``target_modules``: a string or names.
@@ -79,7 +79,7 @@ def resolve_targets(
     parameters: Sequence[str],
     excluded: str | Sequence[str] | None,
 ) -> Targets:
-    """Turn the recipe's targets into what peft is told.
+    """Turn the recipe's targets into what peft takes.
 
     Args:
         model: before adapters.
@@ -135,7 +135,7 @@ def _stays_a_module(model: PreTrainedModel, name: str) -> bool:
     """Whether peft takes a name for the module that it names.
 
     In families whose experts were modules once, peft takes ``gate_proj`` for the experts' even
-    where a layer of that name exists beside them (a shared expert, a dense first layer), also when
+    where a layer of that name exists besides them (a shared expert, a dense first layer), also when
     it loads the adapter. Such a layer cannot be adapted; the report names it.
     """
     from peft.utils import transformers_weight_conversion as conversion

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
 
-FETCH = "fetch the file again, or write the model anew with save_pretrained"
+FETCH = "fetch the file again, or write the model again with save_pretrained"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -84,7 +84,7 @@ def _shards(index: Path) -> dict[str, str]:
 
 
 def _tensors(file: Path) -> set[str]:
-    """The names in a safetensors file, its length proved; nothing of a pickle but that it is whole.
+    """The names in a safetensors file, its length proved; for a pickle only that it is complete.
 
     Raises:
         ModelError: the file was cut, or is something else.
@@ -138,14 +138,14 @@ def check_tokenizer_files(directory: Path, tokenizer: PreTrainedTokenizerBase) -
     if any((directory / name).exists() for name in names) or len(tokenizer) > _FEW_TOKENS:
         return
     raise ModelError(
-        f"there are no tokenizer files beside the model (none of {', '.join(sorted(names))})",
+        f"there are no tokenizer files next to the model (none of {', '.join(sorted(names))})",
         where=str(directory),
         fix="copy tokenizer.json and tokenizer_config.json of the base model there",
     )
 
 
 _FEW_TOKENS = 300
-"""An empty tokenizer has special tokens only, or the bytes beside them."""
+"""An empty tokenizer has special tokens only, or the bytes besides them."""
 
 
 def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:

@@ -71,7 +71,7 @@ class KernelForward(nn.Module):
 
 
 class RMSNorm(KernelForward):
-    """``rms_norm`` in place of the family's norm; x is (B, S, H) or (B, S, heads, D)."""
+    """``rms_norm`` instead of the family's norm; x is (B, S, H) or (B, S, heads, D)."""
 
     uses = ("rms_norm",)
     knows = names(

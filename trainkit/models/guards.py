@@ -67,7 +67,7 @@ def check_forward(original: type[nn.Module], forward: type[KernelForward]) -> No
 
 
 def check_instances(modules: list[nn.Module], original: type[nn.Module]) -> None:
-    """Refuse modules on which something has bound a forward of its own.
+    """Refuse modules on which something has bound its own forward.
 
     Raises:
         PatchError: a bound forward would hide the swapped class.

@@ -50,10 +50,10 @@ class ModelSource:
     random_weights: bool = False
 
     def arguments(self) -> tuple[str, dict[str, Any]]:
-        """The place and the keyword arguments that every ``from_pretrained`` takes.
+        """The path and the keyword arguments that every ``from_pretrained`` takes.
 
-        A directory is given whole: peft writes the place into the adapter, which then finds its
-        base from any working directory, and never takes a hub's model of the same name for it.
+        A directory is given as a full path: peft writes the path into the adapter, which then finds
+        its base from any working directory, and never takes a hub's model of the same name for it.
         """
         path = Path(self.name_or_path).expanduser()
         place = str(path.absolute()) if path.is_dir() else self.name_or_path
@@ -121,7 +121,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     """Load the tokenizer.
 
     Raises:
-        ModelError: there is none at that place, or the hub cannot be reached.
+        ModelError: there is none at that path, or the hub cannot be reached.
     """
     place, options = source.arguments()
     with _explained(source, "tokenizer"):
@@ -131,7 +131,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
         check_tokenizer_files(directory, tokenizer)
     if tokenizer is None or not len(tokenizer):
         raise ModelError(
-            "there is no tokenizer beside the model",
+            "there is no tokenizer next to the model",
             where=source.name_or_path,
             fix="copy tokenizer.json and tokenizer_config.json there",
         )
@@ -155,7 +155,7 @@ def load_config(source: ModelSource) -> PreTrainedConfig:
     """Read the model's configuration.
 
     Raises:
-        ModelError: there is none at that place, or the hub cannot be reached.
+        ModelError: there is none at that path, or the hub cannot be reached.
     """
     place, options = source.arguments()
     with _explained(source, "configuration"):

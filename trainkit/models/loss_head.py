@@ -166,7 +166,7 @@ class CausalLM(KernelForward):
         if type(head) is not nn.Linear:
             return f"lm_head is a {type(head).__module__}.{type(head).__name__}, not a plain Linear"
         if module.loss_function is not ForCausalLMLoss:
-            return "the model has a loss function of its own"
+            return "the model has its own loss function"
         if module.tp_size is not None:
             return "tensor parallelism splits lm_head"
         return None
@@ -208,13 +208,13 @@ class CausalLM(KernelForward):
         if not isinstance(self.lm_head, LossHead):
             return f"lm_head has become a {type(self.lm_head).__name__}"
         if self.loss_function is not ForCausalLMLoss:
-            return "the model has been given a loss function of its own"
+            return "the model has been given its own loss function"
         keep = given.get("logits_to_keep")
         if isinstance(keep, torch.Tensor) or keep not in (None, 0):
             return "logits_to_keep asks for some of the logits"
         wants_object = given.get("return_dict")  # peft passes None for "as configured"
         if not (self.config.return_dict if wants_object is None else wants_object):
-            return "the caller wants a tuple"
+            return "the caller expects a tuple"
         return None
 
 
@@ -227,7 +227,7 @@ def take_row_losses(heads: Iterable[LossHead]) -> torch.Tensor | None:
     """(B, S) the row losses of the batch just computed, aligned with the hidden states.
 
     Args:
-        heads: of one model (peft may keep a trained copy beside the original).
+        heads: of one model (peft may keep a trained copy next to the original).
 
     Returns:
         None when no loss has come out of a head that ``keeps_row_losses`` since the last call.
@@ -255,7 +255,7 @@ def takes_loss_from_head(model: nn.Module) -> bool:
 
 @contextmanager
 def keep_logits(model: nn.Module, reason: str) -> Iterator[None]:
-    """Within, ``model`` returns logits beside the loss, for metrics that read them."""
+    """Within, ``model`` returns logits besides the loss, for metrics that read them."""
     models = [module for module in model.modules() if isinstance(module, CausalLM)]
     before = [each.logits_wanted for each in models]
     for each in models:

@@ -238,12 +238,12 @@ def _plan_op(
             raise PatchError(
                 f"the model has no {swap.target}, which the {family.name} row patches for {op}",
                 where=f"transformers {transformers.__version__}",
-                fix=f"pass the whole {family.causal_lm}, or switch {op} off",
+                fix=f"pass the complete {family.causal_lm}, or switch {op} off",
             )
         guards.check_instances(modules, original)
         for module in modules:
             reason = subclass.unfit(module)
-            if type(module) is not original:  # a LoRA or quantised layer stands at `swap.at`
+            if type(module) is not original:  # a LoRA or quantised layer is at `swap.at`
                 reason = f"{swap.at} is a {type(module).__name__}, not a plain Linear"
             if reason:
                 return PatchRow(op, "off", f"{swap.target}: {reason}"), {}

@@ -232,7 +232,7 @@ def _check_replica(
         eager = _relative_error(plain[name], exact)
         # The two round at different places, and how that adds up in a gradient that nearly cancels
         # differs by a factor of two or three; each op by itself has been held to 1.05. A lone
-        # number may be exact by luck, so the loss gets a rounding of its own.
+        # number may be exact by luck, so the loss gets its own rounding.
         allowed = 4 * eager + contract.hair(dtype, worst=exact.dim() == 0)
         if not ours / allowed <= worst[3]:
             worst = (name, ours, eager, ours / allowed)

@@ -65,9 +65,9 @@ def _is_plain(layer: nn.Linear, x: Tensor) -> bool:
 
 
 def _num_alone(weights: Sequence[Tensor]) -> int:
-    """How many of the first layers get a product of their own; the rest share one.
+    """How many of the first layers get their own product; the rest share one.
 
-    Sharing copies the gradients side by side, which pays where they are narrow beside the first.
+    Sharing copies the gradients side by side, which pays where they are narrow next to the first.
     """
     narrow = [weight.shape[0] * 2 <= weights[0].shape[0] for weight in weights]
     return 1 if len(weights) > 2 and all(narrow[1:]) else len(weights)

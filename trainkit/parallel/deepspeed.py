@@ -34,7 +34,7 @@ class DeepSpeed(Engine):
 
     @property
     def shards_weights(self) -> bool:
-        """ZeRO-3: no rank holds a whole weight but while it is used."""
+        """ZeRO-3: no rank holds a full weight except while it is used."""
         zero = self.config.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3
 

@@ -1,4 +1,4 @@
-"""What a training engine is asked, and the answers of plain DistributedDataParallel. No torch.
+"""What every training engine answers, and the answers of plain DistributedDataParallel. No torch.
 
 Another engine is a subclass that answers differently, and a row of ``strategies.py``.
 """
@@ -50,7 +50,7 @@ class Engine:
 
         Args:
             model: as it was trained, unwrapped.
-            reload: loads the saved final model, for engines under which no rank holds it whole.
+            reload: loads the saved final model, for engines under which no rank holds all of it.
         """
         del reload
         return model

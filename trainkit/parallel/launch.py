@@ -12,7 +12,7 @@ from trainkit.parallel.process import Machine, whole_number
 
 
 def count_local_gpus() -> int:
-    """The number of NVIDIA GPUs this process may use, asked without importing torch."""
+    """The number of NVIDIA GPUs this process may use, found without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -23,7 +23,7 @@ def count_local_gpus() -> int:
 
 
 def this_machine() -> Machine:
-    """What a run started here would find, asked without importing torch."""
+    """The machine a run started here would find, without importing torch."""
     num_gpus = count_local_gpus()
     world_size = whole_number(os.environ, "WORLD_SIZE", max(num_gpus, 1))
     return Machine(world_size, on_cpu=num_gpus == 0)

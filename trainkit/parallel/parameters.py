@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """Elements of the whole parameter; ZeRO-3 leaves an empty one behind between uses."""
+    """Elements of the full parameter; ZeRO-3 leaves an empty one behind between uses."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the whole parameter."""
+    """The shape of the full parameter."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 

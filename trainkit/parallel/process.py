@@ -1,4 +1,4 @@
-"""Where this process stands among its peers, and what machine it is on. No torch.
+"""Which process of the run this is, and what machine it is on. No torch.
 
 torchrun describes each process through environment variables; reading them needs no process group,
 so the data can be prepared before any collective exists that could time out.

@@ -1,6 +1,6 @@
 """Values of ``training`` that follow from others, or from the machine.
 
-The one place where they are worked out: a run takes its arguments from here, and whatever prints
+They are worked out here only: a run takes its arguments from here, and whatever prints
 them (``config show``, ``resolved.yaml``, the report) asks the same function. A continued run asks
 again, so a value that nobody wrote is never frozen.
 """
@@ -67,14 +67,14 @@ def derive(
     is_streaming: bool = False,
     on_cpu: bool,
 ) -> dict[str, Derived]:
-    """What follows from a ``training`` section and what stands around it, by name.
+    """What follows from a ``training`` section and the settings around it, by name.
 
     Args:
         training: the section; what it says itself stays, but for what the machine cannot do.
         model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
         reads_precision: an engine trains that computes in what ``bf16`` and ``fp16`` say.
         has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
-        has_eval: evaluation data is given, so it is used unless told otherwise.
+        has_eval: evaluation data is given, so it is used unless switched off.
         is_streaming: the training rows are streamed.
         on_cpu: there is no GPU to train on.
     """
@@ -86,7 +86,7 @@ def derive(
     elif training.get("use_cpu"):
         found["dataloader_pin_memory"] = Derived(False, "from training.use_cpu")
     # Plain full fine-tuning in half precision needs no autocast: the weights are in that dtype and
-    # the optimizer keeps fp32 masters. Other engines and fp32 adapters need to be told, and
+    # the optimizer keeps fp32 masters. Other engines and fp32 adapters need a setting, and
     # float16 always needs a loss scaler.
     says_nothing = "bf16" not in training and "fp16" not in training
     for name, dtype in (("bf16", "bfloat16"), ("fp16", "float16")):
@@ -130,7 +130,7 @@ def _checkpointing(training: Mapping[str, Any]) -> dict[str, Derived]:
 
 
 def _of_transformers(training: Mapping[str, Any]) -> dict[str, Derived]:
-    """What TrainingArguments works out by itself; told here so that it is seen before."""
+    """What TrainingArguments works out by itself; set here so that it is visible before."""
 
     def value(name: str) -> Any:
         field = training_fields().fields.get(name)

@@ -84,7 +84,7 @@ def parse_value(text: str, where: str) -> Any:
     as typed, so globs and Windows paths need no quotes.
 
     Args:
-        text: what stands after the equals sign.
+        text: what follows the equals sign.
         where: named in errors.
 
     Raises:

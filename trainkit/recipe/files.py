@@ -1,4 +1,4 @@
-"""Whether what a recipe names on disk is there, asked before anything slow is imported."""
+"""Whether what a recipe names on disk exists, checked before anything slow is imported."""
 
 import glob
 import os
@@ -98,7 +98,7 @@ def _missing_trackers(chosen: str | list[str] | None) -> list[str]:
 
 
 def _is_installed(package: str) -> bool:
-    """Asked of the installed packages: a directory ``wandb`` beside the recipe is none."""
+    """Looked up in the installed packages: a directory ``wandb`` next to the recipe is none."""
     if package == "tensorboard" and _is_installed("tensorboardX"):
         return True
     try:

@@ -1,6 +1,6 @@
 """Names that other tools, older transformers and trainkit's own command line use for our keys.
 
-Somebody who brings a recipe from elsewhere is told what each of its keys is called here. Every
+Somebody who brings a recipe from elsewhere sees what each of its keys is called here. Every
 target is a key of the schema, or None where there is nothing to set; a test holds the table to it.
 """
 
@@ -70,7 +70,7 @@ FOREIGN: Mapping[str, ForeignName] = {
     "data_path": ForeignName("FastChat's", "data.train", "give a list of files"),
     "data_paths": ForeignName("mdy_triton's", "data.train", "give a list of files"),
     "train_file": ForeignName("the old transformers examples'", "data.train"),
-    "dataset_dir": ForeignName(_LF, "data.train", "give whole paths"),
+    "dataset_dir": ForeignName(_LF, "data.train", "give full paths"),
     "eval_dataset": ForeignName(_LF, "data.eval", "give a list of files"),
     "val_dataset": ForeignName(_SWIFT, "data.eval", "give a list of files"),
     "test_datasets": ForeignName(_AX, "data.eval", "give a list of files"),

@@ -232,7 +232,7 @@ def _check_sections(settings: Settings, keys: tuple[str, ...], text: str) -> Non
                 f"{dotted} is a {'list' if isinstance(target, list) else 'single value'}, "
                 f"so {'.'.join(keys)} cannot be set in it",
                 where=f"override {text!r}",
-                fix=f"give {dotted} as a whole",
+                fix=f"give {dotted} as one value",
             )
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SftOptions:
-    """What a run is told beside its recipe.
+    """What a run takes besides its recipe.
 
     Attributes:
         resume: the run or checkpoint directory to continue; None for a new run.
         allow_changed: what may differ from the run that is continued: keys, or ``all``.
-        overrides: what this start was given beside the recipe and what is recorded.
-        dry_run: train one optimizer step in a place that is thrown away, then stop.
+        overrides: what this start was given besides the recipe and what is recorded.
+        dry_run: train one optimizer step in a temporary directory, then stop.
         output_dir: the run directory to make, or None for a new one under ``train_model/``.
         command: the command line, to be kept in ``command.sh``.
         json: print one JSON object a line instead of text for people.

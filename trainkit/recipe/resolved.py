@@ -1,4 +1,4 @@
-"""The resolved recipe as YAML: every value with its origin beside it, secrets left out."""
+"""The resolved recipe as YAML: every value with its origin next to it, secrets left out."""
 
 import re
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def dump_resolved(
     """Write every value of a run and where it came from.
 
     The text is itself a recipe: it loads again to the same values. What only this machine decides
-    stands in comments, so that another one decides for itself.
+    is in comments, so that another one decides for itself.
 
     Args:
         loaded: the recipe.

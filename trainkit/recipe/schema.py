@@ -1,7 +1,7 @@
 """The recipe: frozen sections with their defaults, units and rules.
 
-Every default of trainkit stands here and nowhere else. A rule about two keys of one section stands
-in that section; a rule across sections stands in ``Recipe``.
+Every default of trainkit is here and nowhere else. A rule about two keys of one section is
+in that section; a rule across sections is in ``Recipe``.
 """
 
 from typing import Annotated, Any, Literal
@@ -78,7 +78,7 @@ class ModelSection(Section):
 
 
 class SourceSpec(Section):
-    """One place to read conversations from."""
+    """A source of conversations."""
 
     path: str = Field(min_length=1, description="A file, a directory or a glob.")
     weight: float | None = Field(
@@ -122,7 +122,7 @@ def _source(value: Any) -> Any:
 
 
 def _sources(value: Any) -> Any:
-    """One source may stand without a list."""
+    """One source may be given without a list."""
     return [value] if isinstance(value, str | dict) else value
 
 
@@ -154,7 +154,7 @@ class DataSection(Section):
     eval: Sources = Field(default_factory=list, description="Held-out files; they turn eval on.")
     max_length: int = Field(2048, ge=2, description="Longest sample, and packed row, in tokens.")
     packing: bool = Field(
-        True, description="Put several whole samples into one row; they do not see each other."
+        True, description="Put several complete samples into one row; they do not see each other."
     )
     mask: Literal["assistant", "last_assistant", "none"] = Field(
         "assistant", description="Which turns are trained; none trains every token (pretraining)."
@@ -179,7 +179,7 @@ class DataSection(Section):
         "keep", description="keep, none (remove system turns), or a text for all conversations."
     )
     chat_template: str | None = Field(
-        None, description="A Jinja template, or a file with one, in place of the tokenizer's own."
+        None, description="A Jinja template, or a file with one, instead of the tokenizer's own."
     )
     template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="For the chat template: {enable_thinking: false}."
@@ -248,7 +248,7 @@ class LoraSection(Section):
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
     modules_to_save: list[str] = Field(
-        default_factory=list, description="Modules trained and saved whole beside the adapters."
+        default_factory=list, description="Modules trained and saved in full next to the adapters."
     )
     init_lora_weights: bool | str = Field(
         True,

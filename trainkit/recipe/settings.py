@@ -1,6 +1,6 @@
-"""Values from several places (base recipes, the recipe, overrides, options) and where each is from.
+"""Values from base recipes, the recipe, overrides and options, and where each is from.
 
-Later places win. Mappings merge key by key; lists and single values are replaced whole.
+Later ones win. Mappings merge key by key; lists and single values are replaced.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from trainkit.recipe.document import Document, KeyPath
 
 REDACTED = "<redacted>"
-"""In place of a secret; the run directory's own mark, and a plain word to YAML."""
+"""Written instead of a secret; the run directory's own mark, and a plain word to YAML."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Settings:
         self._merge(self.values, tree, (), origins)
 
     def forget_secrets(self) -> None:
-        """Drop what a run's record keeps in place of secrets: they are asked for anew."""
+        """Drop what a run's record keeps instead of secrets: they are asked for again."""
         for path in [path for path in self.origins if _at(self.values, path) == REDACTED]:
             del _at(self.values, path[:-1])[path[-1]]
             del self.origins[path]

@@ -49,7 +49,7 @@ def explain_unknown_key(
     """Describe an unknown key.
 
     Args:
-        path: where it stands.
+        path: where it is.
         value: what was given.
         vocabulary: what there is.
         where: file and line.

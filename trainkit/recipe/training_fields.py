@@ -1,6 +1,6 @@
 """The fields of the installed transformers' ``TrainingArguments``, read without importing it.
 
-Importing ``TrainingArguments`` imports torch and takes seconds. Its names, types and defaults stand
+Importing ``TrainingArguments`` imports torch and takes seconds. Its names, types and defaults are
 in its source as a plain dataclass, so ``ast`` reads them in milliseconds, and the recipe follows
 whatever version is installed.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from trainkit.errors import RecipeError
 
-# Where the names that `report_to` can have stand, as the keys of a dict of callbacks.
+# Where the names that `report_to` can have are kept, as the keys of a dict of callbacks.
 _TRACKERS = ("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK")
 
 # The modules of transformers where the enums of the annotations are defined.

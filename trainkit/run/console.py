@@ -35,7 +35,7 @@ class Console:
         interactive: True for the live display, False for plain lines, None to find out: live only
             on a terminal that can move its cursor (no ``NO_COLOR``, ``TERM`` not ``dumb``).
         dist_rank: this process's global number; every process but 0 is silent.
-        stream: where to write, standard error unless told otherwise.
+        stream: where to write, standard error by default.
     """
 
     def __init__(

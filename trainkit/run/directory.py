@@ -1,7 +1,7 @@
 """The run directory: where everything a run reads, does and leaves behind can be found.
 
 ``train_model/<name>-<UTC stamp>/`` is made once and never overwritten. Every file in it is written
-whole or not at all (``trainkit.run.files``) and passes through redaction (``trainkit.run.redact``).
+complete or not at all (``trainkit.run.files``) and goes through ``trainkit.run.redact``.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class RunDirectory:
 
     @property
     def report(self) -> Path:
-        """The whole record as one self-contained page."""
+        """The complete record as one self-contained page."""
         return self.root / "report.html"
 
     @property
@@ -260,7 +260,7 @@ class RunDirectory:
 
         Args:
             path: a path inside the run directory.
-            text: the whole content.
+            text: all of the content.
             private: readable by the owner only.
         """
         write_text_atomic(path, redact_text(text), mode=PRIVATE_FILE_MODE if private else None)
@@ -352,7 +352,7 @@ class RunDirectory:
             self.write_status("interrupted", reason="interrupted by Ctrl-C", step=step)
             return
         if isinstance(error, SystemExit):
-            # The body may have said more (a preemption that saved): its word stands.
+            # The body may have said more (a preemption that saved): its status is kept.
             if self.status().state == "running":
                 reason = _exit_reason(error.code)
                 state: State = "interrupted" if "signal" in reason else "failed"

@@ -38,7 +38,7 @@ _LARGEST_DIFF_BYTES = 1 << 20
 def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
     """Describe this process's surroundings as JSON-like values, without secrets.
 
-    torch is asked about CUDA only if it is imported already; ``nvidia-smi`` and ``git`` only if
+    CUDA is read from torch only if it is imported already; ``nvidia-smi`` and ``git`` only if
     they are installed.
 
     Args:
@@ -87,7 +87,7 @@ def command_script(
     lines = [
         "#!/usr/bin/env bash",
         "# Runs the same command again. A new run gets a new directory; if the command names one",
-        "# with --output-dir, change it first. The recipe as it was: recipe.yaml beside this file.",
+        "# with --output-dir, change it first. The original recipe is recipe.yaml next to this.",
         "set -euo pipefail",
         f"cd {shlex.quote(str(Path.cwd() if cwd is None else cwd))}",
     ]

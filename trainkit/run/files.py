@@ -44,7 +44,7 @@ def explain_os_errors(path: Path) -> Iterator[None]:
             raise RunDirectoryError(
                 f"{path.name} cannot be written ({error.strerror})",
                 where=str(path),
-                fix="choose a writable place with --output-dir",
+                fix="choose a writable directory with --output-dir",
             ) from error
         raise
 
@@ -54,7 +54,7 @@ def write_bytes_atomic(path: Path, data: bytes, *, mode: int | None = None) -> N
 
     Args:
         path: the file; its directory exists.
-        data: the whole content.
+        data: all of the content.
         mode: permission bits, or None for what the process's umask gives.
 
     Raises:

@@ -35,12 +35,12 @@ class MetricsWriter:
     """Appends rows to ``metrics.jsonl``; each row is on disk (flushed) when ``append`` returns.
 
     A resumed run passes the step it continues from: rows after it were computed by an attempt
-    that is being redone, so they move to ``metrics.superseded.jsonl`` beside the file, and a last
+    that is being redone, so they move to ``metrics.superseded.jsonl`` next to the file, and a last
     line torn by a crash is dropped.
 
     Args:
         path: the file; made if missing.
-        resume_step: the last step that stands (``0`` redoes everything), or None for a new file
+        resume_step: the last step to keep (``0`` redoes everything), or None for a new file
             or to append as is.
     """
 
@@ -61,7 +61,7 @@ class MetricsWriter:
 
         Raises:
             RunDirectoryError: a value is not a plain scalar.
-            DiskFullError: no space is left; the file keeps its earlier rows, whole.
+            DiskFullError: no space is left; the file keeps its earlier rows complete.
         """
         data = _encode(row).encode("utf-8")
         start = self._stream.tell()

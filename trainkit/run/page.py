@@ -45,7 +45,7 @@ summary { cursor: pointer; }
 
 
 def page(title: str, body: str) -> str:
-    """A whole HTML document; ``body`` is HTML already."""
+    """A complete HTML document; ``body`` is HTML already."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'

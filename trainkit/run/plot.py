@@ -1,7 +1,7 @@
 """Curves of a run as PNG or SVG pictures, and several runs over one another.
 
-Colours are those of Okabe and Ito, told apart by the colour-blind. Raw values are faint; an
-exponential mean is drawn over them. Nothing here uses pyplot, whose global state is not for
+Colours are those of Okabe and Ito, which colour-blind readers can tell apart. Raw values are faint;
+an exponential mean is drawn over them. Nothing here uses pyplot, whose global state is not for
 threads.
 """
 
@@ -83,7 +83,7 @@ def draw_plots(run: RunDirectory) -> list[Path]:
     """Draw every curve of a run that has two points or more, and ``plots/overview.png``.
 
     Returns:
-        The files written; each appears whole.
+        The files written; each appears complete.
     """
     rows = read_metrics(run.metrics)
     resumed = run.status().resumed_at_steps

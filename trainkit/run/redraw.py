@@ -1,4 +1,4 @@
-"""Redraw a run's curves while it trains, in a process of its own.
+"""Redraw a run's curves while it trains, in its own process.
 
 matplotlib holds Python's lock for most of a drawing's second; a thread of the training process
 would make the steps of that second wait for it.

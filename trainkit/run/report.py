@@ -1,4 +1,4 @@
-"""``report.html``: the whole record of a run as one page that needs nothing else."""
+"""``report.html``: the complete record of a run as one page that needs nothing else."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _head(run: RunDirectory, rows: Sequence[Row], answers: Mapping[str, Any] | N
 def headline_figures(
     rows: Sequence[Row], answers: Mapping[str, Any] | None
 ) -> list[tuple[str, str]]:
-    """What a reader wants to know first, as (label, value)."""
+    """What a reader looks for first, as (label, value)."""
     training = [row for row in rows if "loss" in row]
     found: list[tuple[str, str]] = []
     if answers:

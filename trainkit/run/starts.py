@@ -86,7 +86,7 @@ def read_starts(run: RunDirectory) -> list[Start]:
             raise RunDirectoryError(
                 f"line {number} is damaged, so what the run was given is not known",
                 where=str(run.changes),
-                fix="give the recipe with --config and every override anew, without this file",
+                fix="give the recipe with --config and every override again, without this file",
             ) from error
         lists = {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
         starts.append(Start(**{**known, **lists}))
@@ -136,7 +136,7 @@ def retire_after(run: RunDirectory, step: int) -> tuple[str, ...]:
 
 
 def begin_again(path: Path) -> RunDirectory:
-    """A run that was stopped before its first checkpoint, to be started anew in its own directory.
+    """A run that was stopped before its first checkpoint, to be started again in its own directory.
 
     Raises:
         RunDirectoryError: the directory holds something else.

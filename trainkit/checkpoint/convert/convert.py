@@ -1,8 +1,8 @@
 """Converts a checkpoint tensor by tensor, and writes down what it did.
 
-The result is written beside the target and renamed when complete, so a full disk or a kill leaves
+The result is written next to the target and renamed when complete, so a full disk or a kill leaves
 no directory that looks finished. ``conversion.json`` in the result maps every tensor to its
-sources with both digests; it also keeps what the target has no place for, so that the way back
+sources with both digests; it also keeps what the target has no tensor for, so that the way back
 gives the source's own bytes.
 """
 
@@ -302,7 +302,7 @@ def _without_biases(
 def _left_out(
     keymap: Keymap, reader: WeightsReader, doubled: str | None, layout: str
 ) -> list[dict[str, Any]]:
-    """The source's tensors without a place in the target, with their bytes."""
+    """The source's tensors without a counterpart in the target, with their bytes."""
     rows: list[dict[str, Any]] = []
     if doubled is not None:
         rows.append({"name": doubled, "reason": "tied", "same_as": head_and_embedding(layout)[1]})

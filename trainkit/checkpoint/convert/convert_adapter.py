@@ -50,7 +50,7 @@ def convert_adapter(source: Path, target: Path, base: Path, target_format: str) 
         The number of adapted modules written.
 
     Raises:
-        CheckpointError: the adapter does not fit the base, or holds what has no place in the
+        CheckpointError: the adapter does not fit the base, or holds what does not fit the
             target.
     """
     adapter = read_adapter(source)
@@ -86,7 +86,7 @@ def convert_adapter(source: Path, target: Path, base: Path, target_format: str) 
 def _convert_whole(step: Step, found: Mapping[str, Tensor], adapter: Adapter) -> dict[str, Tensor]:
     if len(found) != len(step.source):
         raise CheckpointError(
-            f"of {', '.join(step.source)} only a part was trained whole; they become one",
+            f"of {', '.join(step.source)} only a part was trained in full; they become one",
             where=str(adapter.directory),
         )
     results = step.transform.forward([found[name] for name in step.source])
@@ -169,7 +169,7 @@ def _tensors(
     """With peft's names."""
     tensors = {}
     for name, tensor in replaced.items():
-        module = name.removesuffix(_WEIGHT)  # beside an adapter, peft looks one level deeper
+        module = name.removesuffix(_WEIGHT)  # next to an adapter, peft looks one level deeper
         key = f"{module}.base_layer{_WEIGHT}" if module in modules else name
         tensors[f"{PREFIX}{key}"] = tensor
     for module, part in modules.items():

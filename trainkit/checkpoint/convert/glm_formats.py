@@ -2,7 +2,7 @@
 
 Three layouts are known: ``chatglm`` (the checkpoint that ships with remote code; none of it is
 run), ``glm`` (transformers' own) and ``qwen2``. Each is a row of ``FORMATS``: how its config.json
-spells the sizes and which of its switches must stand where. Any row's config reads into a
+spells the sizes and which of its switches must have which value. Any row's config reads into a
 ``Geometry``, and a ``Geometry`` writes out as any row's config.
 """
 
@@ -22,7 +22,7 @@ class Geometry:
     """The sizes that a conversion needs, independent of how a config spells them.
 
     Attributes:
-        head_dim: places of an attention head.
+        head_dim: dimensions of an attention head.
         rotary_dim: how many of them the rotary embedding turns.
         rope_theta: its base.
         max_positions: the context length.
@@ -62,7 +62,7 @@ class Geometry:
             )
         if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
             raise CheckpointError(
-                f"rotary embedding over {self.rotary_dim} of {self.head_dim} places"
+                f"rotary embedding over {self.rotary_dim} of {self.head_dim} dimensions"
             )
 
 
@@ -92,8 +92,8 @@ class Format:
         """Read the sizes.
 
         Raises:
-            CheckpointError: a size is missing, or a switch stands where the conversion would not
-                be exact.
+            CheckpointError: a size is missing, or a switch has a value for which the conversion
+                would not be exact.
         """
         if config.get("quantization_config"):
             raise CheckpointError(

@@ -1,4 +1,4 @@
-"""A GLM or Qwen2 checkpoint as the conversion's table wants it, where its files say less or more.
+"""A GLM or Qwen2 checkpoint as the conversion's table expects it, where its files say less or more.
 
 Qwen2's q, k and v have biases. A GLM without them is the same function with biases of zero. A model
 that ties its output matrix to its embeddings and stores it all the same stores it twice.
@@ -115,6 +115,6 @@ def _doubled_head(reader: WeightsReader, layout: str, geometry: Geometry) -> str
         raise CheckpointError(
             f"config.json: tie_word_embeddings is true, and {head} differs from {embedding}",
             where=str(reader.directory),
-            fix="say tie_word_embeddings: false if the model has an output matrix of its own",
+            fix="say tie_word_embeddings: false if the model has its own output matrix",
         )
     return head

@@ -1,12 +1,12 @@
 """GLM's partial rotary embedding written as a full one, bit for bit.
 
-GLM rotates the first ``rotary_dim`` places of a head in adjacent pairs ``(2j, 2j+1)`` by the angle
+GLM rotates the first ``rotary_dim`` dimensions of a head in pairs ``(2j, 2j+1)`` by the angle
 ``position * theta ** (-2j / rotary_dim)`` and leaves the rest alone. Qwen2 rotates all ``head_dim``
-places in pairs ``(j, head_dim/2 + j)``. Reordering the rows of q and k (even places first, then
+dimensions in pairs ``(j, head_dim/2 + j)``. Reordering the rows of q and k (even rows first, then
 odd ones) turns the one pairing into the other; it cancels in the product of q and k. What remains
 is to give Qwen2 GLM's frequencies for the first pairs and frequency zero for the others.
 
-``longrope`` can say that: it divides each default frequency by a factor of its own. The base is
+``longrope`` can say that: it divides each default frequency by its own factor. The base is
 chosen so that the first factors are 1 up to rounding: with base ``theta ** (head_dim/rotary_dim)``
 the default frequencies *are* GLM's, so a program that ignores the factors still computes nearly
 the same function (the other pairs then turn by less than ``1/theta`` a position). The factors make
@@ -25,7 +25,7 @@ _ROUNDING = 1e-5  # how far from 1 the factor of a turning pair may lie; float32
 
 
 def interleaved_to_half_order(head_dim: int) -> tuple[int, ...]:
-    """Where each row of a head comes from: the even places, then the odd ones."""
+    """Where each row of a head comes from: the even dimensions, then the odd ones."""
     return (*range(0, head_dim, 2), *range(1, head_dim, 2))
 
 
@@ -45,7 +45,7 @@ def longrope_factors(theta: float, head_dim: int, rotary_dim: int) -> list[float
 
     Args:
         theta: GLM's base, ``10000 * rope_ratio``.
-        head_dim: places of a head, even.
+        head_dim: dimensions of a head, even.
         rotary_dim: how many of them GLM rotates, even.
 
     Raises:

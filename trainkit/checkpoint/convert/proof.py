@@ -257,7 +257,7 @@ class _GlmSide:
         return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
 
     def _rotate(self, x: Tensor) -> Tensor:
-        """Turn the adjacent pairs of the first ``rotary_dim`` places."""
+        """Turn the adjacent pairs of the first ``rotary_dim`` dimensions."""
         pairs = x[..., : self._sizes.rotary_dim].unflatten(-1, (-1, 2))
         rest = x[..., self._sizes.rotary_dim :]
         even, odd = pairs[..., 0], pairs[..., 1]

@@ -105,7 +105,7 @@ class MergedWeights:
         module, _, kind = name.rpartition(".")
         part = self._adapter.modules.get(module)
         if part is not None and kind == "weight":
-            # peft saves the base's embedding beside its adapter; a resized one lives only there.
+            # peft saves the base's embedding next to its adapter; a resized one lives only there.
             return self._with_update(name, original if whole is None else whole, part, dtype)
         if whole is not None:
             return self._finish(name, original.float(), whole.float(), dtype)
@@ -135,7 +135,7 @@ class MergedWeights:
         if not torch.isfinite(result).all():
             raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
         update = changed = 1.0
-        if before.shape == exact.shape:  # else a resized vocabulary, trained whole
+        if before.shape == exact.shape:  # else a resized vocabulary, trained in full
             update = _relative(exact, before)
             changed = (before.to(dtype) != result).float().mean().item()
         self.changes.append(ModuleChange(name, update, changed, *errors))

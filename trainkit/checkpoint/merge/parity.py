@@ -115,7 +115,7 @@ def compare_with_adapter(
         packed_from: for a base that was trained in 4 bits: the dtype that it was packed from and
             is unpacked to.
         other: the weights of the merge that was not chosen, to show its error too.
-        prompts: texts; without a tokenizer beside the model, fixed token ids stand in.
+        prompts: texts; without a tokenizer next to the model, fixed token ids are used.
     """
     from peft import PeftModel
 

@@ -1,1 +1,1 @@
-"""Weights and adapters: reading, writing, telling them apart, and the files beside them."""
+"""Weights and adapters: reading, writing, telling them apart, and the files next to them."""

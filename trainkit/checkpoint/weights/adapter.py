@@ -84,13 +84,13 @@ class ModuleAdapter:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A whole adapter.
+    """A complete adapter.
 
     Attributes:
         directory: where it was read.
         config: adapter_config.json.
         modules: by module name in the base model.
-        replaced: tensors trained whole, by tensor name (``modules_to_save``).
+        replaced: tensors trained in full, by tensor name (``modules_to_save``).
     """
 
     directory: Path

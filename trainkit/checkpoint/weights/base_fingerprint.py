@@ -1,8 +1,9 @@
-"""Which weights an adapter was trained over: a digest of samples, kept beside the adapter.
+"""Which weights an adapter was trained over: a digest of samples, kept next to the adapter.
 
 Shapes tell a model from one of another size, but not a base model from its chat version. The digest
-takes values from several places of every tensor, rounded to bfloat16, so that it costs milliseconds
-and does not depend on shards or on whether the same weights are stored in float32 or in bfloat16.
+takes values from several positions of every tensor, rounded to bfloat16, so that it costs
+milliseconds and does not depend on shards or on whether the same weights are stored in float32 or
+in bfloat16.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from trainkit.errors import CheckpointError
 
 FILE_NAME = "base_fingerprint.json"
 SCHEMA_VERSION = 2
-_NUM_VALUES = 64  # from each place
+_NUM_VALUES = 64  # from each position
 _NUM_PLACES = {1: 1, 2: 8}  # by schema version; version 1 took four times as many values from one
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -53,7 +54,7 @@ def fingerprint(base: Path, version: int = SCHEMA_VERSION) -> str:
 
 
 def _sample(reader: WeightsReader, name: str, version: int) -> bytes:
-    """Values from places at equal distances, the first and the last one included."""
+    """Values from equally spaced positions, the first and the last one included."""
     count, places = math.prod(reader.tensors[name].shape), _NUM_PLACES[version]
     size = _NUM_VALUES if places > 1 else 4 * _NUM_VALUES
     last = max(count - size, 0)
@@ -63,7 +64,7 @@ def _sample(reader: WeightsReader, name: str, version: int) -> bytes:
 
 
 def write_fingerprint(adapter: Path) -> bool:
-    """Keep the digest of an adapter's base beside the adapter.
+    """Keep the digest of an adapter's base next to the adapter.
 
     Args:
         adapter: directory; its adapter_config.json names the base.

@@ -99,8 +99,8 @@ def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
 def carry_record(source: Path, target: Path) -> bool:
     """Keep with new weights what a conversion wrote down about the model that they came from.
 
-    The way back needs its config and what had no place; the digests of its weights are left out,
-    since they are those of the weights before.
+    The way back needs its config and what had no counterpart; the digests of its weights are left
+    out, since they are those of the weights before.
 
     Returns:
         Whether the source has such a record, and the target had none.
@@ -126,7 +126,7 @@ def code_of(source: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_code(target: Path, record: Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
-    """Put the remote code back beside the config that names it."""
+    """Put the remote code back next to the config that names it."""
     code = (record or {}).get("remote_code")
     if not isinstance(code, dict):
         return

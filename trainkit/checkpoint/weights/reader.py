@@ -1,7 +1,7 @@
 """Reads weights one tensor at a time out of a directory that need not be trusted.
 
 safetensors files are parsed here, not by a library: the header is checked against the file before
-a byte of a tensor is read, and only the asked tensor enters memory. Pickles (``pytorch_model.bin``)
+a byte of a tensor is read, and only the requested tensor is loaded. Pickles (``pytorch_model.bin``)
 go through torch's weights-only unpickler, which refuses to run code.
 """
 
@@ -201,7 +201,7 @@ class PickledFile:
         """Unpickle, weights only; the data stays in the file where its layout permits.
 
         Raises:
-            CheckpointError: it wants to run code, is damaged, or holds more than tensors.
+            CheckpointError: it would run code, is damaged, or holds more than tensors.
         """
         self.path = path
         try:

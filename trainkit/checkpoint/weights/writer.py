@@ -1,7 +1,8 @@
 """Writes weights as safetensors, one tensor at a time, in shards of a chosen size.
 
 The layout is planned from shapes alone, so a shard is never assembled in memory: its header is
-written first, its room is reserved on the disk, and each tensor goes to its place when it comes.
+written first, its room is reserved on the disk, and each tensor is written to its position when it
+comes.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ class WeightsWriter:
         self._is_sharded = len(shards) > 1
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put one tensor into its place.
+        """Write one tensor at its position.
 
         Raises:
             CheckpointError: it was not planned so, or comes twice.

@@ -1,1 +1,1 @@
-"""Directories that appear whole or not at all, and are proved when they are read."""
+"""Directories that appear complete or not at all, and are proved when they are read."""

@@ -1,6 +1,6 @@
-"""Directories that appear whole or not at all.
+"""Directories that appear complete or not at all.
 
-Everything is written into ``.<name>.staging-<uuid>`` beside the target, forced to the disk, listed
+Everything is written into ``.<name>.staging-<uuid>`` next to the target, forced to the disk, listed
 in a manifest, and renamed into place. The rename is the commit point: whatever kills the process
 before it leaves the target as it was; after it the target is complete. No torch here: a launcher
 may call it before torch is imported.
@@ -83,7 +83,7 @@ def staged_directory(
 
 
 def stage(target: Path, *, replace: bool = False) -> Path:
-    """Make a staging directory beside ``target`` and sweep what dead processes left there.
+    """Make a staging directory next to ``target`` and sweep what dead processes left there.
 
     Returns:
         The staging directory: ``.<name>.staging-<uuid>`` in the target's parent, so that the final
@@ -184,7 +184,7 @@ def remove_directory(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class NewestValid:
-    """The newest directory that proves whole, and why newer ones were passed over.
+    """The newest directory that is proved complete, and why newer ones were passed over.
 
     Attributes:
         path: None when there is none.
@@ -320,7 +320,7 @@ def _order(path: Path) -> tuple[int, str]:
 def _is_disk_full(error: BaseException, place: Path) -> bool:
     """Whether a write failed because the disk is full.
 
-    safetensors and torch report it in words of their own, without an errno; for those the free
+    safetensors and torch report it in their own words, without an errno; for those the free
     space at the moment of the failure decides.
     """
     if isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS:
@@ -335,7 +335,7 @@ def _is_disk_full(error: BaseException, place: Path) -> bool:
 
 def _disk_full_error(target: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"the disk is full ({error}); nothing was left behind and what was there before is whole",
+        f"the disk is full ({error}); nothing was left behind and what was there before is intact",
         where=str(target),
         fix="free some space or write to another disk",
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 _LEFTOVER = re.compile(r"^\..+\.(staging|trash)-[0-9a-f]{32}$")
 _OWNER_SUFFIX = ".owner"
-# A leftover whose owner cannot be asked: it ran on another host, or died within the microseconds
+# A leftover whose owner cannot be checked: it ran on another host, or died within the microseconds
 # between two system calls. No save takes a day.
 _STALE_SECONDS = 24 * 3600.0
 
@@ -40,7 +40,7 @@ def clean_leftovers(parent: Path) -> list[Path]:
 
 
 def write_owner(staging: Path) -> None:
-    """Say beside a staging directory that this process is at work in it."""
+    """Say next to a staging directory that this process is at work in it."""
     owner_file(staging).write_text(json.dumps(_this_process()), encoding="utf-8")
 
 

@@ -2,7 +2,7 @@
 
 A storage fault that keeps a file's length is invisible to safetensors and to ``torch.load``; only
 an own digest shows it. The manifest also vouches for itself: it is written in one canonical form
-and carries the digest of its own content, so that no byte of the directory can change unseen.
+and carries a digest of itself, so that no byte of the directory can change unseen.
 """
 
 import hashlib
@@ -170,7 +170,7 @@ def verify_directory(directory: Path) -> Manifest:
     """Prove that a directory is as it was when it was finished, byte for byte.
 
     Returns:
-        The manifest, since a caller that resumes wants its metadata next.
+        The manifest, since a caller that resumes needs its metadata.
 
     Raises:
         CheckpointError: names each missing, extra or altered file.
@@ -182,7 +182,7 @@ def verify_model(directory: Path) -> Manifest | None:
     """Prove that the files from which a model is loaded are as they were written.
 
     Unlike `verify_directory` it reads no optimizer state, and a note or a picture that somebody
-    put beside the model is fine.
+    put next to the model is fine.
 
     Returns:
         The manifest; None for a directory that has none, because something else wrote it.

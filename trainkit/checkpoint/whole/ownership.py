@@ -30,7 +30,7 @@ def refuse_foreign(directory: Path) -> None:
     if above.st_uid == me and not above.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         return  # nobody else gets in here, whatever a lax umask wrote on the files
     folders = {(directory / name).parent for name in list_files(directory)}
-    # Whoever may write a folder may put another file in the place of one in it.
+    # Whoever may write a folder may replace a file in it.
     for path in [directory.parent, directory, *sorted(folders), *_files(directory)]:
         status = path.lstat()
         is_mine = status.st_uid in (me, 0)

@@ -26,7 +26,7 @@ _TAG = re.compile(r"^global_step(\d+)$")
 
 
 class _StandIn:
-    """Takes the place of a DeepSpeed class whose content is not needed, or is plain attributes."""
+    """Replaces a DeepSpeed class whose content is not needed, or is plain attributes."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

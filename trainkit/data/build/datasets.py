@@ -138,7 +138,7 @@ class SampleDataset:
 
 
 class PackedDataset:
-    """A map-style dataset of packed rows: each item is a list of whole samples.
+    """A map-style dataset of packed rows: each item is a list of complete samples.
 
     The rows of an epoch are a pure function of (data, seed, epoch), so a run resumes at any
     position without reading what came before.
@@ -160,7 +160,7 @@ class PackedDataset:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Pack anew for an epoch.
+        """Pack again for an epoch.
 
         The number of rows stays the same as long as each epoch shows the same samples; it may
         change where sources are shown in part.

@@ -261,7 +261,7 @@ class Drafter:
     def _fewer_turns(
         self, draft: Draft, tokens: Encoded
     ) -> tuple[Draft, Encoded, np.ndarray, np.ndarray] | None:
-        """The most turns that fit, rendered anew: templates treat the last turn in its own way.
+        """The most turns that fit, rendered again: templates treat the last turn in its own way.
 
         A turn that is alone in being trained is not taken away from the right.
         """

@@ -41,11 +41,11 @@ class Ledger:
     """Collects entries: as counts in memory, and as JSON lines on disk.
 
     Dropped rows go to ``path``, so it has one line for each row that is not used; cut and repaired
-    rows go to ``changed.jsonl`` beside it.
+    rows go to ``changed.jsonl`` next to it.
 
     Args:
         path: the file to append to, made with the first entry; None keeps only the counts.
-        changed: the file for cut and repaired rows, if not ``changed.jsonl`` beside it.
+        changed: the file for cut and repaired rows, if not ``changed.jsonl`` next to it.
     """
 
     def __init__(self, path: Path | None = None, changed: Path | None = None) -> None:
@@ -86,7 +86,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:
-    """The entries of a ledger and of the file beside it; none where there is no file."""
+    """The entries of a ledger and of the file next to it; none where there is no file."""
     for file in (path, path.with_name(CHANGED)):
         if file.exists():
             with file.open(encoding="utf-8") as stream:

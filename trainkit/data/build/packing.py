@@ -1,4 +1,4 @@
-"""Best-fit packing: whole samples into rows of ``max_length`` tokens."""
+"""Best-fit packing: complete samples into rows of ``max_length`` tokens."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ def pack(lengths: np.ndarray, max_length: int, *, seed: int, epoch: int) -> list
         lengths: tokens per sample, each at most ``max_length``.
         max_length: tokens per row.
         seed: chooses the order.
-        epoch: counted from 0; each epoch packs anew.
+        epoch: counted from 0; each epoch packs again.
 
     Returns:
         one array of sample indices per row.

@@ -52,7 +52,7 @@ def verdict(summary: Mapping[str, Any]) -> list[Finding]:
         ("escaped_special_tokens", "control tokens inside message text were broken up"),
         (
             "straddling_tokens",
-            "tokens reach over an answer's border and are trained whole; a prompt that ends in a "
+            "tokens reach over an answer's border and are trained in full; a prompt that ends in a "
             "blank does this: the tokenizer joins it to the answer's first word",
         ),
         ("double_bos", "texts begin with the bos token that the tokenizer adds; it is there once"),

@@ -39,7 +39,7 @@ class FirstRows:
     """A few rows as a map-style dataset, for checks before training.
 
     Args:
-        rows: whole samples.
+        rows: complete samples.
         packing: an item is a list of samples, or one.
     """
 

@@ -23,7 +23,7 @@ def parse_messages(row: Mapping[str, Any]) -> Conversation:
 
 
 def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    """``conversations: [{from, value}]`` with ``system`` and ``tools`` beside it."""
+    """``conversations: [{from, value}]`` with ``system`` and ``tools`` next to it."""
     key = "conversations" if "conversations" in row else "conversation"
     return _conversation(row, fields.items(row, key))
 

@@ -49,9 +49,9 @@ REFUSED: Mapping[str, tuple[str, str]] = {
 
 TURN_REFUSED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(MEDIA, ("not_text", "and only text is trained")),
-    "refusal": ("refusal", "beside its text; write the refusal as its content"),
+    "refusal": ("refusal", "next to its text; write the refusal as its content"),
     "prefix": ("not_an_answer", "which leaves the answer without its end"),
-    "tools": ("misplaced_tools", "and tools stand beside the messages, for all turns"),
+    "tools": ("misplaced_tools", "and tools stand next to the messages, for all turns"),
     "documents": ("documents", "which templates print in ways of their own; write them as a turn"),
     "tool_plan": ("unknown_turn_field", "and thinking is read from reasoning_content"),
     "tool_responses": ("unknown_turn_field", "and a tool's answer is a turn with the role tool"),
@@ -83,7 +83,7 @@ TEMPLATE_VARIABLES = (
     *("clear_thinking", "date_string", "model_identity", "builtin_tools", "custom_tools"),
     *("tools_in_user_message", "safety_prompt", "citation_mode"),
 )
-"""Variables of well-known chat templates that rows carry beside their messages."""
+"""Variables of well-known chat templates that rows carry next to their messages."""
 
 PROTOCOL = (
     *("messages", "conversation", "tools", "documents", "chat_template", "tokenize"),

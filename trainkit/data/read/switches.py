@@ -51,8 +51,8 @@ MASKS = frozenset(
 UNCLEAR: Mapping[str, str] = {
     "mask": "which some read as trained and others as not trained",
     "label": "which may be a class or a switch",
-    "train_detail": "which trains parts of a turn; a turn is trained whole or not at all",
-    "training_detail": "which trains parts of a turn; a turn is trained whole or not at all",
+    "train_detail": "which trains parts of a turn; a turn is trained in full or not at all",
+    "training_detail": "which trains parts of a turn; a turn is trained in full or not at all",
 }
 """Switches that are refused by name, and why."""
 
@@ -111,7 +111,7 @@ def parts_switch(parts: Sequence[Any], number: int) -> bool | None:
     if len(said) > 1:
         raise RowError(
             "part_switch",
-            f"turn {number} has parts with switches of their own; a turn is trained whole or not "
+            f"turn {number} has parts with switches of their own; a turn is trained in full or not "
             "at all",
         )
     return next(iter(said), None)

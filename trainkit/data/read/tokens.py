@@ -1,4 +1,4 @@
-"""Rows that were tokenised elsewhere: their ids, and every mask that may stand beside them.
+"""Rows that were tokenised elsewhere: their ids, and every mask that may stand next to them.
 
 A token is trained when each mask that the row has says so. What the ids alone cannot show (pads,
 several documents in one row) is read from the fields that other tools write, or refused.

@@ -1,8 +1,8 @@
 """Thinking kept in all turns, also where the chat template strips it.
 
 The answers are replaced by opaque words before the template sees them, masked like any text, and
-put back whole, thinking included. So every turn keeps its place, header and end, and the template
-gets nothing to strip.
+put back, thinking included. So every turn keeps its place, header and end, and the
+template gets nothing to strip.
 """
 
 import re

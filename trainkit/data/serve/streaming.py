@@ -41,7 +41,7 @@ from trainkit.data.serve.stream_reader import Position, RunReader, Sharding
 from trainkit.errors import DataError
 
 BUFFER = 4096
-"""Samples in a block, unless told otherwise."""
+"""Samples in a block, by default."""
 
 FEWEST_ROWS_TO_JUDGE = 1000
 """A fraction of dropped rows is not held against a limit before so many rows are read."""
@@ -74,7 +74,7 @@ class SampleStream:
         sources: with nothing but a path, a format, columns, roles and a name.
         tokenizer: a fast one.
         options: how rows become samples; the seed decides the order.
-        packing: rows of whole samples, best-fit within a block; or one sample a row.
+        packing: rows of complete samples, best-fit within a block; or one sample a row.
         shuffle: False keeps the order of the files (and of the packer).
         buffer: samples in a block.
 
@@ -187,7 +187,7 @@ class Block:
         self.position = position
         self.shard = shard
         self.num_shards = num_shards
-        # Each epoch deals anew, from a place of its own in the numbers of the seed.
+        # Each epoch deals again, from its own part of the seed's numbers.
         seed = (stream.options.seed << 32) + (position.epoch << 48) if stream.shuffle else None
         sharding = Sharding(shard, num_shards, seed)
         self.reader = reader or RunReader(

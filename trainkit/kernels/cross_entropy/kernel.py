@@ -285,7 +285,7 @@ def _scale(
 
 @triton.jit
 def _num_trained(labels_ptr, num_rows, ignore_index):
-    # Every program counts: the labels lie in the cache, and a launch of its own would take longer.
+    # Every program counts: the labels lie in the cache, and a separate launch would take longer.
     lanes = tl.zeros([COUNT_BLOCK], dtype=tl.int32)
     for start in range(0, num_rows, COUNT_BLOCK):
         at = start + tl.arange(0, COUNT_BLOCK)

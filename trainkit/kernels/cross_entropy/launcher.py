@@ -36,7 +36,7 @@ def config(vocab: int, element_size: int) -> tuple[int, int, int, int, int]:
         return block, -(-vocab // block) - 1, 4, 1, 2
     if block * element_size <= 16384:
         return block, 0, 4, 1, 2
-    # A longer row wants larger tiles. Both settings fill the shared memory with reads in flight.
+    # A longer row needs larger tiles. Both settings fill the shared memory with reads in flight.
     block, stages = (16384, 7) if vocab > 65536 else (8192, 8)
     block //= element_size
     return block, -(-vocab // block) - 1, 8, stages, 4 if vocab > 65536 else 2

@@ -63,7 +63,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` against ``labels``.
 
-    Gradients are computed on the forward pass and only for the inputs that want them; without a
+    Gradients are computed on the forward pass and only for the inputs that need them; without a
     gradient to compute, only losses are. A second backward pass through the same graph is right.
 
     Args:
@@ -235,7 +235,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _inverse(num_items: Tensor | int, like: Tensor) -> Tensor:
-    """1 / num_items as a 0-d tensor beside ``like``, and 0 for 0: no item means loss 0."""
+    """1 / num_items as a 0-d tensor next to ``like``, and 0 for 0: no item means loss 0."""
     if not isinstance(num_items, Tensor):  # a fill on the device, not a copy from the host
         return like.new_full((), 1 / num_items if num_items else 0.0)
     items = num_items.to(device=like.device, dtype=like.dtype).reshape(())

@@ -268,7 +268,7 @@ def _put_factor_gradients(
     inner: Sequence[Tensor | None],
     p: Tensor,
 ) -> None:
-    """Put dA and dB of every adapter that wants them into the result."""
+    """Put dA and dB of every adapter that needs one into the result."""
     wanted = ctx.needs_input_grad
     places = [3 + TENSORS_PER_LAYER * index for index in range(len(layers))]
     if any(wanted[place + 2] for place in places):

@@ -241,7 +241,7 @@ def gate_backward_kernel(
     (M, R), is added here. Tiles are held as (BLOCK_F, BLOCK_M), so that h, dgate and dup enter the
     sums from the registers in which they are computed. dup may be dh's own memory: every element is
     read before it is written, by the same program. Splits are whole tiles of tokens, since a block
-    is stored whole.
+    is stored at once.
     """
     col = tl.program_id(0) * BLOCK_F
     cols = col.to(tl.int64) + tl.arange(0, BLOCK_F)

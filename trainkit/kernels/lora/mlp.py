@@ -248,7 +248,7 @@ def _back_folded(
     weight = down.read(dy.dtype)
     pair = None
     if len(first) == 2:
-        # One buffer for both gradients; dup takes the place of dh, element by element.
+        # One buffer for both gradients; dup replaces dh, element by element.
         pair = dy.new_empty((2, num_rows, num_cols))
         dgate, dup = pair
         dh = torch.mm(dy, weight, out=dup)

@@ -207,7 +207,7 @@ def _launch_columns(y: Tensor, p: Tensor, scale: float, transposed: bool) -> Ten
 def cast_factors(
     stacked: Sequence[Tensor], scaled: Sequence[tuple[Tensor, float]], dtype: torch.dtype
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Adapter factors as the products want them.
+    """Adapter factors as the products need them.
 
     Args:
         stacked: (R_i, K) each.

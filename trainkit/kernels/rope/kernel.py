@@ -205,7 +205,7 @@ def launch(
 
     Returns:
         Tensors of q's and k's shape over (B, S, heads, D)-contiguous memory: what the projection
-        before and the attention after both want.
+        before and the attention after both expect.
     """
     batch, q_heads, seq_len, head_dim = q.shape
     k_heads = k.shape[1]

@@ -185,5 +185,5 @@ def install(model: nn.Module, engine: Engine | None = None) -> Installed:
         earlier = getattr(hook, "__self__", None)
         if isinstance(earlier, Installed):
             earlier.remove()  # two would end each other's batches
-    # Not on the decoder: what stands around it, in models of several parts, makes its masks.
+    # Not on the decoder: what surrounds it, in models of several parts, makes its masks.
     return Installed(causal_lm.base_model, engine)

@@ -68,7 +68,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _text_layers(decoder: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of the stack of layers: not those of towers for images or sound beside it."""
+    """The modules of the stack of layers: not those of towers for images or sound next to it."""
     num_layers = getattr(decoder.config.get_text_config(), "num_hidden_layers", None)
     stacks = [
         (name, module)
@@ -96,4 +96,4 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel | None:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, **options)
     except (NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError):
-        return None  # code of its own, or values are read while building: judged when loaded
+        return None  # its own code, or values are read while building: judged when loaded

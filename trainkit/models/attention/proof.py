@@ -109,7 +109,7 @@ def settle(model: PreTrainedModel, wanted: Attention, *, packed: bool, is_auto: 
         model: freshly loaded, on its device; it is left with the attention that is returned.
         wanted: the first choice.
         packed: whether documents share a row.
-        is_auto: whether another one may be taken; if not, failures stand in ``checks``.
+        is_auto: whether another one may be taken; if not, failures are in ``checks``.
 
     Raises:
         ModelError: no implementation keeps the documents of this model apart.
@@ -149,7 +149,7 @@ def _candidates(model: PreTrainedModel, wanted: Attention, *, is_auto: bool) -> 
     if not is_auto:
         return [wanted]
     if not _exchangeable(model):
-        reason = f"{type(model).__name__} has an attention of its own, which cannot be exchanged"
+        reason = f"{type(model).__name__} has its own attention, which cannot be exchanged"
         return [Attention("eager", reason)]
     found = [wanted]
     if wanted.engine == "varlen":

@@ -248,7 +248,7 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "parallelism_config": (None, "the model is spread over GPUs by `deepspeed: zero3`"),
     "dataloader_persistent_workers": (
         False,
-        "loading processes are started anew for each epoch, so that they see its order",
+        "loading processes are started again for each epoch, so that they see its order",
     ),
     "dataloader_multiprocessing_context": (
         None,
