@@ -49,6 +49,11 @@ def kind_of(module: nn.Module) -> LinearKind | None:
     return next((kind for kind in LINEARS.values() if kind.recognises(module)), None)
 
 
+def is_packed(parameter: nn.Parameter) -> bool:
+    """Whether a parameter holds codes that stand for weights, and no numbers."""
+    return any(kind.num_weights(parameter) is not None for kind in LINEARS.values())
+
+
 def num_weights(parameter: nn.Parameter) -> int:
     """How many weights a parameter stands for, packed or sharded or not."""
     counts = (kind.num_weights(parameter) for kind in LINEARS.values())

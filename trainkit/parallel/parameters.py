@@ -5,12 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
 def num_elements(parameter: nn.Parameter) -> int:
     """Elements of the full parameter; ZeRO-3 leaves an empty one behind between uses."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def own_part(parameter: nn.Parameter) -> torch.Tensor:
+    """The values of a parameter that this process holds."""
+    part: torch.Tensor = getattr(parameter, "ds_tensor", parameter)
+    return part
+
+
+def all_ranks(value: torch.Tensor) -> torch.Tensor:
+    """A number that an engine computed over all ranks, as a plain tensor."""
+    plain: torch.Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return plain
 
 
 def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:

@@ -18,6 +18,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from trainkit.errors import TrainkitError
+from trainkit.models.linears import is_packed
+from trainkit.parallel.parameters import all_ranks, own_part
 
 MAX_SKIPPED = 40
 """fp16 steps skipped in a row before the run ends. The loss scale begins at 2**16 and halves each
@@ -102,8 +104,9 @@ class NumberGuard:
         current, device = self._current, self._accelerator.device
         current.step, current.forgives_gradients = step, forgives_gradients
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm, device=device).detach()
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        losses = torch.stack([norm.float().reshape(()), *(x.float() for x in current.losses)])
+        losses = torch.stack(
+            [all_ranks(norm).float().reshape(()), *(x.float() for x in current.losses)]
+        )
         is_bad = ~losses.isfinite()
         # DeepSpeed says -1 for a norm that is not finite.
         verdict = torch.stack((is_bad[1:].any(), is_bad[0] | (losses[0] < 0))).float()
@@ -260,9 +263,8 @@ def _tensors(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tens
     names = {}
     for name, parameter in model.named_parameters():
         names[id(parameter)] = name
-        if getattr(parameter, "quant_state", None) is not None:
-            continue  # 4-bit codes, kept in storage of a floating dtype
-        yield from _numbers(name, getattr(parameter, "ds_tensor", parameter))
+        if not is_packed(parameter):  # codes may be kept in storage of a floating dtype
+            yield from _numbers(name, own_part(parameter))
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
