@@ -1,15 +1,22 @@
 """What the documents claim is there: commands parse, recipes load, links and pictures exist."""
 
+import contextlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+from trainkit.cli.app import COMMANDS, LazyCommand, app
+from trainkit.cli.arguments import normalize
 from trainkit.recipe import load_recipe
+from trainkit.recipe.shipped import shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+UsageError = typer.BadParameter.__base__  # of the click that this typer uses
 
 
 def commands(document):
@@ -40,6 +47,51 @@ def test_commands_name_files_that_exist_and_recipes_that_load(document):
             if config.startswith("configs/"):
                 overrides = [word for word in words if re.match(r"[a-z_.]+=", word)]
                 load_recipe(ROOT / config, overrides)
+
+
+def parsed(words):
+    """Parse the words after ``trainkit`` down to the last command; nothing is run."""
+    command = typer.main.get_command(app)
+    context = typer.Context(command)
+    words = normalize(words)
+    while hasattr(command, "commands"):
+        _, command, words = command.resolve_command(context, words)
+        command = command.load() if isinstance(command, LazyCommand) else command
+        if hasattr(command, "commands") and not words:
+            return
+    with contextlib.suppress(typer.BadParameter):  # a file of the reader's, which is not here
+        command.make_context(command.name, words)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_trainkit_commands_and_their_options_exist(document):
+    for words in commands(document):
+        if words[0] == "trainkit":
+            parsed(words[1:])
+        if words[:2] == ["trainkit", "new"]:
+            assert words[2] in shipped_recipes()
+            recipe = shipped_recipes()[words[2]]
+            for other in commands(document):
+                if "--config" in other and other[other.index("--config") + 1] == recipe.name:
+                    load_recipe(recipe, [word for word in other if re.match(r"[a-z_.]+=", word)])
+        if words[:3] == ["pip", "install", "."]:
+            assert (ROOT / "pyproject.toml").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["sft --conifg a.yaml", "new one two", "chatt run", "merge a b --verfy"]
+)
+def test_a_command_that_does_not_exist_is_noticed(line):
+    with pytest.raises(UsageError):
+        parsed(line.split())
+
+
+def test_every_command_of_the_table_is_in_a_document():
+    shown = {words[1] for each in DOCUMENTS for words in commands(each) if words[0] == "trainkit"}
+    shown |= {
+        name for name in COMMANDS for each in DOCUMENTS if f"`trainkit {name}" in each.read_text()
+    }
+    assert shown >= set(COMMANDS)
 
 
 def test_the_readme_names_the_two_commands():
