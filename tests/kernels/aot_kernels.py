@@ -23,6 +23,8 @@ POINTERS = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 WHOLE = {"linear_cross_entropy"}  # composed of other ops' kernels
@@ -87,7 +89,7 @@ def main(archs: list[int]) -> None:
         launch.SMALLEST_SHARED_BYTES = SHARED_BYTES[arch]
         here[:] = [arch]
         for spec in OPS.values():
-            if spec.name in WHOLE:
+            if spec.name in WHOLE or arch < spec.smallest_target:
                 continue
             # In fp32 a tile takes twice the room; the wide rows matter there only.
             for dtype, cases in (

@@ -27,17 +27,22 @@ def accuracy_cases():
                 )
 
 
-def each_op(cases=slice(0, 1)):
+def each_op(cases=slice(0, 1), *, with_gradient=False):
     return [
         pytest.param(spec, case, id=f"{spec.name}-{case.label}")
         for spec in OPS.values()
         for case in spec.cases[cases]
-        if not case.large
+        if not case.large and (case.grads or not with_gradient)
     ]
 
 
 def incoming(output):
     return Draw.seeded(FP32, output.device, 7).normal(*output.shape).to(output.dtype)
+
+
+def wide(tensor):
+    """8-bit floats compare as what they stand for."""
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor
 
 
 def graph(spec: OpSpec, case: OpCase, device: str, dtype=BF16, seed=0):
@@ -56,7 +61,9 @@ def test_error_is_no_larger_than_the_plain_models(spec, case, dtype, device):
     assert not [error for error in errors if not error.ok]
 
 
-@pytest.mark.parametrize("spec", OPS.values(), ids=OPS)
+@pytest.mark.parametrize(
+    "spec", [each for each in OPS.values() if each.has_gradient], ids=lambda spec: spec.name
+)
 def test_gradients_are_the_derivatives(spec, device, kernels_run):
     tensors = spec.tiny.inputs(Draw.seeded(FP64, device, 3))
     names = list(tensors)
@@ -75,7 +82,7 @@ def test_fp64_is_exact(spec, case, device):
     assert not [error for error in measure(spec, case, FP64, device) if not error.ok]
 
 
-@pytest.mark.parametrize(("spec", "case"), each_op())
+@pytest.mark.parametrize(("spec", "case"), each_op(with_gradient=True))
 def test_nothing_is_mutated(spec, case, device):
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
@@ -90,7 +97,7 @@ def test_nothing_is_mutated(spec, case, device):
         assert tensor._version == version
 
 
-@pytest.mark.parametrize(("spec", "case"), each_op())
+@pytest.mark.parametrize(("spec", "case"), each_op(with_gradient=True))
 def test_second_backward_equals_the_first(spec, case, device):
     leaves, outputs = graph(spec, case, device)
     gradients = [incoming(output) for output in outputs]
@@ -113,7 +120,7 @@ def test_the_same_bits_every_time(spec, case, device):
         assert torch.equal(left, right)
 
 
-@pytest.mark.parametrize(("spec", "case"), each_op())
+@pytest.mark.parametrize(("spec", "case"), each_op(with_gradient=True))
 def test_expanded_gradients(spec, case, device):
     """``.sum().backward()`` hands in a gradient whose strides are all zero."""
     tensors = case.inputs(Draw.seeded(FP32, device, 0))
@@ -140,11 +147,11 @@ def test_under_autocast(spec, case, device):
         [*plain[0], *plain[1].values()], [*inside[0], *inside[1].values()], strict=True
     ):
         assert left.dtype == right.dtype
-        torch.testing.assert_close(left, right, rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(wide(left), wide(right), rtol=2**-7, atol=1e-2)
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize(("spec", "case"), each_op())
+@pytest.mark.parametrize(("spec", "case"), each_op(with_gradient=True))
 def test_under_checkpointing(spec, case, reentrant, device):
     tensors = case.inputs(Draw.seeded(BF16, device, 0))
     calls = 0
@@ -203,7 +210,7 @@ def test_compiles_as_one_graph(spec, case, device):
     for left, right in zip(
         [*ours[0], *ours[1].values()], [*want[0], *want[1].values()], strict=True
     ):
-        torch.testing.assert_close(left, right, rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(wide(left), wide(right), rtol=2**-7, atol=1e-3)
 
 
 @pytest.mark.multigpu

@@ -71,6 +71,9 @@ class OpSpec:
         cases: calls of every shape and layout that matters.
         tiny: a call small enough for a numerical derivative.
         one_graph: whether torch.compile takes it without a break.
+        smallest_target: compute capability, times ten, of the least GPU that has the kernel.
+        hardware_error: what a GPU's own arithmetic adds to the relative error, where it is less
+            exact than fp32; derived where the spec is.
     """
 
     name: str
@@ -80,6 +83,13 @@ class OpSpec:
     cases: tuple[OpCase, ...]
     tiny: OpCase
     one_graph: bool = True
+    smallest_target: int = 80
+    hardware_error: float = 0.0
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the op is differentiable."""
+        return bool(self.tiny.grads)
 
 
 @dataclass(frozen=True)
@@ -142,6 +152,8 @@ def run(
     }
     result = function(**leaves, **case.options)
     outputs = list(result) if isinstance(result, tuple) else [result]
+    if not case.grads:
+        return outputs, {}
     differentiable = [output for output in outputs if output.requires_grad]
     gradients = torch.autograd.grad(
         differentiable,
@@ -165,6 +177,7 @@ def measure(
     eager = run(spec.reference, case, tensors, incoming)
     ours = run(spec.function, case, tensors, incoming)
 
+    extra = spec.hardware_error if torch.device(device).type == "cuda" else 0.0
     errors = []
     for name, want, plain, got in zip(
         [*spec.outputs, *[f"d{name}" for name in case.grads]],
@@ -189,7 +202,7 @@ def measure(
                     worst,
                     _relative_error(got, want, worst=worst),
                     _relative_error(plain, want, worst=worst),
-                    hair(got.dtype if dtype != torch.float64 else dtype, worst=worst),
+                    hair(got.dtype if dtype != torch.float64 else dtype, worst=worst) + extra,
                 )
             )
     return errors
@@ -209,7 +222,7 @@ def _incoming(
 def _relative_error(value: Tensor, truth: Tensor, *, worst: bool) -> float:
     if not truth.numel():
         return 0.0
-    truth = truth.detach()
+    truth = truth.detach().double()
     difference = value.detach().double() - truth
     error = float(difference.abs().max() if worst else difference.norm())
     size = float(truth.abs().max() if worst else truth.norm())

@@ -1,10 +1,11 @@
-"""Makes Triton's CPU interpreter numerically honest for bf16.
+"""Makes Triton's CPU interpreter numerically honest for bf16 and e4m3.
 
 ``TRITON_INTERPRET=1`` runs kernels with numpy, which has no bfloat16: Triton 3.6 to 3.9 keep such
 values as ``uint16`` bit patterns. Arithmetic on them then adds bit patterns, and a cast from fp32
 truncates instead of rounding to nearest even. No error is raised; the numbers are just wrong. The
 repair lifts every bf16 operand to fp32 before an operation and rounds the result back, as a
-GPU does. It also serialises launches, because the interpreter swaps the functions of
+GPU does. A cast to e4m3 is wrong as well (126 becomes 64) and is done by torch. The repair also
+serialises launches, because the interpreter swaps the functions of
 ``triton.language`` globally while a kernel runs.
 
 Private names of Triton are wrapped. A Triton that no longer has one of them raises here, at import,
@@ -35,6 +36,13 @@ def float32_to_bf16_bits(values: np.ndarray) -> np.ndarray:
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
     halves = np.where(np.isnan(source), np.uint32(0x7FC0), rounded).astype(np.uint16)
     return halves.reshape(np.shape(values))
+
+
+def float32_to_e4m3_bits(values: np.ndarray) -> np.ndarray:
+    """Round float32 to e4m3 bit patterns (uint8), to nearest even."""
+    source = torch.from_numpy(np.array(values, dtype=np.float32, ndmin=1))
+    codes = source.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return codes.reshape(np.shape(values))
 
 
 def install() -> None:
@@ -69,6 +77,9 @@ def _wrap_bf16(builder: Any, interpreter: Any, tl: Any) -> None:
     def is_bf16(value: Any) -> bool:
         return value.dtype.scalar == tl.bfloat16
 
+    def is_e4m3(value: Any) -> bool:
+        return value.dtype.scalar == tl.float8e4nv
+
     def lift(value: Any) -> Any:
         if not is_bf16(value):
             return value
@@ -84,6 +95,8 @@ def _wrap_bf16(builder: Any, interpreter: Any, tl: Any) -> None:
         scalar = target.scalar
         if scalar == tl.bfloat16 and not is_bf16(source):
             return handle(float32_to_bf16_bits(source.data.astype(np.float32)), tl.bfloat16)
+        if scalar == tl.float8e4nv and not is_e4m3(source):
+            return handle(float32_to_e4m3_bits(lift(source).data), tl.float8e4nv)
         if is_bf16(source) and scalar != tl.bfloat16:
             wide = lift(source)
             return wide if scalar == tl.float32 else cast(self, wide, target)
@@ -91,7 +104,7 @@ def _wrap_bf16(builder: Any, interpreter: Any, tl: Any) -> None:
 
     def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
         toward_zero = rounding == interpreter._ir.ROUNDING_MODE.RTZ
-        if target.scalar == tl.bfloat16 and not toward_zero:
+        if target.scalar in (tl.bfloat16, tl.float8e4nv) and not toward_zero:
             return self.cast_impl(source, target)
         return fp_to_fp(self, source, target, rounding)
 

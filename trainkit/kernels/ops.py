@@ -5,6 +5,12 @@ Adding an op is one folder (reference, kernel, function, spec) and one line here
 
 from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
+from trainkit.kernels.fp8.spec import (
+    FP8_MATMUL,
+    FP8_QUANTIZE,
+    FP8_QUANTIZE_JOINT,
+    FP8_TRANSPOSE,
+)
 from trainkit.kernels.linear_cross_entropy.spec import LINEAR_CROSS_ENTROPY, LINEAR_TOKEN_LOSSES
 from trainkit.kernels.rms_norm.spec import ADD_RMS_NORM, RMS_NORM
 from trainkit.kernels.rope.spec import APPLY_ROPE
@@ -25,5 +31,9 @@ OPS: dict[str, OpSpec] = {
         LINEAR_TOKEN_LOSSES,
         ROW_MAX,
         ROW_MIN,
+        FP8_QUANTIZE,
+        FP8_QUANTIZE_JOINT,
+        FP8_TRANSPOSE,
+        FP8_MATMUL,
     )
 }

@@ -1,0 +1,159 @@
+"""Quantising to e4m3, transposing codes, and the product of rows with a scale each.
+
+None of these has a gradient: what is differentiated is the layer that uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainkit.kernels.fp8.reference import (
+    FP8,
+    fp8_matmul_reference,
+    fp8_quantize_joint_reference,
+    fp8_transpose_reference,
+)
+from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, remembered, runs_kernel
+
+if HAS_TRITON:
+    from trainkit.kernels.fp8 import kernel
+
+SMALLEST_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with fp8 tensor cores."""
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16
+"""Columns of both operands of a product must be multiples of this many codes (bytes)."""
+
+
+@remembered
+def _capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Why a device cannot multiply in fp8; None where it can, and on a CPU, which emulates it."""
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda" or torch.version.hip is not None:
+        return f"fp8 products need an NVIDIA GPU, and this is {device.type}"
+    index = torch.cuda.current_device() if device.index is None else device.index
+    capability = _capability(index)
+    if capability < SMALLEST_CAPABILITY:
+        have, need = (".".join(map(str, each)) for each in (capability, SMALLEST_CAPABILITY))
+        name = torch.cuda.get_device_name(index)
+        return f"fp8 products need compute capability {need} (Ada, Hopper), and {name} has {have}"
+    return None
+
+
+def fits_fp8(num_outputs: int, num_inputs: int) -> bool:
+    """Whether a weight's shape suits the tensor cores, forward and transposed."""
+    return num_outputs % _ALIGNMENT == 0 and num_inputs % _ALIGNMENT == 0
+
+
+def fp8_quantize(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows in e4m3 with a scale each.
+
+    Args:
+        x: (M, K).
+        factor: (K,) fp32 that multiplies the columns first.
+
+    Returns:
+        codes (M, K) contiguous and scales (M, 1) fp32, powers of two: x = codes * scales to within
+        a sixteenth of each number. A row with an infinity or NaN has the scale NaN.
+    """
+    return fp8_quantize_joint((x,), None if factor is None else (factor,))
+
+
+def fp8_quantize_joint(
+    parts: Sequence[Tensor], factors: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Several matrices side by side, with one scale for a row of all of them.
+
+    Args:
+        parts: (M, K_i) each.
+        factors: (K_i,) fp32 each, or None.
+
+    Returns:
+        codes (M, sum of K_i) and scales (M, 1), as `fp8_quantize`.
+    """
+    rows = [as_rows(part) for part in parts]
+    if factors is not None:
+        factors = [factor.flatten() for factor in factors]
+    if not _takes_kernel(*rows) or not rows[0].shape[1]:
+        return fp8_quantize_joint_reference(rows, factors)
+    if len(rows) > kernel.MAX_PARTS:
+        rows = [torch.cat(rows, dim=1)]
+        factors = None if factors is None else [torch.cat(list(factors))]
+    return kernel.launch_quantize(rows, factors)
+
+
+def fp8_transpose(parts: Sequence[Tensor]) -> Tensor:
+    """Weights that share an input, transposed and side by side.
+
+    Args:
+        parts: codes (N_i, K) each, contiguous.
+
+    Returns:
+        (K, sum of N_i) contiguous.
+    """
+    if parts[0].dtype == FP8 and _has_kernels(parts[0]):
+        return kernel.launch_transpose(parts)
+    return fp8_transpose_reference(parts)
+
+
+def fp8_matmul(
+    a: Tensor,
+    a_scales: Tensor,
+    b: Tensor,
+    b_scales: Tensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """``(a a_scales) (b b_scales)^T + bias`` on the tensor cores for e4m3; emulated on a CPU.
+
+    The GPU adds with fewer bits than fp32 ("fast accumulation").
+
+    Args:
+        a: codes (M, K) contiguous.
+        a_scales: (M, 1) fp32.
+        b: codes (N, K) contiguous; N and K multiples of 16 (`fits_fp8`).
+        b_scales: (N, 1) fp32.
+        bias: (N,) or None.
+        out: (M, N) bf16 contiguous, to be written.
+
+    Returns:
+        (M, N) in bf16.
+    """
+    if a.dtype != FP8 or not a.is_cuda or not a.shape[0]:
+        result = fp8_matmul_reference(a, a_scales, b, b_scales, bias)
+        return result if out is None else out.copy_(result)
+    with device_of(a):
+        return torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=a_scales,
+            scale_b=b_scales.view(1, -1),
+            bias=None if bias is None else bias.to(torch.bfloat16),
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+            **({} if out is None else {"out": out}),
+        )
+
+
+def _takes_kernel(*rows: Tensor) -> bool:
+    """One kernel reads all parts: they must have one dtype that it knows."""
+    same = all(each.dtype == rows[0].dtype for each in rows)
+    return same and rows[0].dtype in _KERNEL_DTYPES and runs_kernel(*rows) and _is_fit(rows[0])
+
+
+def _has_kernels(codes: Tensor) -> bool:
+    like = codes.new_empty(0, dtype=torch.bfloat16)
+    return runs_kernel(like) and type(codes) is Tensor and _is_fit(codes)
+
+
+def _is_fit(tensor: Tensor) -> bool:
+    return not tensor.is_cuda or why_no_fp8(tensor.device) is None

@@ -1,0 +1,67 @@
+"""Quantising, transposing and multiplying in e4m3, in plain torch: the numbers of the kernels.
+
+e4m3 has 3 bits behind the point, numbers up to 448 and no infinity. A row's scale is the smallest
+power of two that brings its largest magnitude to 448 or less: multiplying by it rounds nothing, so
+codes are the same bits on every device, and code times scale is exact in bf16. e4m3 is a floating
+format: a scale that is not a power of two would be no more accurate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+_SMALLEST_EXPONENT = -126
+"""Of a scale: the smallest normal fp32 number."""
+
+
+def fp8_quantize_reference(x: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes (M, K) e4m3, scales (M, 1) fp32) of the rows of x times factor (K,)."""
+    values = x if x.dtype == torch.float64 else x.float()
+    if factor is not None:
+        values = values * factor.to(values.dtype)
+    if not x.shape[1]:
+        return values.to(FP8), values.new_ones((x.shape[0], 1), dtype=torch.float32)
+    largest = values.abs().amax(1, keepdim=True)
+    # largest = mantissa * 2^exponent with a mantissa in [0.5, 1), and 448 = 0.875 * 2^9.
+    mantissa, exponent = torch.frexp(largest)
+    exponent = exponent - 9 + (mantissa > 0.875).int()
+    exponent = torch.where(largest == 0, _SMALLEST_EXPONENT, exponent)
+    exponent = exponent.clamp(_SMALLEST_EXPONENT, 126)
+    is_finite = largest.isfinite()
+    one = torch.ones_like(largest)
+    codes = torch.where(is_finite, values * torch.ldexp(one, -exponent), 0.0).to(FP8)
+    scales = torch.where(is_finite, torch.ldexp(one, exponent), torch.nan)
+    return codes, scales.float()
+
+
+def fp8_quantize_joint_reference(
+    parts: Sequence[Tensor], factors: Sequence[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """The same of several matrices side by side."""
+    factor = None if factors is None else torch.cat([each.flatten() for each in factors])
+    return fp8_quantize_reference(torch.cat(tuple(parts), dim=1), factor)
+
+
+def fp8_transpose_reference(parts: Sequence[Tensor]) -> Tensor:
+    """(K, sum of N) contiguous, of codes (N, K) each."""
+    if parts[0].dtype != FP8:
+        return torch.cat([part.t() for part in parts], dim=1)
+    return torch.cat([part.view(torch.uint8).t() for part in parts], dim=1).view(FP8)
+
+
+def fp8_matmul_reference(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``(a a_scales) (b b_scales)^T + bias``: (M, K) by (N, K) to (M, N), summed in fp32, in bf16.
+
+    fp64 operands give fp64.
+    """
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    out = torch.mm(a.to(wide), b.to(wide).t()) * a_scales.to(wide) * b_scales.to(wide).t()
+    if bias is not None:
+        out = out + bias.to(wide)
+    return out if wide == torch.float64 else out.to(torch.bfloat16)

@@ -1,0 +1,190 @@
+"""The contracts of quantising, transposing and multiplying in e4m3."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from trainkit.kernels.contract import Draw, OpCase, OpSpec
+from trainkit.kernels.fp8.function import (
+    SMALLEST_CAPABILITY,
+    fp8_matmul,
+    fp8_quantize,
+    fp8_quantize_joint,
+    fp8_transpose,
+)
+from trainkit.kernels.fp8.reference import (
+    FP8,
+    fp8_matmul_reference,
+    fp8_quantize_joint_reference,
+    fp8_quantize_reference,
+    fp8_transpose_reference,
+)
+
+_TARGET = SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]
+_FAST_ACCUMULATION = 2.0**-7
+"""Hopper keeps 13 bits behind the point of a running sum. Each instruction takes 32 columns and
+drops at most 2^-13 of the sum so far; in the sum of squares over the 128 instructions of 4096
+columns that grows with their root, and the largest case here has so many: 11 x 2^-13, with room
+for sums that were larger on the way than at the end."""
+
+
+def _codes(draw: Draw, rows: int, width: int) -> Tensor:
+    """Codes as a product takes them; in fp64, for the exact suites, as numbers."""
+    codes = draw.normal(rows, width, scale=60.0).clamp(-448, 448).to(FP8)
+    return codes.to(draw.dtype) if draw.dtype.itemsize == 8 else codes
+
+
+def _scales(draw: Draw, rows: int) -> Tensor:
+    return draw.normal(rows, 1).float().abs().log2().round().exp2()
+
+
+def quantize_case(
+    label: str,
+    shape: tuple[int, int],
+    *,
+    factor: bool = False,
+    layout: str = "dense",
+    large: bool = False,
+) -> OpCase:
+    """Quantising rows of the given shape."""
+
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        rows, width = shape
+        x = draw.normal(width, rows).t() if layout == "columns first" else draw.normal(rows, width)
+        if layout == "outliers":
+            x[:, :2] *= 1000
+            x[0] *= 2.0**-14
+        if layout == "zeros":
+            x[::2] = 0
+        if layout == "view":
+            x = draw.normal(rows, 2 * width)[:, width:]
+        return {"x": x, **({"factor": _scales(draw, width).flatten()} if factor else {})}
+
+    return OpCase(label, inputs, (), {}, large)
+
+
+def _joint_case(label: str, rows: int, *widths: int, large: bool = False) -> OpCase:
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        named = {}
+        for name, width in zip("xyz", widths, strict=False):
+            named[name] = draw.normal(rows, width)
+            named[f"factor_{name}"] = _scales(draw, width)
+        return named
+
+    return OpCase(label, inputs, (), {}, large)
+
+
+def _transpose_case(label: str, width: int, *rows: int, large: bool = False) -> OpCase:
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        return {name: _codes(draw, n, width) for name, n in zip("xyz", rows, strict=False)}
+
+    return OpCase(label, inputs, (), {}, large)
+
+
+def _matmul_case(label: str, m: int, n: int, k: int, *, bias: bool = False) -> OpCase:
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        named = {
+            "a": _codes(draw, m, k),
+            "a_scales": _scales(draw, m),
+            "b": _codes(draw, n, k),
+            "b_scales": _scales(draw, n),
+        }
+        return {**named, "bias": draw.normal(n).bfloat16()} if bias else named
+
+    return OpCase(label, inputs, (), {}, large=m * n * k > 2**22)
+
+
+def _joint(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function of lists, with a name for every tensor."""
+
+    def call(
+        x: Tensor,
+        factor_x: Tensor,
+        y: Tensor,
+        factor_y: Tensor,
+        z: Tensor | None = None,
+        factor_z: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        parts = [each for each in (x, y, z) if each is not None]
+        factors = [each for each in (factor_x, factor_y, factor_z) if each is not None]
+        return function(parts, factors)
+
+    return call
+
+
+def _parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(x: Tensor, y: Tensor | None = None, z: Tensor | None = None) -> Tensor:
+        return function([each for each in (x, y, z) if each is not None])
+
+    return call
+
+
+FP8_QUANTIZE = OpSpec(
+    name="fp8_quantize",
+    function=fp8_quantize,
+    reference=fp8_quantize_reference,
+    outputs=("codes", "scales"),
+    cases=(
+        quantize_case("odd", (5, 123)),
+        quantize_case("hidden", (9, 896)),
+        quantize_case("factor", (7, 96), factor=True),
+        quantize_case("two blocks", (3, 9000), factor=True),
+        quantize_case("outliers", (4, 4096), layout="outliers"),
+        quantize_case("zeros", (4, 64), layout="zeros"),
+        quantize_case("one column", (9, 1)),
+        quantize_case("no rows", (0, 32)),
+        quantize_case("columns first", (6, 48), layout="columns first"),
+        quantize_case("view", (6, 48), layout="view", factor=True),
+        quantize_case("feed-forward", (8192, 18944), factor=True, large=True),
+        quantize_case("past 2^31", (131100, 16400), large=True),
+    ),
+    tiny=quantize_case("tiny", (3, 5)),
+    smallest_target=_TARGET,
+)
+
+FP8_QUANTIZE_JOINT = OpSpec(
+    name="fp8_quantize_joint",
+    function=_joint(fp8_quantize_joint),
+    reference=_joint(fp8_quantize_joint_reference),
+    outputs=("codes", "scales"),
+    cases=(
+        _joint_case("q, k and v", 5, 64, 16, 16),
+        _joint_case("gate and up", 3, 208, 208),
+        _joint_case("7B q, k and v", 8192, 3584, 512, 512, large=True),
+        _joint_case("7B gate and up", 8192, 18944, 18944, large=True),
+    ),
+    tiny=_joint_case("tiny", 2, 3, 4),
+    smallest_target=_TARGET,
+)
+
+FP8_TRANSPOSE = OpSpec(
+    name="fp8_transpose",
+    function=_parts(fp8_transpose),
+    reference=_parts(fp8_transpose_reference),
+    outputs=("out",),
+    cases=(
+        _transpose_case("one", 96, 48),
+        _transpose_case("q, k and v", 320, 272, 16, 16),
+        _transpose_case("odd", 35, 71, 5),
+        _transpose_case("7B gate and up", 3584, 18944, 18944, large=True),
+    ),
+    tiny=_transpose_case("tiny", 3, 5),
+    smallest_target=_TARGET,
+)
+
+FP8_MATMUL = OpSpec(
+    name="fp8_matmul",
+    function=fp8_matmul,
+    reference=fp8_matmul_reference,
+    outputs=("out",),
+    cases=(
+        _matmul_case("small", 5, 32, 48),
+        _matmul_case("bias", 33, 64, 96, bias=True),
+        _matmul_case("no rows", 0, 32, 48),
+        _matmul_case("7B output", 2048, 3584, 3584),
+        _matmul_case("narrow with bias", 2048, 512, 4096, bias=True),
+    ),
+    tiny=_matmul_case("tiny", 2, 16, 16),
+    smallest_target=_TARGET,
+    hardware_error=_FAST_ACCUMULATION,
+)
