@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from trainkit.kernels.fp8.linear import Fp8Weight, SharedInput, fp8_input_gradient
 from trainkit.kernels.launch import as_rows
 from trainkit.kernels.lora import products
 from trainkit.kernels.lora.projection import Projection, Unpack, read_weight
@@ -115,16 +116,21 @@ class Layer:
         """The frozen weight (N, K)."""
         return read_weight(self.weight, self.fixed.unpack, dtype)
 
-    def base(self, x: Tensor) -> Tensor:
+    def base(self, shared: SharedInput) -> Tensor:
         """The frozen layer alone, x W^T + b."""
+        if isinstance(self.fixed.unpack, Fp8Weight):
+            return self.fixed.unpack.product(shared, self.weight, self.bias)
+        x = shared.rows
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return functional.linear(x, self.read(x.dtype), bias)
 
-    def adapted(self, x: Tensor, xa: Tensor | None) -> Tensor:
+    def adapted(self, shared: SharedInput, xa: Tensor | None) -> Tensor:
         """Base plus xa (s B)^T, the small product first so that the large one adds to it."""
         if xa is None or self.b is None:
-            return self.base(x)
-        b = self.b.t()
+            return self.base(shared)
+        x, b = shared.rows, self.b.t()
+        if isinstance(self.fixed.unpack, Fp8Weight):  # its product cannot add
+            return self.base(shared).addmm_(xa, b)
         out = torch.mm(xa, b) if self.bias is None else torch.addmm(self.bias.to(x.dtype), xa, b)
         return out.addmm_(x, self.read(x.dtype).t())
 
@@ -185,13 +191,31 @@ def split_by_rank(
 
 
 def input_gradient(
-    p: Tensor | None, a: Tensor | None, terms: Sequence[tuple[Tensor, Layer]]
+    p: Tensor | None,
+    a: Tensor | None,
+    terms: Sequence[tuple[Tensor, Layer]],
+    out: Tensor | None = None,
 ) -> Tensor:
-    """P A plus the sum of dy W: one buffer, added to by every product."""
-    dx = torch.mm(p, a) if p is not None and a is not None else None
+    """P A plus the sum of dy W: one buffer, added to by every product.
+
+    Args:
+        p: (M, R), or None.
+        a: (R, K), or None.
+        terms: dy (M, N) and its layer.
+        out: where to put the result.
+    """
+    in_fp8, plain = [], []
     for dy, layer in terms:
+        if isinstance(layer.fixed.unpack, Fp8Weight):
+            in_fp8.append((dy, layer.weight, layer.fixed.unpack))
+        else:
+            plain.append((dy, layer))
+    dx = fp8_input_gradient(in_fp8, out) if in_fp8 else None
+    if p is not None and a is not None:
+        dx = torch.mm(p, a, out=out) if dx is None else dx.addmm_(p, a)
+    for dy, layer in plain:
         weight = layer.read(dy.dtype)
-        dx = torch.mm(dy, weight) if dx is None else dx.addmm_(dy, weight)
+        dx = torch.mm(dy, weight, out=out) if dx is None else dx.addmm_(dy, weight)
     assert dx is not None
     return dx
 
@@ -216,8 +240,9 @@ class _SharedInput(torch.autograd.Function):
             x_rows = as_rows(x).to(dtype)
             xa = None if a is None else products.rows(x_rows, a)
             inner = split_by_rank(xa, layers, dim=1)
+            shared = SharedInput(x_rows)
             outputs = [
-                layer.adapted(x_rows, each) for layer, each in zip(layers, inner, strict=True)
+                layer.adapted(shared, each) for layer, each in zip(layers, inner, strict=True)
             ]
         ctx.save_for_backward(x, xa, a, *to_save(layers))
         ctx.dtype = dtype

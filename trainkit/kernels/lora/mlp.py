@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainkit.kernels.fp8.linear import SharedInput
 from trainkit.kernels.launch import as_rows
 from trainkit.kernels.lora import products
 from trainkit.kernels.lora.function import (
@@ -127,12 +128,13 @@ class _UpToDown(torch.autograd.Function):
             x_rows = as_rows(x).to(settings.dtype)
             xa = None if a is None else products.rows(x_rows, a)
             inner = split_by_rank(xa, first, dim=1)
+            shared = SharedInput(x_rows)
             if settings.folded:
-                outputs = [layer.base(x_rows) for layer in first]
+                outputs = [layer.base(shared) for layer in first]
                 h, xa_down = gate_forward(_operands(outputs, inner, first, a_down, settings))
             else:
                 outputs = [
-                    layer.adapted(x_rows, each) for layer, each in zip(first, inner, strict=True)
+                    layer.adapted(shared, each) for layer, each in zip(first, inner, strict=True)
                 ]
                 gate, up = _halves(outputs)
                 h = activate(gate, settings.activation) * up
@@ -199,7 +201,7 @@ class _Down(torch.autograd.Function):
     ) -> Tensor:
         with no_autocast(token):
             down = Layer(weight, bias, b_down, settings.fixed[-1])
-            return down.adapted(h, xa_down).view(token.shape)
+            return down.adapted(SharedInput(h), xa_down).view(token.shape)
 
     @staticmethod
     @once_differentiable
@@ -245,20 +247,18 @@ def _back_folded(
     """Back through the gate by the kernel, which adds the adapters' shares on the way."""
     ops = _operands(outputs, inner, first, a_down, settings)
     num_rows, num_cols = ops.gate.shape
-    weight = down.read(dy.dtype)
     pair = None
     if len(first) == 2:
         # One buffer for both gradients; dup replaces dh, element by element.
         pair = dy.new_empty((2, num_rows, num_cols))
         dgate, dup = pair
-        dh = torch.mm(dy, weight, out=dup)
+        dh = input_gradient(None, None, [(dy, down)], out=dup)
         douts = [dgate, dup]
     else:
-        dh = torch.mm(dy, weight)
+        dh = input_gradient(None, None, [(dy, down)])
         packed = dy.new_empty((num_rows, 2 * num_cols))
         dgate, dup = packed.chunk(2, dim=-1)
         douts = [packed]
-    del weight
     scales = (first[0].fixed.scaling, first[-1].fixed.scaling)
     return _Branches(douts, pair, gate_backward(ops, dh, p_down, dgate, dup, scales))
 
