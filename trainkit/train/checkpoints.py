@@ -116,13 +116,20 @@ class CheckpointWriter:
                 if accelerator.is_main_process:
                     state.save_to_json(str(inner / TRAINER_STATE))
 
-    def rotate(self, limit: int | None, state: TrainerState, accelerator: Accelerator) -> None:
-        """Delete the oldest checkpoints beyond ``limit``; the best one always stays."""
+    def rotate(
+        self,
+        limit: int | None,
+        state: TrainerState,
+        accelerator: Accelerator,
+        *,
+        keep: Path | None = None,
+    ) -> None:
+        """Delete the oldest checkpoints beyond ``limit``; the best one and ``keep`` stay."""
         if limit is None or limit <= 0 or not accelerator.is_main_process:
             return
         found = sorted(self.root.glob("checkpoint-*"), key=_step_of)
         best = state.best_model_checkpoint
-        spare = [path for path in found[:-1] if str(path) != best]
+        spare = [path for path in found[:-1] if str(path) != best and path != keep]
         for path in spare[: max(len(found) - limit, 0)]:
             remove_directory(path)
 

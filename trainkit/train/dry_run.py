@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,10 +87,7 @@ class OneStepTrainer(SftTrainer):
 
         HfApi().whoami(token=self.args.hub_token)
 
-    def push_to_hub(self, *_: Any, **__: Any) -> None:
-        """Push nothing."""
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+    def push_checkpoint(self, checkpoint: Path) -> None:
         """Push nothing."""
 
     def get_batch_samples(

@@ -187,6 +187,7 @@ class Session:
             "report": self.run.report,
         }
         self.console.finish(figures)
+        trainer.push_final(self.run.final)
 
     def _card_facts(self) -> dict[str, Any]:
         """What the model card says of the model itself."""

@@ -4,8 +4,8 @@ Overridden: the two dataloaders, ``get_batch_samples`` (token counts), ``_prepar
 (asynchronous copies), ``compute_loss`` (weights and sources), ``training_step``,
 ``_clip_grad_norm`` and ``_get_grad_norm`` (fp32 gradients, watched numbers),
 ``create_optimizer``, ``evaluation_loop`` (loss per trained token), ``_save_checkpoint`` and
-``_save`` (atomic, no pickled arguments), ``log``, and what `CountedEpochs` has. Everything else,
-the loop itself included, is transformers' (Trainer, 5.17 to 5.23).
+``_save`` (atomic, no pickled arguments), ``log``, and what `CountedEpochs` and `HubUploads` have.
+Everything else, the loop itself included, is transformers' (Trainer, 5.17 to 5.23).
 """
 
 import math
@@ -28,6 +28,7 @@ from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_o
 from trainkit.train.epochs import CountedEpochs
 from trainkit.train.evaluation import Evaluation
 from trainkit.train.finite import NumberGuard, check_weights, hold_back, number_advice
+from trainkit.train.hub import HubUploads
 from trainkit.train.loaders import sample_loader, stream_loader, stream_state
 from trainkit.train.meter import Meter
 from trainkit.train.optim import (
@@ -51,7 +52,7 @@ class StopRequest:
     reason: str | None = None
 
 
-class SftTrainer(CountedEpochs):
+class SftTrainer(HubUploads, CountedEpochs):
     """Trains a causal language model on prepared samples.
 
     Args:
@@ -328,16 +329,6 @@ class SftTrainer(CountedEpochs):
         metrics = evaluation.measure(self.model_wrapped, dataloader, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))
 
-    # -- the hub --------------------------------------------------------------------------------
-
-    @settings_refused_by("the repository on the hub", "training.push_to_hub")
-    def init_hf_repo(self, *arguments: Any, **keywords: Any) -> None:
-        """Make the repository; a hub out of reach or no login is said with the key."""
-        self._make_hub_repository(*arguments, **keywords)
-
-    def _make_hub_repository(self, *arguments: Any, **keywords: Any) -> None:
-        super().init_hf_repo(*arguments, **keywords)
-
     # -- checkpoints ----------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -358,7 +349,10 @@ class SftTrainer(CountedEpochs):
                     save_window(staging / folder_name(step), self)
             finally:
                 self._staging = None
-        self._checkpoints.rotate(self.args.save_total_limit, self.state, self.accelerator)
+        self._checkpoints.rotate(
+            self.args.save_total_limit, self.state, self.accelerator, keep=self.uploading
+        )
+        self.push_checkpoint(self._checkpoints.root / folder_name(step))
 
     def check_numbers(self, what: str) -> None:
         """Raise a NumberError if a loss, gradient, weight or optimizer state is not finite."""

@@ -1,0 +1,125 @@
+"""What goes to the hub: the model, and never the run directory around it.
+
+transformers uploads all of ``output_dir``: here that is the command, the environment with the
+changes of the working copy, the dropped rows of the data and the logs. A pickle of the arguments,
+with the token in them, goes along. So whole checkpoints and ``final/`` are uploaded instead, from
+the directories that hold nothing else.
+"""
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from transformers import Trainer
+from transformers.trainer_utils import HubStrategy
+
+from trainkit.errors import TrainkitError
+from trainkit.train.refusals import settings_refused_by
+
+logger = logging.getLogger(__name__)
+
+OF_TRAINING = (
+    "optimizer*",
+    "scheduler*",
+    "scaler*",
+    "rng_state*",
+    "trainer_state.json",
+    "training_args.bin",
+    "log_window_rank*",
+    "stream_rank*",
+    "global_step*",
+    "latest",
+    "zero_to_fp32.py",
+    "manifest.json",
+)
+"""Files of a checkpoint that only continuing it needs."""
+
+
+class HubUploads(Trainer):
+    """Uploads each checkpoint when it is whole, beside the training, and the final model."""
+
+    _upload: "Future[Any] | None" = None
+    _uploading: Path | None = None
+
+    @settings_refused_by("the repository on the hub", "training.push_to_hub")
+    def init_hf_repo(self, *arguments: Any, **keywords: Any) -> None:
+        """Make the repository; a hub out of reach or no login is said with the key."""
+        self._make_hub_repository(*arguments, **keywords)
+
+    def _make_hub_repository(self, *arguments: Any, **keywords: Any) -> None:
+        super().init_hf_repo(*arguments, **keywords)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Not here: the directory is not whole yet, and its name is not its own."""
+
+    def _finish_current_push(self) -> None:
+        """Not here either: the last upload waits for the one before."""
+
+    @property
+    def uploading(self) -> Path | None:
+        """The checkpoint that is being uploaded; it must not be deleted."""
+        return self._uploading if self._upload is not None and not self._upload.done() else None
+
+    def push_checkpoint(self, checkpoint: Path) -> None:
+        """Begin to upload a whole checkpoint, as ``hub_strategy`` says; nothing waits for it."""
+        args = self.args
+        if not args.push_to_hub or not self.is_world_process_zero():
+            return
+        if args.hub_strategy == HubStrategy.END:
+            return
+        if self.uploading is not None and not args.hub_always_push:
+            return
+        self._report_failure()
+        message = f"Training in progress, step {self.state.global_step}"
+        self._uploading = checkpoint
+        self._upload = self._begin(checkpoint, message)
+        if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            is_last = args.hub_strategy == HubStrategy.CHECKPOINT
+            place = "last-checkpoint" if is_last else checkpoint.name
+            # Uploads of one client queue up: when this one is done, so is the one before.
+            self._upload = self._begin(checkpoint, f"{message}, checkpoint", place)
+
+    def push_final(self, final: Path) -> None:
+        """Upload the final model and wait for it.
+
+        Raises:
+            TrainkitError: the hub did not take it.
+        """
+        if not self.args.push_to_hub or not self.is_world_process_zero():
+            return
+        self._report_failure()
+        error = self._begin(final, "End of training").exception()  # waits
+        if error is not None:
+            raise TrainkitError(
+                f"the final model was not uploaded: {' '.join(str(error).split())}",
+                where=str(final),
+                fix=f"it is whole here: hf upload {self.hub_model_id} {final}",
+            ) from error
+
+    def _begin(self, directory: Path, message: str, place: str | None = None) -> "Future[Any]":
+        """Upload the model in a directory, or all of it to ``place``."""
+        return self._client.upload_folder(
+            repo_id=str(self.hub_model_id),
+            folder_path=directory,
+            path_in_repo=place,
+            commit_message=message,
+            ignore_patterns=list(OF_TRAINING) if place is None else None,
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            run_as_future=True,
+        )
+
+    @property
+    def _client(self) -> HfApi:
+        """One for all uploads: a client does them one after another."""
+        if not hasattr(self, "_hub_client"):
+            self._hub_client = HfApi()
+        return self._hub_client
+
+    def _report_failure(self) -> None:
+        """Say that the upload before this one failed, if it did."""
+        if self._upload is not None and self._upload.done() and self._upload.exception():
+            logger.warning("%s was not uploaded: %s", self._uploading, self._upload.exception())
+            self._upload = None
