@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import chat
 
+import trainkit.data
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.build import cache
 from trainkit.errors import DataError
@@ -118,3 +119,17 @@ def test_a_read_only_cache_that_has_the_data_is_enough(
         monkeypatch.setattr(Path, name, read_only)
     data = prepare([Source(str(path))], tiny_tokenizer, options, ledger=Ledger())
     assert data.summary["sources"][0]["cached"]
+
+
+def test_every_module_that_makes_samples_decides_which_cache_is_used(monkeypatch):
+    """A cache of other code would serve its masks: one changed byte anywhere is another cache."""
+    before, seen = cache.code_digest(), []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: seen.append(path) or read(path))
+    assert cache.code_digest() == before
+    package = Path(trainkit.data.__file__).parent
+    assert {package / f"{room}/{file}.py" for room, file in MAKERS} <= set(seen)
+    assert set(seen) == set(package.rglob("*.py"))
+
+
+MAKERS = [("read", "messages"), ("render", "spans"), ("render", "template"), ("build", "drafts")]

@@ -1,9 +1,12 @@
 """What is printed is what a run uses, for every field of TrainingArguments."""
 
+import os
+
 import pytest
 
+from trainkit.models.attention import Attention
 from trainkit.parallel.process import Machine, ProcessRank
-from trainkit.recipe import load_recipe
+from trainkit.recipe import dump_resolved, load_recipe
 from trainkit.train.resume.record import settled
 from trainkit.train.sections import layout_of, trainer_arguments
 
@@ -80,7 +83,8 @@ def test_what_is_printed_is_what_the_trainer_gets(load, case):
     loaded = load(overrides)
     machine = Machine(world_size=1, on_cpu=True)
     args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessRank(0, 0, 1)))
-    assert settled(loaded, machine, args) == {}
+    only_then = settled(loaded, machine, args, Attention("sdpa", "why", "blocks"))
+    assert set(only_then) == {"model.attn_implementation"}
     shown = {row.key: (row.value, row.origin) for row in loaded.values(machine)}
     for name, value in expected.items():
         assert shown[f"training.{name}"] == value
@@ -92,8 +96,21 @@ def test_what_only_the_built_run_knows_is_printed_too(load):
     args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessRank(0, 0, 1)))
     args.ddp_find_unused_parameters = True
     args.warmup_steps = 7
-    found = settled(loaded, Machine(on_cpu=True), args)
+    attention = Attention("sdpa", "why", "blocks")
+    found = settled(loaded, Machine(on_cpu=True), args, attention)
     assert {name: (one.value, one.origin) for name, one in found.items()} == {
-        "ddp_find_unused_parameters": (True, "from the model"),
-        "warmup_steps": (7, "by transformers"),
+        "training.ddp_find_unused_parameters": (True, "from the model"),
+        "training.warmup_steps": (7, "by transformers"),
+        "model.attn_implementation": ("sdpa", "from auto: why"),
     }
+
+
+def test_what_the_machine_decides_of_the_data_is_printed_and_not_kept(load, monkeypatch):
+    """As comments: a copy of the recipe on another machine decides for itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    text = dump_resolved(load([]), Machine(on_cpu=True))
+    assert f"  # num_workers: {os.cpu_count()}  # this machine's cores" in text
+    assert "  # cache_dir: /c/trainkit/data  # this user's cache" in text
+    chosen = dump_resolved(load(["data.num_workers=3", "data.cache_dir=d"]), Machine())
+    assert "  num_workers: 3  # override" in chosen
+    assert "  cache_dir: d  # override" in chosen

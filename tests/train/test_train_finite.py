@@ -156,3 +156,16 @@ def test_what_a_model_is_made_with_may_be_infinite():
     layer = torch.nn.Linear(2, 2)
     layer.register_buffer("mask", torch.tensor(float("-inf")), persistent=False)
     check_weights(layer, None, OneRank(), what="final", fix="x")
+
+
+@pytest.mark.parametrize("is_quantized", [True, False])
+def test_codes_of_a_4_bit_base_are_not_taken_for_numbers(is_quantized):
+    """Kept in storage of a floating dtype, their bits may spell NaN."""
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.weight.data.fill_(float("nan"))
+    if is_quantized:
+        layer.weight.quant_state = object()
+        check_weights(layer, None, OneRank(), what="it", fix="")
+    else:
+        with pytest.raises(NumberError, match="weight: NaN"):
+            check_weights(layer, None, OneRank(), what="it", fix="")

@@ -127,3 +127,15 @@ def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monke
     assert not [
         row for row in again.state.log_history[len(trainer.state.log_history) :] if "loss" in row
     ]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"positions": [{"epoch": 0, "read": 3}], "next_slot": 0}', "{", '{"next_slot": 1}', "[]"],
+    ids=["another version's", "cut", "without positions", "a list"],
+)
+def test_a_position_of_another_format_is_named(content, make, tmp_path):
+    state, _ = make()
+    (tmp_path / "stream_rank0.json").write_text(content)
+    with pytest.raises(CheckpointError, match="not one that this version of trainkit reads"):
+        state.load(tmp_path)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 from trainkit.parallel.process import Machine, whole_number
 
+_COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
+
 
 def count_local_gpus() -> int:
     """The number of NVIDIA GPUs this process may use, found without importing torch."""
@@ -40,13 +42,22 @@ def torchrun_command(arguments: Sequence[str], num_processes: int) -> list[str]:
     """The argument list that starts ``trainkit`` once for each GPU of this host.
 
     Honours NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NPROC_PER_NODE.
+
+    Raises:
+        RecipeError: one of them is no number where torchrun wants one.
     """
     variables = os.environ
+    if variables.get("NPROC_PER_NODE") not in _COUNTED_BY_TORCHRUN:
+        whole_number(variables, "NPROC_PER_NODE", num_processes)
+    if ":" not in variables.get("NNODES", ""):  # 1:4 is a range, for elastic runs
+        whole_number(variables, "NNODES", 1)
+    for name in ("NODE_RANK", "MASTER_PORT"):
+        whole_number(variables, name, 0)
     command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--nnodes", variables.get("NNODES", "1")]
-    command += ["--node_rank", variables.get("NODE_RANK", "0")]
-    command += ["--nproc_per_node", variables.get("NPROC_PER_NODE", str(num_processes))]
-    command += ["--master_addr", variables.get("MASTER_ADDR", "127.0.0.1")]
+    command += ["--nnodes", variables.get("NNODES") or "1"]
+    command += ["--node_rank", variables.get("NODE_RANK") or "0"]
+    command += ["--nproc_per_node", variables.get("NPROC_PER_NODE") or str(num_processes)]
+    command += ["--master_addr", variables.get("MASTER_ADDR") or "127.0.0.1"]
     command += ["--master_port", variables.get("MASTER_PORT") or str(free_port())]
     return [*command, "-m", "trainkit.cli.app", *arguments]
 

@@ -5,12 +5,14 @@ them (``config show``, ``resolved.yaml``, the report) asks the same function. A 
 again, so a value that nobody wrote is never frozen.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import strategy_for
+from trainkit.places import data_cache
 from trainkit.recipe.accumulation import resolve_accumulation
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.training_fields import training_fields
@@ -55,6 +57,18 @@ def derive_training(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
             is_of_machine=True,
         )
     return derived
+
+
+def derive_data(recipe: Recipe) -> dict[str, Derived]:
+    """What a machine decides of the ``data`` section where nobody does, by dotted key."""
+    found = {}
+    if recipe.data.num_workers is None:
+        cores = os.cpu_count() or 1
+        found["data.num_workers"] = Derived(cores, "this machine's cores", is_of_machine=True)
+    if recipe.data.cache_dir is None:
+        place = str(data_cache())
+        found["data.cache_dir"] = Derived(place, "this user's cache", is_of_machine=True)
+    return found
 
 
 def derive(

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from trainkit.errors import RecipeError
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
-from trainkit.recipe.derived import Derived, derive_training
+from trainkit.recipe.derived import Derived, derive_data, derive_training
 from trainkit.recipe.document import Document, KeyPath, read_document
 from trainkit.recipe.fields.table import FIXED
 from trainkit.recipe.foreign import REFUSED
@@ -96,17 +96,19 @@ class LoadedRecipe:
         Args:
             machine: where the run is; None leaves out what only a machine can decide.
             only_given: leave out what nobody chose.
-            settled: values of ``training`` that were only known when the model was built.
+            settled: dotted key to a value that was only known when the model was built.
         """
-        derived = derive_training(self.recipe, machine or Machine())
+        training = derive_training(self.recipe, machine or Machine())
+        derived = {f"training.{key}": value for key, value in training.items()}
+        derived |= derive_data(self.recipe)
         if machine is None:
             derived = {key: value for key, value in derived.items() if not value.is_of_machine}
         derived |= settled or {}
         printed = dict.fromkeys(key for key, _ in _leaves(self.recipe))
-        keys = [*printed, *(f"training.{key}" for key in derived)]
+        keys = [*printed, *derived]
         plain = dict(_leaves(self.recipe))
         for key in dict.fromkeys(keys):
-            found = derived.get(key.removeprefix("training.")) if "training." in key else None
+            found = derived.get(key)
             resolved = (
                 ResolvedValue(key, plain[key], self.origins[key])
                 if found is None

@@ -44,7 +44,7 @@ def dump_resolved(
         loaded: the recipe.
         machine: where the run is; None leaves out what only a machine can decide.
         only_given: leave out what nobody chose.
-        settled: values of ``training`` that were only known when the model was built.
+        settled: dotted key to a value that was only known when the model was built.
     """
     lines = [f"# Values and where they come from; made from {loaded.path.name}."]
     open_section = ""

@@ -47,7 +47,7 @@ from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.finish import AfterTraining
 from trainkit.train.model import BuiltModel, build_model, check_packable
 from trainkit.train.quiet import quieten_libraries, tokenisation_progress
-from trainkit.train.resume.changes import review, settings_of, versions
+from trainkit.train.resume.changes import PARTS, review, settings_of, versions
 from trainkit.train.resume.given import RUNS
 from trainkit.train.resume.record import Resumption, write_record, write_start
 from trainkit.train.sections import (
@@ -91,6 +91,8 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         temporary = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
         prepared = _prepare(loaded, place, console, temporary / "dropped.jsonl", options.dry_run)
         if options.dry_run:
+            if options.resume is not None:
+                _resumption(loaded, prepared, options, place, console)  # refuses as the run would
             _dry_run(loaded, prepared, place, console, temporary)
             return None
         resumption = _resumption(loaded, prepared, options, place, console)
@@ -200,7 +202,9 @@ def _session(
         built=built,
         fingerprint=resumption.fingerprint,
         settings=settings_of(loaded),
-        begin=lambda args: write_start(run, loaded, options, machine(place), resumption, args),
+        begin=lambda args: write_start(
+            run, loaded, options, machine(place), resumption, args, built.attention
+        ),
         review=resumption.review,
         begins_again=resumption.point is None and options.resume is not None,
         max_length=recipe.data.max_length,
@@ -339,6 +343,7 @@ def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessRank) -> dic
     quantized = recipe.lora is not None and recipe.lora.quantize is not None
     return {
         "data": prepared.data.fingerprint,
+        PARTS: prepared.data.parts,
         "rows_per_step": micro * prepared.layout.data_size,
         "num_ranks": place.world_size,
         "device": args.device.type,

@@ -1,5 +1,6 @@
 """What happens beside the loop: the record of the run, and a stop that loses nothing."""
 
+import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,6 +89,12 @@ class RunRecorder(TrainerCallback):
             return
         # A checkpoint is saved before the epoch's evaluation, which is then done once more.
         is_known = "loss" not in row and state.global_step in self._evaluated
+        if not math.isfinite(row.get("eval_loss", 0.0)):
+            self._console.warn(
+                f"eval_loss is {row['eval_loss']} at step {row['step']}: a row of data.eval "
+                "overflows, and nothing can be judged by it, the best checkpoint neither; training "
+                "goes on, since its own numbers are finite"
+            )
         if self._metrics is not None and not is_known:
             self._metrics.append(row)
         self._console.log(row)

@@ -40,6 +40,7 @@ class RunData:
         ledger: the file with a line for every row that was dropped, cut or repaired; None if none.
         stop_token_ids: the end-of-turn tokens that are trained.
         fingerprint: the same for the same samples.
+        parts: what it is made of, to tell what has changed; empty for a stream.
         notes: rows that are dropped, by reason; fields and files that are not used.
         warnings: what the user should know before training.
     """
@@ -50,6 +51,7 @@ class RunData:
     ledger: Path
     stop_token_ids: tuple[int, ...]
     fingerprint: str
+    parts: Mapping[str, Any]
     notes: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -97,6 +99,12 @@ class Feeding:
     stream_buffer: int = 0
     num_shards: int = 1
 
+    def labels(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What the losses of sources are called; nothing where they are not wanted."""
+        wanted = self.per_source_loss
+        wanted = len(names) > 1 if wanted is None else wanted
+        return distinct_labels(names) if wanted else ()
+
 
 def prepare_run_data(
     train: Sequence[Source],
@@ -129,14 +137,9 @@ def prepare_run_data(
     def prepared(sources: Sequence[Source]) -> PreparedData:
         return prepare(sources, tokenizer, options, ledger=entries, progress=progress)
 
-    def labels(names: Sequence[str]) -> tuple[str, ...]:
-        wanted = feeding.per_source_loss
-        wanted = len(names) > 1 if wanted is None else wanted
-        return distinct_labels(names) if wanted else ()
-
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
         length = _row_length(data, options.max_length)
-        row = _Row(length, pad_token_id, feeding.packing, labels(data.source_names))
+        row = _Row(length, pad_token_id, feeding.packing, feeding.labels(data.source_names))
         made = row.training_data(row.dataset(data, seed))
         is_equal = seed is None or data.has_equal_epochs  # without a seed all is shown
         return replace(made, sample_name=data.sample_id, has_equal_epochs=is_equal)
@@ -152,16 +155,18 @@ def prepare_run_data(
         )
         look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
         names = [source.name for source in stream.sources]
-        row = _Row(options.max_length, pad_token_id, feeding.packing, labels(names))
+        row = _Row(options.max_length, pad_token_id, feeding.packing, feeding.labels(names))
         training = row.training_data(look.rows, stream)
         summary, ends, fingerprint = look.summary, look.eot_token_ids, look.fingerprint
+        parts: dict[str, Any] = {}
         notes = [note for source in summary["sources"] for note in source_notes(source)]
     else:
         data = prepared(train)
         training = batches(data, options.seed if feeding.shuffle else None)
         summary, ends = data.summary, data.eot_token_ids
         notes = notes_of(summary, "training data")
-        fingerprint = fingerprint_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
+        parts = parts_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
+        fingerprint = fingerprint_of(parts)
     refuse_unfit(summary)
     held_out = prepared(evaluation) if evaluation else None
     if held_out is not None:
@@ -174,6 +179,7 @@ def prepare_run_data(
         ledger=ledger,
         stop_token_ids=tuple(sorted(ends)),
         fingerprint=fingerprint,
+        parts=parts,
         notes=tuple(notes),
         warnings=tuple(summary["warnings"]),
     )
@@ -239,15 +245,13 @@ def _conversation(row: RawRow, source: Source) -> Conversation:
     return validate(parsed, needs_assistant=True)
 
 
-def fingerprint_of(data: PreparedData, *, packing: bool, shuffle: bool) -> str:
-    """A digest of everything that decides which tokens a step trains on.
-
-    It is made of the digests of files, template and tokenizer and of the options, not of paths: the
-    same data may move.
-    """
+def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, Any]:
+    """Everything that decides which tokens a step trains on: digests, counts and options."""
     summary = data.summary
-    parts = {
-        "files": [(row["sha256"], row["samples"], row["tokens"]) for row in summary["files"]],
+    return {
+        "files": [
+            (row["sha256"], row["samples"], row["tokens"], row["path"]) for row in summary["files"]
+        ],
         "mixture": [(row["weight"], row["epochs"]) for row in summary["sources"]],
         "template": summary["template_sha256"],
         "tokenizer": summary["tokenizer_sha256"],
@@ -256,6 +260,11 @@ def fingerprint_of(data: PreparedData, *, packing: bool, shuffle: bool) -> str:
         "packing": packing,
         "shuffle": shuffle,
     }
+
+
+def fingerprint_of(parts: Mapping[str, Any]) -> str:
+    """A digest of :func:`parts_of`, without the names of files: the same data may move."""
+    parts = {**parts, "files": [row[:3] for row in parts["files"]]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

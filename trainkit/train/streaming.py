@@ -110,19 +110,28 @@ class StreamState:
                 where=str(directory),
                 fix="continue with data.streaming and as many processes as the run had",
             )
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if len(values["positions"]) != len(self.positions):
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            positions = [Position.from_dict(p) if p else None for p in values["positions"]]
+            counts = [int(values[key]) for key in ("next_slot", "num_rows", "num_dropped")]
+            sizes = [int(size) for size in values["ledger_bytes"]]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"the run streamed with {len(values['positions'])} loading processes a rank, and "
+                "the position of the stream is not one that this version of trainkit reads",
+                where=str(file),
+                fix="continue with the version that wrote it (environment.json names it), or "
+                f"begin a new run from the weights: trainkit merge {directory} DIR",
+            ) from error
+        if len(positions) != len(self.positions):
+            raise CheckpointError(
+                f"the run streamed with {len(positions)} loading processes a rank, and "
                 f"not {len(self.positions)}",
                 where=str(file),
                 fix="set training.dataloader_num_workers to what it was",
             )
-        self.positions = [Position.from_dict(p) if p else None for p in values["positions"]]
-        self.next_slot = values["next_slot"]
-        self.num_rows = values["num_rows"]
-        self.num_dropped = values["num_dropped"]
-        for ledger, size in zip(self._files, values["ledger_bytes"], strict=True):
+        self.positions = positions
+        self.next_slot, self.num_rows, self.num_dropped = counts
+        for ledger, size in zip(self._files, sizes, strict=True):
             if ledger.exists() and ledger.stat().st_size > size:
                 with ledger.open("rb+") as stream:
                     stream.truncate(size)

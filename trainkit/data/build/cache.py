@@ -36,12 +36,6 @@ STALE_SECONDS = 24 * 3600
 """Temporary directories of dead processes are swept after this long."""
 
 
-def default_directory() -> Path:
-    """``$XDG_CACHE_HOME/trainkit/data``, or the same under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trainkit" / "data"
-
-
 def sha256_of(file: Path, memo: Path) -> str:
     """The sha256 of a file, remembered for as long as the file provably did not change.
 
@@ -101,10 +95,11 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def code_digest() -> str:
-    """A digest of this package's source and of the versions that render and tokenise."""
+    """A digest of all source of trainkit.data, and of the versions that render and tokenise."""
     digest = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(file.name.encode())
+    root = Path(__file__).parents[1]
+    for file in sorted(root.rglob("*.py")):
+        digest.update(str(file.relative_to(root)).encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

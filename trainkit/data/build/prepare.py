@@ -32,6 +32,7 @@ from trainkit.data.read.finding import resolve_files, unread_files
 from trainkit.data.read.hub import fetch, hub_name
 from trainkit.data.read.opening import container
 from trainkit.errors import DataError
+from trainkit.places import data_cache
 
 __all__ = ["Progress", "prepare"]
 
@@ -68,7 +69,7 @@ def prepare(
             where=sources[0].path,
             fix="give one of them a weight above 0",
         )
-    directory = Path(options.cache_dir) if options.cache_dir else cache.default_directory()
+    directory = Path(options.cache_dir) if options.cache_dir else data_cache()
     preparation = _Preparation(tokenizer, options, directory, ledger, progress)
     for source in map(named, sources):
         preparation.add(source)

@@ -60,6 +60,9 @@ ACTS = (
 )
 """Keys of the sections above that may change like any other key."""
 
+PARTS = "data_parts"
+"""What the fingerprint of the data is made of: told where it differs, not compared itself."""
+
 _NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
 
 _VERSIONS = ("torch", "transformers", "accelerate", "peft")
@@ -144,7 +147,8 @@ def review(
     refused = [(change, _rule(change.key, REFUSED)) for change in changes]
     reasons = [(change, REFUSED[key]) for change, key in refused if key is not None]
     _refuse(point, reasons)
-    around = list(_differences(point.fingerprint, fingerprint, only_known=True))
+    before = {key: value for key, value in point.fingerprint.items() if key != PARTS}
+    around = list(_differences(before, fingerprint, only_known=True))
     if sharded:
         reason = "the saved shards fit the number of processes that wrote them"
         _refuse(point, [(change, reason) for change in around if change.key == "num_ranks"])
@@ -156,7 +160,10 @@ def review(
         if not _is_allowed(change.key, allowed) and (change.key, change.now) not in known
     ]
     if needed:
-        lines = "\n".join(f"    {change}" for change in needed)
+        told = _data_told(point.fingerprint.get(PARTS) or {}, fingerprint.get(PARTS) or {})
+        lines = "\n".join(
+            f"    {change}{told if change.key == 'data' else ''}" for change in needed
+        )
         keys = list(dict.fromkeys(_consent_key(change.key) for change in needed))
         raise ResumeRefusedError(
             f"the rest of the run would not be what it was begun as:\n{lines}",
@@ -165,6 +172,36 @@ def review(
             + " ".join(f"--allow-changed {key}" for key in keys),
         )
     return Review(tuple(c for c in changes if c not in needing), tuple(needing))
+
+
+def _data_told(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Which parts of the data are not what they were; nothing where that is not known."""
+    if not before or not now:
+        return ""
+    before, plain = (json.loads(json.dumps(parts)) for parts in (before, now))
+    then, today = before["files"], plain["files"]
+    told = []
+    for row in then:
+        if row[:3] in [other[:3] for other in today]:
+            continue
+        same_name = next((other for other in today if other[3] == row[3]), None)
+        if same_name is None:
+            told.append(f"{row[3]} is missing")
+        elif same_name[0] == row[0]:
+            told.append(f"{row[3]} gives {same_name[1]} samples and gave {row[1]}")
+        else:
+            told.append(f"{row[3]} was changed ({row[1]} samples, now {same_name[1]})")
+    names = [row[3] for row in then]
+    digests = [row[:3] for row in then]
+    told += [f"{row[3]} is new" for row in today if row[3] not in names and row[:3] not in digests]
+    told += [
+        f"{key}: {_short(before[key])} -> {_short(plain.get(key))}"
+        for key in before
+        if key != "files" and before[key] != plain.get(key)
+    ]
+    if not told:
+        told = ["the same files in another order"]
+    return f" ({'; '.join(told)})"
 
 
 def _consent_key(key: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from trainkit.models.attention import Attention
 from trainkit.parallel import Machine
 from trainkit.recipe import Derived, LoadedRecipe, SftOptions, dump_resolved
 from trainkit.run import RunDirectory, capture_environment, command_script
@@ -56,6 +57,7 @@ def write_start(
     machine: Machine,
     resumption: Resumption,
     args: TrainingArguments,
+    attention: Attention,
 ) -> None:
     """What is known when the first step is about to be taken: the values that the run uses.
 
@@ -81,19 +83,25 @@ def write_start(
         if former is not None:
             _write_recipe(run, loaded)
         loaded = _labelled(loaded, f"override at step {point.step}")
-    text = dump_resolved(loaded, machine, settled=settled(loaded, machine, args))
+    text = dump_resolved(loaded, machine, settled=settled(loaded, machine, args, attention))
     run.write_text(run.resolved, text, private=True)
 
 
-def settled(loaded: LoadedRecipe, machine: Machine, args: TrainingArguments) -> dict[str, Derived]:
-    """Values of ``training`` that only the built run knows."""
+def settled(
+    loaded: LoadedRecipe, machine: Machine, args: TrainingArguments, attention: Attention
+) -> dict[str, Derived]:
+    """Values that only the built run knows, by dotted key."""
     prefix = "training."
     shown = {
         value.key.removeprefix(prefix): value.value
         for value in loaded.values(machine)
         if value.key.startswith(prefix)
     }
-    return settled_values(args, shown)
+    found = {f"{prefix}{key}": value for key, value in settled_values(args, shown).items()}
+    if loaded.recipe.model.attn_implementation == "auto":
+        origin = f"from auto: {' '.join(attention.reason.split())}"
+        found["model.attn_implementation"] = Derived(attention.name, origin, is_of_machine=True)
+    return found
 
 
 def _write_recipe(run: RunDirectory, loaded: LoadedRecipe) -> None:

@@ -1,0 +1,42 @@
+"""What a refusal to continue says about the data."""
+
+import pytest
+
+from trainkit.errors import ResumeRefusedError
+from trainkit.train.checkpoints import ResumePoint
+from trainkit.train.data import fingerprint_of
+from trainkit.train.resume.changes import PARTS, review
+
+A, B = ("aa", 10, 100, "a.jsonl"), ("bb", 20, 200, "b.jsonl")
+PARTS_BEFORE = {"files": [A, B], "mixture": [(None, None)], "template": "t", "max_length": 64}
+
+CASES = {
+    "a changed file": ({"files": [A, ("cc", 21, 210, "b.jsonl")]}, "b.jsonl was changed (20 "),
+    "a file gone": ({"files": [A]}, "b.jsonl is missing"),
+    "a file more": ({"files": [A, B, ("cc", 1, 9, "c.jsonl")]}, "c.jsonl is new"),
+    "rows": ({"files": [A, ("bb", 19, 190, "b.jsonl")]}, "b.jsonl gives 19 samples and gave 20"),
+    "another order": ({"files": [B, A]}, "the same files in another order"),
+    "the template": ({"template": "u"}, 'template: "t" -> "u"'),
+    "the length": ({"max_length": 32}, "max_length: 64 -> 32"),
+}
+
+
+def surroundings(parts):
+    return {"data": fingerprint_of(parts), PARTS: parts}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_refusal_says_what_of_the_data_differs(case, tmp_path):
+    change, told = CASES[case]
+    point = ResumePoint(tmp_path, tmp_path / "checkpoint-2", 2, surroundings(PARTS_BEFORE))
+    with pytest.raises(ResumeRefusedError) as refused:
+        review(point, {}, surroundings({**PARTS_BEFORE, **change}))
+    assert told in str(refused.value)
+    assert "--allow-changed data" in str(refused.value)
+    assert PARTS not in str(refused.value)
+
+
+def test_data_that_only_moved_is_the_same(tmp_path):
+    point = ResumePoint(tmp_path, tmp_path / "checkpoint-2", 2, surroundings(PARTS_BEFORE))
+    moved = {"files": [(*row[:3], f"elsewhere/{row[3]}") for row in (A, B)]}
+    assert not review(point, {}, surroundings({**PARTS_BEFORE, **moved})).accepted
