@@ -1,5 +1,7 @@
 """Numbers that are none: caught at their step, held back from the weights, never saved."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from number_cases import KINDS, STEP, broken_run
@@ -164,7 +166,7 @@ def test_codes_of_a_4_bit_base_are_not_taken_for_numbers(is_quantized):
     layer = torch.nn.Linear(4, 4, bias=False)
     layer.weight.data.fill_(float("nan"))
     if is_quantized:
-        layer.weight.quant_state = object()
+        layer.weight.quant_state = SimpleNamespace(shape=torch.Size((4, 8)))
         check_weights(layer, None, OneRank(), what="it", fix="")
     else:
         with pytest.raises(NumberError, match="weight: NaN"):
