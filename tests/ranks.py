@@ -1,9 +1,9 @@
 """Run a function on several gloo ranks without paying the imports for every case.
 
-A server process imports torch, transformers, DeepSpeed and peft once and forks the ranks of each
-case from there; the test process itself is never forked, so its threads and its torch state do not
-matter. A case is a function at the top of a module under ``tests`` that takes plain arguments and
-returns JSON values::
+A server process imports torch, transformers, DeepSpeed, peft and trainkit once and forks the ranks
+of each case from there; the test process itself is never forked, so its threads and its torch state
+do not matter. A case is a function at the top of a module under ``tests`` that takes plain
+arguments and returns JSON values::
 
     results = run_ranks("distributed.zero_cases:train", world_size=2, stage=3)
 """
@@ -75,12 +75,17 @@ def _start(interpret):
 def _serve():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what ranks print must not look like an answer
+    import gc
+
     import deepspeed
-    import peft  # noqa: F401
+    import matplotlib.figure  # noqa: F401
     import torch
-    import transformers.trainer  # noqa: F401
+
+    import trainkit.cli.sft
+    import trainkit.train.build  # noqa: F401
 
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays: no collection walks over it, or copies it, again
     # Its C++ build takes a minute; gloo gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     for line in sys.stdin:
@@ -123,6 +128,7 @@ def _fork(request, rank, port, file):
         LOCAL_WORLD_SIZE=world_size,
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        RANK_FOLDER=str(file.parent),  # for what a case leaves beside its result
     )
     try:
         module, _, name = request["case"].partition(":")

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from commands import trainkit
 from safetensors.torch import load_file, save_file
 
 from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
@@ -73,8 +74,12 @@ def start(project, *arguments, launcher=()):
     )
 
 
-def trainkit(project, *arguments, launcher=()):
-    process = start(project, *arguments, launcher=launcher)
+def sft(project, *arguments, **options):
+    """Behind the imports; ``start`` is the command in an interpreter of its own."""
+    return trainkit(project, "sft", *arguments, **options)
+
+
+def finish(process):
     out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
@@ -87,7 +92,7 @@ def status(run):
 def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    code, out, err = trainkit(project, "--config", "small.yaml", "training.max_steps=8")
+    code, out, err = sft(project, "--config", "small.yaml", "training.max_steps=8")
     assert code == 0, err
     run = Path(out.splitlines()[-1])
     assert run.parent == project / "train_model"
@@ -131,7 +136,7 @@ def test_a_run_goes_on_where_it_stopped(project):
     import torch
     from safetensors.torch import load_file
 
-    code, _, err = trainkit(
+    code, _, err = sft(
         project,
         "--config",
         "small.yaml",
@@ -139,6 +144,7 @@ def test_a_run_goes_on_where_it_stopped(project):
         "whole",
         "training.max_steps=40",
         "training.save_steps=100",
+        pictures=False,
     )
     assert code == 0, err
     options = (
@@ -161,7 +167,7 @@ def test_a_run_goes_on_where_it_stopped(project):
     assert process.returncode == 130, err
     assert "continue with: trainkit sft --resume" in err
     assert status(project / "parts")["state"] == "interrupted"
-    code, _, err = trainkit(project, "--resume", "parts")
+    code, _, err = sft(project, "--resume", "parts", pictures=False)
     assert code == 0, err
     assert status(project / "parts")["state"] == "done"
     whole, parts = (
@@ -173,7 +179,7 @@ def test_a_run_goes_on_where_it_stopped(project):
 @pytest.mark.slow
 def test_two_ranks_with_zero3_from_the_command_line(project):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    code, out, err = trainkit(
+    process = start(
         project,
         "--config",
         "small.yaml",
@@ -182,6 +188,7 @@ def test_two_ranks_with_zero3_from_the_command_line(project):
         "--replace_kernel",
         launcher=launcher,
     )
+    code, out, err = finish(process)
     assert code == 0, err
     run = Path(out.splitlines()[-1])
     assert {"rank0.log", "rank1.log"} <= {path.name for path in (run / "logs").iterdir()}
@@ -192,7 +199,7 @@ def test_two_ranks_with_zero3_from_the_command_line(project):
 @pytest.mark.slow
 def test_a_dry_run_says_what_it_saw_and_writes_nothing(project):
     before = sorted(path.name for path in project.iterdir())
-    code, _, err = trainkit(project, "--config", "small.yaml", "--dry-run")
+    code, _, err = sft(project, "--config", "small.yaml", "--dry-run")
     assert code == 0, err
     assert "ready to train" in err
     assert sorted(path.name for path in project.iterdir()) == before
@@ -206,7 +213,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     base = project / "base"
     shutil.copytree(tiny_qwen2, base)
     options = ["lora.r=4", "generation_eval=null", f"model.name_or_path={base}"]
-    code, out, err = trainkit(project, "--config", "small.yaml", *options)
+    code, out, err = sft(project, "--config", "small.yaml", *options, pictures=False)
     assert code == 0, err
     final = Path(out.splitlines()[-1]) / "final"
     assert (final / "adapter_model.safetensors").exists()
@@ -228,7 +235,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     for directory in saved:
         with pytest.raises(CheckpointError, match="other weights than the base"):
             check_fingerprint(directory, base)
-    code, _, err = trainkit(project, "--resume", str(final.parent / "checkpoint-4"))
+    code, _, err = sft(project, "--resume", str(final.parent / "checkpoint-4"))
     assert code != 0
     assert "other weights than the base" in err
 
@@ -245,7 +252,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
 def test_bad_input_is_one_message_and_exit_code_2(project, change, message):
     (project / "cache").mkdir()
     (project / "cache" / "something").touch()
-    code, out, err = trainkit(project, "--config", "small.yaml", *change)
+    code, out, err = finish(start(project, "--config", "small.yaml", *change))
     assert code == 2
     assert message in err
     assert "Traceback" not in err

@@ -1,14 +1,10 @@
 """``trainkit sft`` on streamed data: it learns, goes on exactly, and its ranks share the rows."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from commands import trainkit
 
 RECIPE = """\
 model: {{name_or_path: "{model}", dtype: float32}}
@@ -41,29 +37,8 @@ def project(tmp_path, tiny_qwen2):
     return tmp_path
 
 
-def start(project, *arguments, ranks=1):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks))
-    return subprocess.Popen(
-        [
-            sys.executable,
-            *(launcher if ranks > 1 else ()),
-            "-m",
-            "trainkit.cli.app",
-            "sft",
-            *arguments,
-        ],
-        cwd=project,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-    )
-
-
-def trainkit(project, *arguments, ranks=1):
-    process = start(project, *arguments, ranks=ranks)
-    out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
+def sft(project, *arguments, **options):
+    return trainkit(project, "sft", *arguments, pictures=False, **options)
 
 
 def rows_of(run, key="loss"):
@@ -91,7 +66,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
     from safetensors.torch import load_file
 
     options = ("--config", "r.yaml", "training.dataloader_num_workers=3")
-    code, _, err = trainkit(project, *options, "--output-dir", "whole")
+    code, _, err = sft(project, *options, "--output-dir", "whole")
     assert code == 0, err
     whole = project / "whole"
     losses = [row["loss"] for row in rows_of(whole)]
@@ -102,16 +77,11 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
     assert rows_of(whole)[-1]["num_dropped"] == len(ALL_DROPPED)
     assert sorted(dropped(whole)) == sorted(ALL_DROPPED)
 
-    process = start(project, *options, "--output-dir", "parts")
     parts = project / "parts"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (
-        (parts / "checkpoint-10").exists() and len(rows_of(parts)) > 12
-    ):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    code, _, err = trainkit(project, *options, "--output-dir", "parts", "--resume")
+    assert sft(project, *options, "--output-dir", "parts", kill_at=14) is None
+    assert (parts / "checkpoint-10").exists()
+    assert len(rows_of(parts)) == 13
+    code, _, err = sft(project, *options, "--output-dir", "parts", "--resume")
     assert code == 0, err
     assert "continuing from" in err
     same = ("step", "epoch", "loss", "loss/chat", "num_tokens", "num_rows", "num_dropped")
@@ -125,7 +95,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(project):
 
 @pytest.mark.slow
 def test_ranks_share_the_rows_and_their_dirt(project):
-    code, _, err = trainkit(project, "--config", "r.yaml", "--output-dir", "two", ranks=2)
+    code, _, err = sft(project, "--config", "r.yaml", "--output-dir", "two", num_ranks=2)
     assert code == 0, err
     run = project / "two"
     mine, other = dropped(run), dropped(run, "dropped.rank1.jsonl")
@@ -140,7 +110,7 @@ def test_ranks_share_the_rows_and_their_dirt(project):
 
 
 def test_what_cannot_work_is_said_before_the_model_is_loaded(project):
-    code, _, err = trainkit(project, "--config", "r.yaml", "data.max_dropped=1")
+    code, _, err = sft(project, "--config", "r.yaml", "data.max_dropped=1")
     assert code == 2
     assert "max_dropped 1" in err
     assert "Traceback" not in err

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from ranks import RankFailure, run_ranks
+from commands import trainkit
 
-CASE = "resume.resume_cases:sft"
 RECIPE = """\
 model: {name_or_path: m, dtype: bfloat16}
 data: {train: [d.jsonl], eval: [d.jsonl], max_length: 64, packing: false, cache_dir: cache}
@@ -21,23 +20,9 @@ class Project:
     def __init__(self, root):
         self.root = root
 
-    def sft(self, *arguments, num_ranks=1, kill_at=None, stop_at=None, environment=None):
-        """What rank 0 said and its exit code; None where it was killed."""
-        try:
-            return run_ranks(
-                CASE,
-                world_size=num_ranks,
-                cwd=str(self.root),
-                argv=list(arguments),
-                kill_at=kill_at,
-                stop_at=stop_at,
-                environment=environment,
-                timeout=300,
-            )[0]
-        except RankFailure:
-            if kill_at is None:
-                raise
-            return None
+    def sft(self, *arguments, **options):
+        """``trainkit sft ARGUMENTS``; the options are those of ``commands.trainkit``."""
+        return trainkit(self.root, "sft", *arguments, pictures=False, **options)
 
     def starts(self, run):
         lines = (self.root / run / "changes.jsonl").read_text().splitlines()

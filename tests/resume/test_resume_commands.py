@@ -27,7 +27,7 @@ def test_overrides_act_from_the_checkpoint_on_and_are_recorded(project):
         "training.adam_beta2=0.9",
     )
     assert project.sft("--resume", "run", *overrides, kill_at=7) is None
-    assert project.sft("--resume", "run")["code"] == 0  # they stay without being typed again
+    assert project.sft("--resume", "run").code == 0  # they stay without being typed again
     rates = project.rates("run")
     assert rates[4] == pytest.approx(1e-2 * 5 / 8)
     assert [rates[step] for step in (5, 8)] == pytest.approx([1e-3 * 4 / 8, 1e-3 / 8])
@@ -54,7 +54,7 @@ def test_overrides_act_from_the_checkpoint_on_and_are_recorded(project):
 def test_a_new_rate_and_decay_reach_the_sharded_optimizer(project, shard):
     project.sft(*START, "lora=null", f"deepspeed={shard}", num_ranks=2, kill_at=5)
     overrides = ("training.learning_rate=1e-3", "training.weight_decay=0.3")
-    assert project.sft("--resume", "run", *overrides, num_ranks=2)["code"] == 0
+    assert project.sft("--resume", "run", *overrides, num_ranks=2).code == 0
     assert project.rates("run")[5] == pytest.approx(1e-3 * 4 / 8)
     import torch
 
@@ -83,8 +83,8 @@ def test_what_cannot_be_changed_is_refused_by_name_and_touches_nothing(
 ):
     before = stored(broken)
     result = project.sft("--resume", "run", change)
-    assert result["code"] == 1
-    assert message in result["err"]
+    assert result.code == 1
+    assert message in result.err
     after = stored(broken)
     for path in (broken / "status.json", *broken.glob("kernels.json"), *broken.glob("logs/*")):
         before.pop(path, None), after.pop(path, None)
@@ -109,7 +109,7 @@ def broken(project, broken_run, tmp_path_factory):
 
 
 def test_going_back_retires_what_came_later(project):
-    assert project.sft(*START)["code"] == 0
+    assert project.sft(*START).code == 0
     run = project.root / "run"
     whole = record(run)
     assert project.sft("--resume", "run/checkpoint-4", kill_at=7) is None
@@ -127,9 +127,9 @@ def test_going_back_retires_what_came_later(project):
         "retired-checkpoint-6",
         "retired-final",
     ]
-    assert "continuing from " + str(run / "checkpoint-6") in project.sft("--resume", "run")["err"]
+    assert "continuing from " + str(run / "checkpoint-6") in project.sft("--resume", "run").err
     assert record(run) == whole
-    assert "renaming" in project.sft("--resume", "run/retired-checkpoint-8")["err"]
+    assert "renaming" in project.sft("--resume", "run/retired-checkpoint-8").err
 
 
 def test_a_finished_run_is_left_alone(project):
@@ -138,12 +138,12 @@ def test_a_finished_run_is_left_alone(project):
     before = stored(run)
     for command in (("--resume", "run"), (*START, "--resume"), ("--resume", "run/checkpoint-8")):
         result = project.sft(*command)
-        assert (result["code"], result["out"].strip()) == (0, str(run))
-        assert "is done" in result["err"]
+        assert (result.code, result.out.strip()) == (0, str(run))
+        assert "is done" in result.err
     refused = project.sft("--resume", "run", "training.learning_rate=1")
-    assert (refused["code"], "nothing is left" in refused["err"]) == (1, True)
+    assert (refused.code, "nothing is left" in refused.err) == (1, True)
     assert stored(run) == before
-    assert project.sft("--resume", "run", "training.max_steps=10")["code"] == 0
+    assert project.sft("--resume", "run", "training.max_steps=10").code == 0
     assert [row["step"] for row in metrics(run) if "loss" in row] == list(range(1, 11))
 
 
@@ -153,11 +153,11 @@ def test_a_finished_run_is_left_alone(project):
     ids=["by its name", "by the same command"],
 )
 def test_a_run_killed_before_its_first_checkpoint_starts_again_in_its_place(project, again):
-    assert project.sft("--config", "r.yaml", "--output-dir", "whole")["code"] == 0
+    assert project.sft("--config", "r.yaml", "--output-dir", "whole").code == 0
     project.sft(*START, kill_at=2)
     result = project.sft(*again)
-    assert result["code"] == 0, result["err"]
-    assert "stopped before its first checkpoint; it starts again" in result["err"]
+    assert result.code == 0, result.err
+    assert "stopped before its first checkpoint; it starts again" in result.err
     assert record(project.root / "run") == record(project.root / "whole")
 
 
@@ -170,9 +170,9 @@ def test_a_restart_by_torchrun_goes_on_with_its_own_run(project):
     launch["TORCHELASTIC_RESTART_COUNT"] = "1"
     project.sft(*command, kill_at=5, environment=launch)
     last = project.sft(*command, environment=launch)
-    assert last["code"] == 0, last["err"]
+    assert last.code == 0, last.err
     newest, other = runs_named(project.root / "train_model", "r")
-    assert last["out"].strip() == str(newest)
+    assert last.out.strip() == str(newest)
     assert len(project.starts(newest)) == 3
     assert len(project.starts(other)) == 1
 
@@ -183,7 +183,7 @@ def test_auto_takes_runs_of_this_recipe_only(project):
     project.sft("--config", "r-lowlr.yaml", kill_at=5)
     result = project.sft("--config", "r.yaml", "--resume", "auto")
     (run,) = runs_named(project.root / "train_model", "r")
-    assert result["out"].strip() == str(run)
+    assert result.out.strip() == str(run)
     (other,) = runs_named(project.root / "train_model", "r-lowlr")
     assert json.loads((other / "status.json").read_text())["state"] == "running"
 
@@ -192,12 +192,12 @@ def test_fewer_processes_are_refused_with_the_difference(project):
     arguments = (*START, "global_batch_size=4", "training.per_device_train_batch_size=1")
     project.sft(*arguments, num_ranks=2, kill_at=5)
     refused = project.sft("--resume", "run")
-    assert refused["code"] == 1
-    assert "num_ranks: 2 -> 1" in refused["err"]
+    assert refused.code == 1
+    assert "num_ranks: 2 -> 1" in refused.err
     accepted = project.sft("--resume", "run", "--allow-changed", "num_ranks", kill_at=5)
     assert accepted is None
     assert project.starts("run")[-1]["accepted"] == [{"key": "num_ranks", "before": 2, "now": 1}]
-    assert project.sft("--resume", "run")["code"] == 0, "what was accepted once stays so"
+    assert project.sft("--resume", "run").code == 0, "what was accepted once stays so"
 
 
 def test_fewer_processes_for_shards_are_refused_with_the_way(project):
@@ -205,8 +205,8 @@ def test_fewer_processes_for_shards_are_refused_with_the_way(project):
     project.sft(*arguments, "deepspeed=zero2", num_ranks=2, kill_at=5)
     for extra in ((), ("--allow-changed",)):
         refused = project.sft("--resume", "run", *extra)
-        assert refused["code"] == 1
-        assert "trainkit merge" in refused["err"]
+        assert refused.code == 1
+        assert "trainkit merge" in refused.err
 
 
 def test_other_data_is_refused_and_accepted(project, broken):
@@ -214,6 +214,6 @@ def test_other_data_is_refused_and_accepted(project, broken):
         stream.write('\n{"messages": [{"role": "user", "content": "a"}, ')
         stream.write('{"role": "assistant", "content": "b"}]}')
     refused = project.sft("--resume", "run")
-    assert (refused["code"], "--allow-changed data" in refused["err"]) == (1, True)
-    assert project.sft("--resume", "run", "--allow-changed", "data")["code"] == 0
+    assert (refused.code, "--allow-changed data" in refused.err) == (1, True)
+    assert project.sft("--resume", "run", "--allow-changed", "data").code == 0
     assert digests(broken / "final")

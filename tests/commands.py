@@ -1,0 +1,97 @@
+"""``trainkit`` as a user types it, without paying the imports for every command.
+
+The command runs in a process of its own that ``ranks.py`` forks behind the imports: it has its own
+directory, variables, standard output and error, exit code and, where asked for, a sudden end.
+``tests/cli`` also starts interpreters of its own: ``python -m trainkit`` and ``torchrun``.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from ranks import RankFailure, run_ranks
+
+
+class Said(NamedTuple):
+    """What came back."""
+
+    code: int
+    out: str
+    err: str
+
+
+def trainkit(cwd, *argv, num_ranks=1, **options) -> Said | None:
+    """``trainkit ARGV``, typed in ``cwd``: what the first rank said, or None where it was killed.
+
+    Args:
+        cwd: where the command is typed.
+        argv: its words.
+        num_ranks: as ``torchrun --nproc-per-node`` starts them.
+        options: ``kill_at``, ``stop_at``, ``environment`` and ``pictures`` of ``run_command``.
+    """
+    arguments = {"cwd": str(cwd), "argv": [str(word) for word in argv], **options}
+    try:
+        ranks = run_ranks("commands:run_command", world_size=num_ranks, timeout=240, **arguments)
+    except RankFailure:
+        if options.get("kill_at") is None:
+            raise
+        return None
+    return Said(*ranks[0])
+
+
+def run_command(cwd, argv, kill_at=None, stop_at=None, environment=None, pictures=True):
+    """Runs in the forked process.
+
+    Args:
+        cwd: where the command is typed.
+        argv: after ``trainkit``.
+        kill_at: SIGKILL in this step, before it is logged or saved.
+        stop_at: SIGINT in this step.
+        environment: variables on top.
+        pictures: draw the curves, which take most of a short run's time.
+    """
+    os.chdir(cwd)
+    if os.environ["WORLD_SIZE"] == "1":
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    os.environ.update({"COLUMNS": "100"} | (environment or {}))
+    folder = Path(os.environ["RANK_FOLDER"])
+    for descriptor in (1, 2):
+        file = os.open(folder / f"{os.getpid()}.{descriptor}", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, descriptor)
+    _end_at(kill_at, stop_at)
+    if not pictures:
+        _draw_nothing()
+    from trainkit.cli.app import main
+
+    code = main(argv)
+    sys.stdout.flush(), sys.stderr.flush()
+    return code, *(
+        (folder / f"{os.getpid()}.{descriptor}").read_text(encoding="utf-8")
+        for descriptor in (1, 2)
+    )
+
+
+def _end_at(kill_at, stop_at):
+    from trainkit.train.callbacks import StopWhenAsked
+
+    plain = StopWhenAsked.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return plain(self, args, state, control, **kwargs)
+
+    StopWhenAsked.on_step_end = on_step_end
+
+
+def _draw_nothing():
+    import trainkit.run.report
+    import trainkit.train.session
+
+    trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
