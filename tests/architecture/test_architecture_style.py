@@ -22,14 +22,20 @@ def test_files_and_functions_stay_short(path):
     assert len(text.splitlines()) <= MAX_FILE_LINES, "a long file hides a second subject"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
+            # A kernel names each pointer, stride and constant on a line: its body is what is read.
+            is_kernel = any("triton.jit" in ast.unparse(entry) for entry in node.decorator_list)
+            first = node.body[0].lineno if is_kernel else node.lineno
+            length = node.end_lineno - first + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
+PACKAGES = [
+    path for path in SOURCES if path.name == "__init__.py" and "replace_kernel" not in path.parts
+]
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=relative)
 def test_packages_hold_a_docstring_and_public_names_only(path):
-    if path.name != "__init__.py" or "replace_kernel" in path.parts:
-        pytest.skip("not a package's __init__")
     for node in ast.parse(path.read_text()).body:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_names = isinstance(node, ast.Assign) and node.targets[0].id == "__all__"

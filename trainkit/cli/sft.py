@@ -10,6 +10,31 @@ import typer
 if TYPE_CHECKING:
     from trainkit.recipe import LoadedRecipe, SftOptions
 
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[PRESET|PATH]",
+        help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
+        "zero3_offload, or a JSON file.",
+    ),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[auto|PATH]",
+        help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
+        "(when nothing is named).",
+    ),
+]
+AllowChanged = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[KEY]",
+        help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
+        "what it was; all when nothing is named.",
+    ),
+]
+
 
 def sft(
     context: typer.Context,
@@ -24,14 +49,7 @@ def sft(
             help="The recipe, where --config does not name it; values that win over its own.",
         ),
     ] = None,
-    deepspeed: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[PRESET|PATH]",
-            help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
-            "zero3_offload, or a JSON file.",
-        ),
-    ] = None,
+    deepspeed: Shard = None,
     replace_kernel: Annotated[
         bool | None,
         typer.Option(
@@ -49,22 +67,8 @@ def sft(
             help="The run directory to make; by default a new one under train_model/.",
         ),
     ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[auto|PATH]",
-            help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
-            "(when nothing is named).",
-        ),
-    ] = None,
-    allow_changed: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[KEY]",
-            help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
-            "what it was; all when nothing is named.",
-        ),
-    ] = None,
+    resume: Resume = None,
+    allow_changed: AllowChanged = None,
     dry_run: Annotated[
         bool,
         typer.Option(
