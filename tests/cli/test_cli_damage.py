@@ -90,3 +90,32 @@ def test_what_the_system_lacks_is_no_bug(capsys):
 def test_a_bug_is_still_called_one(capsys):
     assert report_failure(ValueError("x")) == 1
     assert "bug" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ModuleNotFoundError("No module named 'httpx'", name="httpx"),
+            "lacks the Python package httpx",
+        ),
+        (ModuleNotFoundError("No module named 'h.x'", name="h.x"), "lacks the Python package h"),
+        (
+            ImportError("cannot import name 'x' from 'peft'", name="peft"),
+            "do not fit each other at peft: cannot import name 'x'",
+        ),
+        (ImportError("libcudart.so.13: cannot open shared object file"), "libcudart.so.13"),
+    ],
+    ids=str,
+)
+def test_a_broken_environment_is_no_bug(error, message, capsys):
+    assert report_failure(error) == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert "bug" not in said
+    assert "--force-reinstall" in said
+
+
+def test_a_module_of_our_own_that_is_missing_is_one(capsys):
+    report_failure(ModuleNotFoundError("No module named 'trainkit.x'", name="trainkit.x"))
+    assert "bug" in capsys.readouterr().err

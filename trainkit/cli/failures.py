@@ -80,6 +80,9 @@ def report_failure(error: BaseException) -> int:
     if isinstance(error, ImportError) and "install" in str(error):
         _say(str(error), prefix)  # transformers names the package that an option needs
         return 2
+    if isinstance(error, ImportError) and not (error.name or "").startswith("trainkit"):
+        _say(_misfit(error), prefix)
+        return 1
     settings = _settings_at(error)
     if settings is not None:
         _say(
@@ -92,6 +95,16 @@ def report_failure(error: BaseException) -> int:
     traceback.print_exception(error, file=sys.stderr)
     _say(_EXPLAINED.get(type(error).__name__, _BUG), prefix)
     return 1
+
+
+def _misfit(error: ImportError) -> str:
+    """What a package that is missing, broken or of the wrong version means for the user."""
+    package = (error.name or "").partition(".")[0]
+    fix = "install trainkit again as before, with --force-reinstall: that brings versions that fit"
+    if isinstance(error, ModuleNotFoundError) and package:
+        return f"the environment lacks the Python package {package}\n  fix: {fix}"
+    named = f" at {package}" if package else ""
+    return f"the installed packages do not fit each other{named}: {error}\n  fix: {fix}"
 
 
 def _settings_at(error: BaseException) -> str | None:
