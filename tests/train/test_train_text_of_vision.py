@@ -5,8 +5,8 @@ import torch
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from trainkit.auto_class import auto_class
 from trainkit.lora import LoraOptions
-from trainkit.models.auto import auto_class
 from trainkit.models.families import FAMILIES
 from trainkit.models.loading import ModelSource
 from trainkit.train.model import build_model

@@ -116,7 +116,8 @@ def _merge_adapter(
     from trainkit.infer.locate import base_directory
 
     base = base_directory(origin, base_model)
-    done = merge_adapter(read_adapter(adapter), base, target, options, _say, origin=origin)
+    taken = read_adapter(adapter, with_peft=True)
+    done = merge_adapter(taken, base, target, options, _say, origin=origin)
     updates = [change.relative_update for change in done.changes]
     row: dict[str, Any] = {
         "target": str(target),

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from trainkit.auto_class import auto_class
 from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, base_on_disk, check_fingerprint
 from trainkit.checkpoint.weights.plain_files import plain_file
 from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
 from trainkit.errors import CheckpointError
-from trainkit.models.auto import auto_class
 from trainkit.models.loading import ModelSource, load_config
 
 _MAX_NAMED = 4

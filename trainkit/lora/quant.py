@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig
 
+from trainkit.auto_class import auto_class
 from trainkit.errors import RecipeError
 from trainkit.lora.targets import expert_parameters
-from trainkit.models.auto import auto_class
 
 
 def refuse_unpacked_experts(config: PreTrainedConfig, name: str) -> None:

@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
+from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.models.auto import auto_class
 from trainkit.models.files import check_model_files, check_tokenizer_files
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -9,9 +9,9 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from trainkit.auto_class import auto_class
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation
-from trainkit.models.auto import auto_class
 from trainkit.models.loading import set_use_cache
 from trainkit.train.checkpoints import written_together
 from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers

@@ -10,7 +10,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
 
-from trainkit.models.auto import auto_class
+from trainkit.auto_class import auto_class
 from trainkit.parallel import Layout
 from trainkit.run import Console, RunDirectory
 from trainkit.run.model_card import model_card, write_model_card

@@ -12,6 +12,7 @@ import torch
 from trainkit.checkpoint.merge.merged_weights import Base, MergedWeights, ModuleChange, Packing
 from trainkit.checkpoint.merge.nf4 import quantized_names
 from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
+from trainkit.checkpoint.merge.peft_weights import PeftWeights, needs_the_model
 from trainkit.checkpoint.weights.adapter import Adapter
 from trainkit.checkpoint.weights.base_fingerprint import check_fingerprint
 from trainkit.checkpoint.weights.companions import copy_companions
@@ -107,10 +108,17 @@ def merge_adapter(
     with WeightsReader(base) as reader:
         packing = _packing(base, config, options)
         dtype = dtype_named(options.dtype)
-        merged = MergedWeights(reader, adapter, config, dtype=dtype, packing=packing)
+        by_peft = needs_the_model(adapter, reader.tensors)
+        merged: MergedWeights | PeftWeights
+        if by_peft:
+            progress("loading the base: the adapter changes weights that its files split or rename")
+            merged = PeftWeights(reader, base, adapter, dtype=dtype, packing=packing)
+        else:
+            merged = MergedWeights(reader, adapter, config, dtype=dtype, packing=packing)
         free_space_check(target, sum(info.num_bytes for info in merged.tensors.values()))
         with staged_directory(target, metadata=metadata) as staging:
-            progress(f"merging {len(adapter.modules)} adapted modules")
+            count = f"{len(adapter.modules)} " if adapter.modules else ""
+            progress(f"merging {count}adapted modules")
             write_weights(merged, staging, max_shard_bytes=options.max_shard_bytes)
             changes = tuple(merged.changes)
             _refuse_no_op(changes, adapter)
@@ -125,7 +133,7 @@ def merge_adapter(
             if options.verify:
                 progress("comparing with base and adapter on a few prompts")
                 other = None
-                if packing is not None:
+                if packing is not None and not by_peft:
                     turned = replace(packing, base=_OTHER[packing.base])
                     other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
                 seen_in = None if packing is None else packing.compute_dtype

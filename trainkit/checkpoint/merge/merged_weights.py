@@ -132,13 +132,7 @@ class MergedWeights:
         self, name: str, before: Tensor, exact: Tensor, dtype: torch.dtype, *errors: float
     ) -> Tensor:
         result = cast(name, exact, dtype)
-        if not torch.isfinite(result).all():
-            raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
-        update = changed = 1.0
-        if before.shape == exact.shape:  # else a resized vocabulary, trained in full
-            update = _relative(exact, before)
-            changed = (before.to(dtype) != result).float().mean().item()
-        self.changes.append(ModuleChange(name, update, changed, *errors))
+        self.changes.append(change_of(name, before, exact, result, *errors))
         return result
 
     def _start(self, name: str, original: Tensor) -> Tensor:
@@ -200,6 +194,30 @@ class MergedWeights:
                 )
             if part.bias is not None and f"{module}.bias" not in self._base.tensors:
                 raise CheckpointError(f"the adapter has a bias for {module}, the base has none")
+
+
+def change_of(
+    name: str, before: Tensor, exact: Tensor, result: Tensor, *errors: float
+) -> ModuleChange:
+    """What the merge did to a tensor.
+
+    Args:
+        name: of the tensor.
+        before: its values in float32.
+        exact: the merged ones in float32.
+        result: the merged ones as they are written.
+        errors: see ``ModuleChange``.
+
+    Raises:
+        CheckpointError: a value is not finite.
+    """
+    if not torch.isfinite(result).all():
+        raise CheckpointError(f"{name} is not finite after the merge: the adapter is broken")
+    update = changed = 1.0
+    if before.shape == exact.shape:  # else a resized vocabulary, trained in full
+        update = _relative(exact, before)
+        changed = (before.to(result.dtype) != result).float().mean().item()
+    return ModuleChange(name, update, changed, *errors)
 
 
 def _relative(value: Tensor, truth: Tensor) -> float:

@@ -15,11 +15,13 @@ def quantized_names(directory: Path) -> set[str]:
     Args:
         directory: holds config.json; the model is built without memory for its weights.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from trainkit.auto_class import auto_class
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     head = model.get_output_embeddings()
     return {
         f"{name}.weight"

@@ -178,7 +178,9 @@ def _encode(directory: Path, prompts: Sequence[str]) -> _Encoded:
 
 @contextmanager
 def _loaded(directory: Path, device: str, packed_from: torch.dtype | None) -> Iterator[Any]:
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    from trainkit.auto_class import auto_class
 
     packing = None
     if packed_from is not None:
@@ -188,7 +190,8 @@ def _loaded(directory: Path, device: str, packed_from: torch.dtype | None) -> It
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.float32,
         )
-    model = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    model = auto_class(config).from_pretrained(
         directory,
         dtype=packed_from or torch.float32,
         device_map=device,

@@ -40,6 +40,7 @@ _UNKNOWN_HERE = (
     "alora_invocation_tokens",
     "fan_in_fan_out",
 )
+_KNOWN_TO_PEFT = ("target_parameters",)
 
 
 @dataclass
@@ -110,8 +111,12 @@ def is_adapter(directory: Path) -> bool:
     return (Path(directory) / CONFIG_NAME).is_file()
 
 
-def read_adapter_config(directory: Path) -> dict[str, Any]:
+def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str, Any]:
     """adapter_config.json, refused where it asks for what a plain merge cannot give.
+
+    Args:
+        directory: of the adapter.
+        with_peft: peft is at hand to merge what has no place in a table of modules.
 
     Raises:
         CheckpointError: not a LoRA adapter, or one of a kind that is not known here.
@@ -122,7 +127,7 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(f"{CONFIG_NAME}: {kind!r} is not a LoRA adapter", where=where)
     for key in _UNKNOWN_HERE:
-        if config.get(key):
+        if config.get(key) and not (with_peft and key in _KNOWN_TO_PEFT):
             raise CheckpointError(
                 f"{CONFIG_NAME}: {key} is not supported",
                 where=where,
@@ -146,14 +151,21 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def read_adapter(directory: Path) -> Adapter:
+def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:
     """Read a saved adapter; its tensors are small and held in memory.
+
+    Args:
+        directory: of the adapter.
+        with_peft: take one with ``target_parameters`` too (of experts), which peft reads; it then
+            has no modules here.
 
     Raises:
         CheckpointError: it is none, is damaged, or is of a kind that is not known here.
     """
     directory = Path(directory)
-    config = read_adapter_config(directory)
+    config = read_adapter_config(directory, with_peft=with_peft)
+    if any(config.get(key) for key in _KNOWN_TO_PEFT):
+        return Adapter(directory, config)
     for name in ("adapter_model.safetensors", "adapter_model.bin"):
         if (directory / name).exists():
             path = plain_file(directory, name)

@@ -66,7 +66,7 @@ def extract_adapter(folder: Path, checkpoint: Path, target: Path) -> Path:
     Raises:
         CheckpointError: the shards hold no adapter.
     """
-    config = read_adapter_config(checkpoint)
+    config = read_adapter_config(checkpoint, with_peft=True)
     with ZeroReader(folder) as reader:
         tensors = {
             name.replace(".default", ""): reader.load(name)
