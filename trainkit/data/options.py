@@ -20,8 +20,8 @@ IGNORE_INDEX = -100
 """The label of a token that is not trained."""
 
 FROZEN_DATE = "2024-07-26"
-"""What templates that print today's date are told, so that the same data gives the same tokens on
-every day. It is the date Llama 3.1's own template falls back to."""
+"""What templates that print today's date print instead, so that the same data gives the same tokens
+on every day. It is the date Llama 3.1's own template falls back to."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Source:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """How rows become samples. All of it, but for the last group, enters the cache key.
+    """How rows become samples. All of it, except the last group, enters the cache key.
 
     Attributes:
         max_length: longest sample, in tokens.
@@ -80,7 +80,7 @@ class DataOptions:
             exchange fits; ``left_turns`` drops the oldest turns; ``right`` cuts at ``max_length``;
             ``drop`` drops the row; ``error`` stops.
         thinking: ``template`` trains what inference sees (turns whose reasoning the template
-            strips are not trained, but for the last one); ``split`` makes one sample per assistant
+            strips are not trained, except the last one); ``split`` makes one sample per assistant
             turn; ``preserve`` keeps all reasoning in place.
         mask_empty_think: do not train an empty ``<think></think>`` that the template adds.
         roles: the roles that are trained.
@@ -88,7 +88,7 @@ class DataOptions:
             them by this text.
         template_kwargs: extra variables for the chat template, such as ``enable_thinking``.
         chat_template: used instead of the tokenizer's own, which then counts as changed.
-        frozen_date: the date (YYYY-MM-DD) told to templates that print today's.
+        frozen_date: the date (YYYY-MM-DD) given to templates that print today's.
         append_eos: put the tokenizer's eos behind every answer that the template leaves without an
             end-of-turn token.
         escape_special: break up control tokens found inside message text.

@@ -54,7 +54,7 @@ def start_from_base(model: PeftModel, init: str, *, dtype: torch.dtype | None) -
     """Take the adapters' first factors from the base, and take them out of the base.
 
     The base is reduced by the factors as they are stored, rounded to the adapter's dtype, so that
-    the model starts as the base does, but for the rounding of the base's own dtype.
+    the model starts as the base does, except for the rounding of the base's own dtype.
 
     Args:
         model: freshly adapted; its class becomes `SavedAsPlainLora`.

@@ -59,7 +59,7 @@ def offload_where_it_pays(
 
 
 def offload_checkpoints(model: nn.Module, *, min_bytes: int = MIN_BYTES) -> Callable[[], None]:
-    """Move the inputs of checkpointed layers to the host, but for the last layer's.
+    """Move the inputs of checkpointed layers to the host, except the last layer's.
 
     Call it after gradient checkpointing has been enabled (Trainer enables it when training starts).
     The last layer's input is needed back at once, so it stays.

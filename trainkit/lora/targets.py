@@ -122,7 +122,7 @@ def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:
 
 
 def _text_linears(model: PreTrainedModel) -> Iterator[str]:
-    """Names of the linear layers that text passes through, but for the output layer."""
+    """Names of the linear layers that text passes through, except the output layer."""
     inside = text_model(model)
     wanted = None if inside is None else set(inside.modules())
     for name, module in model.named_modules():

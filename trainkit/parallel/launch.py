@@ -44,7 +44,7 @@ def torchrun_command(arguments: Sequence[str], num_processes: int) -> list[str]:
     Honours NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and NPROC_PER_NODE.
 
     Raises:
-        RecipeError: one of them is no number where torchrun wants one.
+        RecipeError: one of them is not a number where torchrun needs one.
     """
     variables = os.environ
     if variables.get("NPROC_PER_NODE") not in _COUNTED_BY_TORCHRUN:

@@ -11,7 +11,7 @@ INITIALISATIONS: tuple[str, ...] = (
     "pissa_niter_N",
     "olora",
 )
-"""The names of ``lora.init_lora_weights``, beside true and false; N is a number of iterations."""
+"""The names of ``lora.init_lora_weights``, besides true and false; N is a number of iterations."""
 
 _NEEDS_A_PASS = "it needs a pass over the data before training, which trainkit does not make"
 REFUSED_INITIALISATIONS: Mapping[str, str] = {

@@ -84,7 +84,7 @@ def derive(
     """What follows from a ``training`` section and the settings around it, by name.
 
     Args:
-        training: the section; what it says itself stays, but for what the machine cannot do.
+        training: the section; what it says itself stays, except what the machine cannot do.
         model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
         reads_precision: an engine trains that computes in what ``bf16`` and ``fp16`` say.
         has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.

@@ -31,7 +31,7 @@ class Vocabulary:
     transformers: str
 
     def places(self, name: str) -> list[str]:
-        """The dotted keys that end in ``name``, but for those of list items."""
+        """The dotted keys that end in ``name``, except those of list items."""
         return [
             f"{section}.{name}" if section else name
             for section, names in self.sections.items()

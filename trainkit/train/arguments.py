@@ -35,7 +35,7 @@ def training_arguments(
         model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
         layout: how the run is spread over processes.
         has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
-        has_eval: evaluation data is given, so evaluate each epoch unless told otherwise.
+        has_eval: evaluation data is given, so evaluate each epoch by default.
         gradient_accumulation_steps: micro-batches per optimizer step.
         is_streaming: the training rows are streamed.
 

@@ -1,4 +1,4 @@
-"""What happens beside the loop: the record of the run, and a stop that loses nothing."""
+"""What happens around the loop: the record of the run, and a stop that loses nothing."""
 
 import math
 import signal
@@ -35,7 +35,7 @@ class RunRecorder(TrainerCallback):
     Args:
         run: where it writes.
         console: speaks.
-        resume_step: the last step that stands; 0 redoes everything, None is a new run.
+        resume_step: the last step to keep; 0 redoes everything, None is a new run.
         begin: called once with the Trainer's arguments, when nothing can refuse the run any more.
     """
 

@@ -38,7 +38,7 @@ def folder_name(step: int) -> str:
 def written_together(
     target: Path, accelerator: Accelerator, metadata: Mapping[str, Any], *, replace: bool = False
 ) -> Iterator[Path]:
-    """Let all ranks write one directory that appears whole or not at all.
+    """Let all ranks write one directory that appears complete or not at all.
 
     Args:
         target: where it appears.
@@ -137,7 +137,7 @@ class CheckpointWriter:
 def remember_origin(directory: Path, base: Path) -> None:
     """Write down where saved weights come from, in checkpoints as in ``final/``.
 
-    An adapter gets the fingerprint of its base beside it, and a model what a conversion knew about
+    An adapter gets the fingerprint of its base, and a model what a conversion knew about
     the model that it was made from.
     """
     if not write_fingerprint(directory):

@@ -1,4 +1,4 @@
-"""``--dry-run``: one optimizer step of the real Trainer, in a place that is thrown away.
+"""``--dry-run``: one optimizer step of the real Trainer, in a temporary directory.
 
 Everything is the run's own: arguments, model, self-check, loaders, optimizer, schedule, logs,
 evaluation, checkpoint. Only what would cost time or leave something behind is cut short: the first

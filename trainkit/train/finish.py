@@ -20,7 +20,7 @@ from trainkit.train.trainer import SftTrainer
 
 @dataclass(frozen=True)
 class AfterTraining:
-    """What is asked of the trained model.
+    """What to do with the trained model.
 
     Attributes:
         base_model: what the model card names as its origin.

@@ -1,9 +1,9 @@
 """No number that is none gets into the weights, and none gets into a checkpoint.
 
 Every step's losses and gradient norm are looked at on the device and by all ranks together. The
-verdict gates the update on the device, and travels to the host beside the computation: the host
-reads that of one step while the device works on the next, so no step waits. On a CPU it is read at
-once.
+verdict gates the update on the device, and is copied to the host while the computation goes on: the
+host reads that of one step while the device works on the next, so no step waits. On a CPU it is
+read at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence

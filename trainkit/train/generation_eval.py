@@ -22,7 +22,7 @@ class Answer:
         question: the message before it.
         expected: the reference.
         given: what the model generated.
-        is_exact: equal but for white space at the ends.
+        is_exact: equal except for white space at the ends.
     """
 
     conversation: int

@@ -38,7 +38,7 @@ OF_TRAINING = (
 
 
 class HubUploads(Trainer):
-    """Uploads each checkpoint when it is whole, beside the training, and the final model."""
+    """Uploads each checkpoint when it is complete, while training goes on, and the final model."""
 
     _upload: "Future[Any] | None" = None
     _uploading: Path | None = None

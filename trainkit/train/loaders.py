@@ -47,7 +47,7 @@ def sample_loader(
         FillingDataset(data.samples, data.without_training),
         batch_sampler=sampler,
         collate_fn=data.collator,
-        # Workers are forked anew for each epoch: they must see its order.
+        # Workers are forked again for each epoch: they must see its order.
         num_workers=workers,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
         prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,

@@ -151,7 +151,7 @@ class TrainingData:
         samples: in the order of an epoch.
         collator: turns a list of samples into a batch, counts included.
         without_training: turns a sample into one of which nothing is trained.
-        sources: what to call each source in the log, where their losses are told apart; batches
+        sources: what to call each source in the log, where their losses are kept apart; batches
             then have ``source_ids``.
         stream: where the training rows come from instead; ``samples`` are its first ones then.
         sample_name: what to call a sample in a message, from its id.

@@ -54,7 +54,7 @@ class Session:
         is_packed: several documents share a row.
         lora_plus_ratio: see :mod:`trainkit.train.optim`.
         is_main: whether this rank writes.
-        after: what is asked of the trained model.
+        after: what to do with the trained model.
         review: what a continued run does otherwise than its checkpoint.
         begins_again: the run was stopped before its first checkpoint; its rows are redone.
     """
@@ -117,7 +117,7 @@ class Session:
         """
         config = self.built.model.config
         if self.args.ddp_find_unused_parameters is None:
-            # Only a tower beside the text model has weights that no text reaches; looking for
+            # Only a tower next to the text model has weights that no text reaches; looking for
             # such weights costs a walk of the graph every step.
             self.args.ddp_find_unused_parameters = config.get_text_config() is not config
         with settings_refused_by("the Trainer", "training"):

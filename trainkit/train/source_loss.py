@@ -1,4 +1,4 @@
-"""The loss of each source, told apart on the device while batches go by.
+"""The loss of each source, kept apart on the device while batches go by.
 
 The sums stay on the device until a row is logged, so no step waits for them. B batch, S sequence,
 V vocabulary, G sources.
@@ -47,7 +47,7 @@ class SourceLosses:
 
     @classmethod
     def of(cls, model: nn.Module, labels: Sequence[str]) -> "SourceLosses | None":
-        """None where the sources are not told apart."""
+        """None where the sources are not kept apart."""
         return cls(model, labels) if labels else None
 
     @torch.no_grad()

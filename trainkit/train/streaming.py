@@ -1,7 +1,7 @@
 """Streamed samples in the Trainer: loading processes, exact positions, the ledger of dropped rows.
 
 Every batch carries the position behind it, so the position of the run is that of the last batch it
-has trained on, however far the loading processes are ahead. Each rank saves its own beside the
+has trained on, however far the loading processes are ahead. Each rank saves its own next to the
 weights. The ledger is cut back to its length at the checkpoint when a run goes on from there, so it
 names each row once.
 """
@@ -48,7 +48,7 @@ class StreamState:
 
     Args:
         stream: the stream.
-        ledger: the file for dropped rows; cut and repaired ones go beside it.
+        ledger: the file for dropped rows; cut and repaired ones go next to it.
         num_slots: loading processes, at least 1.
         dist_rank, world_size: this process.
     """

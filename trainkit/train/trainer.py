@@ -193,7 +193,7 @@ class SftTrainer(HubUploads, CountedEpochs):
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
     def _take_counts(self, batch: dict[str, Any]) -> Mapping[str, int]:
-        """Take the counts out of a batch; the loss is told how many tokens are trained."""
+        """Take the counts out of a batch; the loss gets how many tokens are trained."""
         counts = take_counts(batch)
         if self._has_loss_head or not self._step_loss.takes_num_items:
             batch["num_trained_tokens"] = counts["num_trained_tokens"]

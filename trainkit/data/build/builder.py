@@ -125,7 +125,7 @@ class SampleBuilder:
         """Turn rows into samples.
 
         Raises:
-            DataError: only for what concerns the whole run, such as a template without proof.
+            DataError: only about the whole run, such as a template without proof.
         """
         built = BuiltRows()
         drafts: dict[Drafter, list[Draft]] = {}

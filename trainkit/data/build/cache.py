@@ -1,7 +1,7 @@
 """Where prepared data is kept: content-addressed, written once, never stale.
 
 A key covers the bytes of the data, the template, the tokenizer, the options, this package's own
-code and the versions of what it stands on. A store is built in a temporary directory and renamed
+code and the versions of what it depends on. A store is built in a temporary directory and renamed
 when it is whole, so a crash leaves nothing that could be taken for a store. A file lock makes the
 other processes of a machine wait for the first instead of doing the work again; it needs no process
 group, and the system drops it when its holder dies.

@@ -121,7 +121,7 @@ class SampleDataset:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch.
 
-        Its length is the first one's, but for what sources that are shown in part may change.
+        Its length is that of the first; only sources that are shown in part may change it.
         """
         self._order = (
             np.arange(len(self.data))

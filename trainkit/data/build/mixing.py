@@ -81,7 +81,7 @@ def choose_rows(keys: np.ndarray, count: int, *, seed: int, name: str) -> np.nda
 def _take(share: Share, size: float, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices for ``size`` samples of one source, and which repetition each is.
 
-    The samples stand in a ring in stable order; each epoch continues where the last one ended.
+    The samples form a ring in stable order; each epoch continues where the last one ended.
     """
     total = len(share.keys)
     if total == 0:

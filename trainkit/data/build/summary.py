@@ -164,7 +164,7 @@ def warnings_of(
             "generation will not stop at it unless its id is in generation_config.eos_token_id "
             "(trainkit writes it there)"
             if end in stops
-            else f"it ends {ends.counts[end]} of {ends.counts.total()} trained turns and stands "
+            else f"it ends {ends.counts[end]} of {ends.counts.total()} trained turns and is "
             "inside others, or ends too few, so it is not made one either"
         )
         warnings.append(text)

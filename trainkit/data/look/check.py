@@ -129,7 +129,7 @@ def _length(summary: Mapping[str, Any]) -> Finding:
 def _mask(summary: Mapping[str, Any]) -> Finding:
     totals = summary["totals"]
     share = totals["trained_tokens"] / max(totals["tokens"], 1)
-    few = "; few beside so long prompts" if share < MIN_TRAINED_SHARE else ""
+    few = "; few, since the prompts are so long" if share < MIN_TRAINED_SHARE else ""
     return Finding(
         "mask", "warning" if few else "ok", f"{share:.1%} of the tokens are trained{few}"
     )

@@ -41,7 +41,7 @@ class DataStats:
         lengths: ``p50``, ``p95``, ``p99``, ``max``, ``mean``, in tokens.
         trained_share: trained tokens over tokens.
         duplicates: samples whose ids another sample has too, not counting the first of each.
-        cuts: for every ``max_length`` asked about.
+        cuts: for every ``max_length`` to count.
         suggested_max_length: the smallest multiple of 64 that takes 99% of the samples whole.
         histogram: upper edge (tokens) and number of samples of each bar.
     """

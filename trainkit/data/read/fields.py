@@ -8,7 +8,7 @@ from trainkit.data.read.messages import RowError
 
 
 def decoded(text: str, place: str) -> Any:
-    """Decode JSON that stands inside a text; ``place`` names it in the error."""
+    """Decode JSON inside a text; ``place`` names it in the error."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -49,7 +49,7 @@ def unread_files(path: str) -> list[Path]:
 
 
 def _files_below(directory: Path) -> list[Path]:
-    """Every file of a directory, sorted, but for hidden ones and those in hidden directories."""
+    """Every file of a directory, sorted, except hidden ones and those in hidden directories."""
     return sorted(
         file
         for file in directory.rglob("*")

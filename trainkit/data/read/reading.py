@@ -225,7 +225,7 @@ class _ArrayCutter:
                 else TOKEN.search(self._data, place)
             )
             if match is None:
-                # What was looked at is not looked at again, but for an escape cut in two.
+                # What was looked at is not looked at again, except an escape cut in two.
                 place = len(self._data) - (self._cut_escape(place) if in_string else 0)
                 if self._skipped + len(self._data) > self._limit:
                     self._skipped += place

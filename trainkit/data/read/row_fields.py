@@ -51,7 +51,7 @@ TURN_REFUSED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(MEDIA, ("not_text", "and only text is trained")),
     "refusal": ("refusal", "next to its text; write the refusal as its content"),
     "prefix": ("not_an_answer", "which leaves the answer without its end"),
-    "tools": ("misplaced_tools", "and tools stand next to the messages, for all turns"),
+    "tools": ("misplaced_tools", "and tools are next to the messages, for all turns"),
     "documents": ("documents", "which templates print in ways of their own; write them as a turn"),
     "tool_plan": ("unknown_turn_field", "and thinking is read from reasoning_content"),
     "tool_responses": ("unknown_turn_field", "and a tool's answer is a turn with the role tool"),

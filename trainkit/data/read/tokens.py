@@ -1,4 +1,4 @@
-"""Rows that were tokenised elsewhere: their ids, and every mask that may stand next to them.
+"""Rows that were tokenised elsewhere: their ids, and every mask that may come with them.
 
 A token is trained when each mask that the row has says so. What the ids alone cannot show (pads,
 several documents in one row) is read from the fields that other tools write, or refused.
@@ -24,7 +24,7 @@ HARMLESS = ("special_tokens_mask", "offset_mapping")
 """As long as the ids, and without a say in what is trained."""
 
 READ = ("input_ids", "labels", "position_ids", "token_type_ids", *MASKS, *BOUNDARIES, *HARMLESS)
-"""Every field of a row of tokens that is looked at."""
+"""Every field of a tokenised row that is read."""
 
 
 def parse_tokens(row: Mapping[str, Any]) -> TokenRow:

@@ -5,7 +5,7 @@ Language repeats its words, so cutting with :mod:`re` and looking words up is ov
 fast as the general path of ``tokenizers``, which carries normalisation and alignments along.
 Words that are not ASCII go that general way.
 
-Which pattern a tokenizer uses is not asked but proved: a pattern is taken when it gives the
+Which pattern a tokenizer uses is not looked up but proved: a pattern is taken when it gives the
 backend's ids on several hundred strings made to tell patterns apart. A tokenizer without a proof is
 left alone.
 """
@@ -42,7 +42,7 @@ PATTERNS = (
 )
 
 CHUNK_STARTS = re.compile(r"(?<=\S)(?= \S)|(?<=[A-Za-z0-9])(?=\n\S)|(?<=[A-Za-z0-9]\n)(?=\S)")
-"""Where all of the patterns cut, whatever else stands there: before one blank between others, and
+"""Where all of the patterns cut, whatever else is there: before one blank between others, and
 around one line break behind a letter or digit (a role header ends so)."""
 
 MAX_CACHED_CHUNK = 24
@@ -190,7 +190,7 @@ def find_ascii_bpe(backend: Tokenizer) -> AsciiBpe | None:
 
 
 def _trials(control: Sequence[str]) -> list[str]:
-    """Strings that tell the patterns apart: every ASCII character, and what stands at borders."""
+    """Strings that tell the patterns apart: every ASCII character, and what is at borders."""
     draw = random.Random(0)
     pieces = [chr(byte) for byte in range(128)]
     pieces += ["'s", "'T", "'re", "'LL", "'d", "word", "Two", "12", "3456", "  ", "\n\n", " \n "]

@@ -72,7 +72,8 @@ class Ends:
     ) -> tuple[int, str | None]:
         """The end of the text that the template puts behind a turn, such as ``</assistant></s>``.
 
-        It is what stands there whether or not another turn follows, or what ends in a stop token.
+        It is the text that is there whether or not another turn follows, or what ends in a stop
+        token.
         """
         gap = rendering.plain[last:limit]
         if not gap.strip():

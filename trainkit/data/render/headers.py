@@ -28,7 +28,7 @@ class Start:
     """Where the model begins to write.
 
     Attributes:
-        place: in characters of the rendering.
+        place: position in the rendering, in characters.
         base: the same without the thinking that the prompt opens.
         opening: what the prompt has behind ``place`` but this rendering has not: opened thinking.
     """

@@ -1,6 +1,6 @@
 """Marks: private-use characters put around the texts of a conversation, to find them again.
 
-A mark stands inside the blanks at a text's ends, so a template that trims text leaves it in place,
+A mark is inside the blanks at a text's ends, so a template that trims text leaves it in place,
 and inside ``<think>`` tags, so a template that splits thinking off finds its tags untouched.
 """
 
@@ -25,7 +25,7 @@ class Mark:
         kind: ``content``, ``reasoning`` or ``call``, with ``_end`` behind a text.
         place: where it was found, in characters of the rendering without marks; -1 if nowhere.
         count: how often it was found.
-        text: what stands between it and the next mark, for a mark before a text.
+        text: what is between it and the next mark, for a mark before a text.
     """
 
     turn: int

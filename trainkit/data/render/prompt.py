@@ -59,7 +59,7 @@ class PromptRenderer:
 
     def _rendered(self, conversation: Conversation, *, generation: bool) -> str:
         try:
-            # An empty answer may stand in a chat; training refuses its row.
+            # An empty answer may be in a chat; training refuses its row.
             conversation = replace(conversation, messages=join_users(conversation.messages))
             template = self._template_of(conversation)
             conversation, _ = template.prepare(conversation)

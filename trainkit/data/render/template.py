@@ -1,4 +1,4 @@
-"""The tokenizer's own chat template: how it wants its messages, and what it renders.
+"""The tokenizer's own chat template: how it expects its messages, and what it renders.
 
 Everything about a template is found by rendering small probes, never from its name.
 """
@@ -41,14 +41,14 @@ PRESERVING_SWITCHES = {
     "clear_thinking": False,
     "truncate_history_thinking": False,
 }
-"""Variables by which templates are told to keep the thinking of earlier turns."""
+"""Variables that make templates keep the thinking of earlier turns."""
 
 Rendered = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a template wants what the wild writes in several ways.
+    """How a template expects what is written in several ways elsewhere.
 
     Attributes:
         parts: content as ``[{"type": "text", "text": ...}]`` instead of a string.
@@ -187,7 +187,7 @@ class ChatTemplate:
         return message, count
 
     def as_dict(self, message: Message) -> Rendered:
-        """One message as this template wants it."""
+        """One message as this template expects it."""
         style = self.style
         content = message.content
         rendered: Rendered = {"role": message.role}

@@ -29,7 +29,7 @@ MAX_GATE_RANK = 64
 """Above it the three sums of the backward pass no longer fit the registers."""
 
 MAX_TILES_RANK = 16
-"""Above it they crowd the registers beside tiles that the copy engine fetches; not measured."""
+"""Above it they crowd the registers along with tiles that the copy engine fetches; not measured."""
 
 _MAX_SPLITS = 16
 _GOOD_FILL = 0.95

@@ -247,7 +247,7 @@ def _varlen_options(window: int | None, scaling: float | None, grouped: bool) ->
     names = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"scale": scaling}
     if "window_size" in names:
-        # How far back a token sees beside itself: a window counts the token as well.
+        # How far back a token sees besides itself: a window counts the token as well.
         options["window_size"] = (-1 if window is None else window - 1, 0)
     elif window is None:
         options["is_causal"] = True

@@ -66,7 +66,7 @@ class Acts:
 
 
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
-_CHECKPOINT_OPTIONS = (  # what torch.utils.checkpoint takes, but for functions
+_CHECKPOINT_OPTIONS = (  # what torch.utils.checkpoint takes, except functions
     "use_reentrant",
     "preserve_rng_state",
     "determinism_check",

@@ -1,7 +1,8 @@
 """Which run a command means, and its recipe as given: before torch is imported.
 
 A continued run resolves its recipe again: the copy in the run directory (or the one of
-``--config``), the overrides it was given so far, and today's. What nobody wrote is worked out anew.
+``--config``), the overrides it was given so far, and today's. What nobody wrote is worked out
+again.
 """
 
 import os
@@ -59,7 +60,7 @@ def read_command(
     Raises:
         RecipeError: there is no recipe, or it is wrong.
         RunDirectoryError: there is no run to continue.
-        ResumeRefusedError: the run has ended, and what is asked changes nothing.
+        ResumeRefusedError: the run has ended, and the command changes nothing.
     """
     if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
         return _after_restart(config, overrides, options, output_dir)
@@ -180,8 +181,8 @@ def _changed(
     before = load_recipe(run.recipe, bases=run.bases, recorded=recorded)
     then = {value.key: value.value for value in before.values()}
     now = {value.key: value.value for value in loaded.values()}
-    beside = ("name", "training.output_dir", "training.hub_token")
-    keys = [key for key in {**then, **now} if key not in beside]
+    ignored = ("name", "training.output_dir", "training.hub_token")
+    keys = [key for key in {**then, **now} if key not in ignored]
     return [key for key in keys if then.get(key) != now.get(key)]
 
 
