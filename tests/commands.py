@@ -76,9 +76,9 @@ def run_command(cwd, argv, kill_at=None, stop_at=None, environment=None, picture
 
 
 def _end_at(kill_at, stop_at):
-    from trainkit.train.callbacks import StopWhenAsked
+    from trainkit.train.callbacks import StopOnRequest
 
-    plain = StopWhenAsked.on_step_end
+    plain = StopOnRequest.on_step_end
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == kill_at:
@@ -87,7 +87,7 @@ def _end_at(kill_at, stop_at):
             os.kill(os.getpid(), signal.SIGINT)
         return plain(self, args, state, control, **kwargs)
 
-    StopWhenAsked.on_step_end = on_step_end
+    StopOnRequest.on_step_end = on_step_end
 
 
 def _draw_nothing():

@@ -13,7 +13,7 @@ INSTEAD = {
     r"\bmend(s|ed|ing)?\b": "fix",
     r"\bdoors?\b": "what it is: a method, a command",
     r"\b(is|are) no numbers?\b": "is NaN, is infinite, is not a number",
-    r"(?<!there )\b(is|are) no (adapter|model|run|checkpoint|date|size|file|row|format)s?\b": "is not a",
+    r"(?<!there )\b(is|are) no (adapter|model|run|checkpoint|date|size|file|format)s?\b": "not a",
     r"\bbeside\b": "next to; besides",
     r"\banew\b": "again",
     r"\b(whence|thence|hither|lest|thereof|whereof|nought|naught|wherein)\b": "current English",
@@ -21,7 +21,7 @@ INSTEAD = {
     r"\bwhat is asked\b": "what it is: the prompt, the command, the option",
     r"\bfor want of\b": "because there is no",
     r"\btold in a (line|sentence)\b": "called with; printed as",
-    r"\b(but for|in the place of)\b": "except; instead of",
+    r"\b(in the place of|but for (the|those|hidden|what|its))\b": "instead of; except",
     r"\bwhole or not at all\b": "complete or not at all",
     r"\b(stands?|stood) (there|in|beside|behind)\b": "is",
 }

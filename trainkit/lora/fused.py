@@ -290,7 +290,9 @@ def _first_reason(layers: Sequence[nn.Module]) -> str | None:
 
 def _row(op: str, number: int, reasons: Counter[str], otherwise: str) -> PatchRow:
     """A row from how many modules are fused and why the others are not."""
-    told = "; ".join(f"{count} on peft's path: {reason}" for reason, count in reasons.items())
+    reason_text = "; ".join(
+        f"{count} on peft's path: {reason}" for reason, count in reasons.items()
+    )
     if not number:
         return PatchRow(op, "off", "; ".join(reasons) or otherwise)
-    return PatchRow(op, "on", told, (op,), number)
+    return PatchRow(op, "on", reason_text, (op,), number)

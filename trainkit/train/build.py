@@ -161,13 +161,15 @@ def _prepare(
 
 def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversation]:
     """The conversations to be answered after training; read now, since bad rows are found now."""
-    asked = recipe.generation_eval
-    if asked is None:
+    held_out_eval = recipe.generation_eval
+    if held_out_eval is None:
         return []
-    conversations, num_dropped = read_conversations(data_sources(recipe, asked.data), ledger)
+    conversations, num_dropped = read_conversations(
+        data_sources(recipe, held_out_eval.data), ledger
+    )
     if num_dropped:
         console.warn(f"{num_dropped} held-out rows are not conversations and were skipped")
-    return conversations[: asked.max_samples]
+    return conversations[: held_out_eval.max_samples]
 
 
 def _session(
@@ -191,7 +193,7 @@ def _session(
     if place.is_main:
         run.write_json(run.kernels, record)
         console.note(built.describe())
-    asked = recipe.generation_eval
+    held_out_eval = recipe.generation_eval
     return Session(
         run=run,
         console=console,
@@ -214,8 +216,8 @@ def _session(
         after=AfterTraining(
             base_model=recipe.model.name_or_path,
             held_out=prepared.held_out,
-            max_new_tokens=asked.max_new_tokens if asked else 0,
-            batch_size=asked.batch_size if asked else 0,
+            max_new_tokens=held_out_eval.max_new_tokens if held_out_eval else 0,
+            batch_size=held_out_eval.batch_size if held_out_eval else 0,
             options=data_options(recipe, cache_dir=None),
         ),
     )
@@ -316,17 +318,17 @@ def _run_directory(
 
 def _decided_by_main(place: ProcessRank, decide: Callable[[], Decision]) -> Decision:
     """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang."""
-    told: list[Any] = [None]
+    decided: list[Any] = [None]
     if place.is_main:
         try:
-            told[0] = decide()
+            decided[0] = decide()
         except TrainkitError as error:
-            told[0] = error
+            decided[0] = error
     if place.world_size > 1:
-        broadcast_object_list(told)
-    if isinstance(told[0], TrainkitError):
-        raise told[0]
-    return cast(Decision, told[0])
+        broadcast_object_list(decided)
+    if isinstance(decided[0], TrainkitError):
+        raise decided[0]
+    return cast(Decision, decided[0])
 
 
 @contextlib.contextmanager

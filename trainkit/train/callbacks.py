@@ -113,8 +113,8 @@ class RunRecorder(TrainerCallback):
         self._curves.close()
 
 
-class StopWhenAsked(TrainerCallback):
-    """Ends a one-process run at the step it was asked in; several ranks agree when they log."""
+class StopOnRequest(TrainerCallback):
+    """Ends a one-process run at the step in which that was requested; several ranks agree when they log."""
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop

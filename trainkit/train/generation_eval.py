@@ -91,16 +91,16 @@ def evaluate_answers(
         options: how training rendered conversations; the defaults otherwise.
     """
     renderer = PromptRenderer(tokenizer, options)
-    asked = [
+    questions = [
         (number, turn, renderer.input_ids(conversation.first(turn)))
         for number, conversation in enumerate(conversations)
         for turn, message in enumerate(conversation.messages)
         if message.role == "assistant" and turn > 0
     ]
-    asked.sort(key=lambda question: len(question[2]))
+    questions.sort(key=lambda question: len(question[2]))
     answers = []
-    for start in range(0, len(asked), batch_size):
-        batch = asked[start : start + batch_size]
+    for start in range(0, len(questions), batch_size):
+        batch = questions[start : start + batch_size]
         prompts = [prompt for _, _, prompt in batch]
         given = _generate(model, tokenizer, prompts, max_new_tokens, stop_token_ids)
         for (number, turn, _), text in zip(batch, given, strict=True):

@@ -21,7 +21,7 @@ from trainkit.train.callbacks import (
     LeakTest,
     OffloadActivations,
     RunRecorder,
-    StopWhenAsked,
+    StopOnRequest,
     stopping_on_signals,
 )
 from trainkit.train.checkpoints import CheckpointWriter, ResumePoint
@@ -135,7 +135,7 @@ class Session:
                 peak_flops=peak_flops(),
             )
         trainer.remove_callback(PrinterCallback)
-        trainer.add_callback(StopWhenAsked(stop))
+        trainer.add_callback(StopOnRequest(stop))
         trainer.add_callback(OffloadActivations(self.built.model, self.built.offload_activations))
         if self.is_packed:
             vocab_size = config.get_text_config().vocab_size

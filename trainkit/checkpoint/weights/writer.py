@@ -22,7 +22,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     file: str
     offset: int
     info: TensorInfo
@@ -46,7 +46,7 @@ class WeightsWriter:
         """
         self.directory = directory
         self.sha256: dict[str, str] = {}
-        self._places: dict[str, _Place] = {}
+        self._positions: dict[str, _Position] = {}
         self._descriptors: dict[str, int] = {}
         if len({info.name for info in tensors}) != len(tensors):
             raise CheckpointError("a tensor is planned twice", where=str(directory))
@@ -68,7 +68,7 @@ class WeightsWriter:
         Raises:
             CheckpointError: it was not planned so, or comes twice.
         """
-        place = self._places.get(name)
+        place = self._positions.get(name)
         info = TensorInfo(name, tensor.dtype, tuple(tensor.shape))
         if place is None or place.info != info or name in self.sha256:
             planned = place.info if place else "nothing"
@@ -88,7 +88,7 @@ class WeightsWriter:
         Raises:
             CheckpointError: a planned tensor never came.
         """
-        missing = self._places.keys() - self.sha256.keys()
+        missing = self._positions.keys() - self.sha256.keys()
         self._close()
         if missing:
             raise CheckpointError(
@@ -98,7 +98,7 @@ class WeightsWriter:
         if self._is_sharded:
             index = {
                 "metadata": {"total_size": self._num_bytes},
-                "weight_map": {name: place.file for name, place in sorted(self._places.items())},
+                "weight_map": {name: place.file for name, place in sorted(self._positions.items())},
             }
             text = json.dumps(index, indent=2) + "\n"
             (self.directory / INDEX_NAME).write_text(text, encoding="utf-8")
@@ -139,7 +139,7 @@ class WeightsWriter:
         os.posix_fallocate(descriptor, 0, start + offset)
         os.pwrite(descriptor, len(text).to_bytes(8, "little") + text, 0)
         for info in ordered:
-            self._places[info.name] = _Place(file, start, info)
+            self._positions[info.name] = _Position(file, start, info)
             start += info.num_bytes
 
 

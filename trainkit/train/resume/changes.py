@@ -61,7 +61,7 @@ ACTS = (
 """Keys of the sections above that may change like any other key."""
 
 PARTS = "data_parts"
-"""What the fingerprint of the data is made of: told where it differs, not compared itself."""
+"""What the fingerprint of the data is made of: named where it differs, not compared itself."""
 
 _NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
 
@@ -160,9 +160,11 @@ def review(
         if not _is_allowed(change.key, allowed) and (change.key, change.now) not in known
     ]
     if needed:
-        told = _data_told(point.fingerprint.get(PARTS) or {}, fingerprint.get(PARTS) or {})
+        differences = _data_differences(
+            point.fingerprint.get(PARTS) or {}, fingerprint.get(PARTS) or {}
+        )
         lines = "\n".join(
-            f"    {change}{told if change.key == 'data' else ''}" for change in needed
+            f"    {change}{differences if change.key == 'data' else ''}" for change in needed
         )
         keys = list(dict.fromkeys(_consent_key(change.key) for change in needed))
         raise ResumeRefusedError(
@@ -174,34 +176,36 @@ def review(
     return Review(tuple(c for c in changes if c not in needing), tuple(needing))
 
 
-def _data_told(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Which parts of the data are not what they were; nothing where that is not known."""
     if not before or not now:
         return ""
     before, plain = (json.loads(json.dumps(parts)) for parts in (before, now))
     then, today = before["files"], plain["files"]
-    told = []
+    differences = []
     for row in then:
         if row[:3] in [other[:3] for other in today]:
             continue
         same_name = next((other for other in today if other[3] == row[3]), None)
         if same_name is None:
-            told.append(f"{row[3]} is missing")
+            differences.append(f"{row[3]} is missing")
         elif same_name[0] == row[0]:
-            told.append(f"{row[3]} gives {same_name[1]} samples and gave {row[1]}")
+            differences.append(f"{row[3]} gives {same_name[1]} samples and gave {row[1]}")
         else:
-            told.append(f"{row[3]} was changed ({row[1]} samples, now {same_name[1]})")
+            differences.append(f"{row[3]} was changed ({row[1]} samples, now {same_name[1]})")
     names = [row[3] for row in then]
     digests = [row[:3] for row in then]
-    told += [f"{row[3]} is new" for row in today if row[3] not in names and row[:3] not in digests]
-    told += [
+    differences += [
+        f"{row[3]} is new" for row in today if row[3] not in names and row[:3] not in digests
+    ]
+    differences += [
         f"{key}: {_short(before[key])} -> {_short(plain.get(key))}"
         for key in before
         if key != "files" and before[key] != plain.get(key)
     ]
-    if not told:
-        told = ["the same files in another order"]
-    return f" ({'; '.join(told)})"
+    if not differences:
+        differences = ["the same files in another order"]
+    return f" ({'; '.join(differences)})"
 
 
 def _consent_key(key: str) -> str:
