@@ -114,7 +114,7 @@ class RunRecorder(TrainerCallback):
 
 
 class StopOnRequest(TrainerCallback):
-    """Ends a one-process run at the step in which that was requested; several ranks agree when they log."""
+    """Ends a one-process run at the step of the request; several ranks agree when they log."""
 
     def __init__(self, stop: StopRequest) -> None:
         self._stop = stop
