@@ -327,3 +327,28 @@ def test_every_template_keeps_the_indentation_it_prints(name):
     ids, mask = build_row(tokenizer, chat("q", "    code"))
     if "    code" in tokenizer.decode(ids):
         assert "    code" in tokenizer.decode(ids[mask.astype(bool)])
+
+
+THOUGHT = {"role": "assistant", "reasoning_content": "only a thought"}
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+@pytest.mark.parametrize("content", [{}, {"content": ""}, {"content": None}], ids=str)
+def test_a_turn_of_thinking_alone_is_trained_where_the_template_prints_it(name, content):
+    tokenizer = tokenizer_of(name)
+    turn = {**THOUGHT, **content}
+    asked = [{"role": "user", "content": "q"}]
+    builder = SampleBuilder(tokenizer, DataOptions(max_length=4096))
+    rows = [[*asked, turn], [*asked, turn, *asked, {"role": "assistant", "content": "answer two"}]]
+    for number, messages in enumerate(rows):
+        raw = RawRow(1, json.dumps({"messages": messages}).encode())
+        batch = builder.build([raw], Source("x"))
+        if not batch.lengths:
+            # Dropped only where nothing of the last turn is printed, or turns cannot be proved.
+            assert batch.events[0].reason != "empty_assistant"
+            assert not number, batch.events
+            continue
+        ids, mask = batch.input_ids[0], batch.loss_mask[0]
+        written = tokenizer.decode(ids[mask.astype(bool)])
+        assert ("answer two" in written) == bool(number)
+        assert ("only a thought" in written) == ("only a thought" in tokenizer.decode(ids))

@@ -140,6 +140,10 @@ class Drafter:
         last = max((turn for turn in turns if turn not in others), default=-1)
         only_last = only_last or self.options.mask == "last_assistant"
         trained = set()
+        left_out = len(masked.stripped.difference(turns))
+        if left_out:
+            counts["turns_with_stripped_thinking"] += left_out
+            counts["turns_not_trained_for_stripped_thinking"] += left_out
         for turn in turns:
             message = messages[turn]
             wanted = message.role in roles if message.train is None else message.train

@@ -33,7 +33,7 @@ class Message:
 
     Attributes:
         role: one of ``ROLES``.
-        content: its text; may be empty where there are tool calls.
+        content: its text; may be empty where there are tool calls or thinking.
         reasoning: thinking that came in a field of its own.
         tool_calls: ``{"name": str, "arguments": dict | str, "id": str | None}`` each.
         name: of the speaker or tool.
@@ -201,8 +201,8 @@ def _check_message(message: Message, number: int) -> None:
         if message.role != "assistant":
             raise RowError("misplaced_tool_calls", f"{place} has tool calls")
         check_depth(message.tool_calls, place)
-    elif message.role == "assistant" and not message.content.strip():
-        raise RowError("empty_assistant", f"{place} has no text and no tool calls")
+    elif message.role == "assistant" and not f"{message.content}{message.reasoning or ''}".strip():
+        raise RowError("empty_assistant", f"{place} has no text, no thinking and no tool calls")
     elif message.role == "user" and not message.content.strip():
         raise RowError("empty_user", f"{place} is empty")
 

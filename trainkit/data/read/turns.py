@@ -69,10 +69,11 @@ def parse_turn(item: Any, number: int) -> Message:
         if isinstance(value, str):
             value = fields.decoded(value, f"turn {number}")
         name, calls, value = "assistant", value, None
+    reasoning = _reasoning(item, number)
     return Message(
         role=_role(name, number),
-        content=_content(value, text, number, optional=bool(calls)),
-        reasoning=_reasoning(item, number),
+        content=_content(value, text, number, optional=bool(calls or reasoning)),
+        reasoning=reasoning,
         tool_calls=parse_tool_calls(calls, number) if calls else (),
         name=fields.string_or_none(item, "name", number),
         tool_call_id=fields.string_or_none(item, "tool_call_id", number),

@@ -38,7 +38,8 @@ class Masked:
 
     Attributes:
         text: the plain rendering.
-        spans: of every assistant turn, trained or not, and of other turns that were asked for.
+        spans: of every assistant turn, trained or not, and of other turns that were asked for; a
+            turn of which nothing is left has none.
         stripped: turns whose reasoning the template left out.
     """
 
@@ -97,6 +98,8 @@ class TurnFinder:
                 done = max(done, end)
                 continue
             self._check_turn(turn, stripped)
+            if turn in stripped and self._is_left_out(turn):
+                continue  # nothing but thinking, which the template leaves out of earlier turns
             span = self._span(turn, done)
             done = span.end
             spans.append(span)
@@ -137,6 +140,11 @@ class TurnFinder:
             if mark.place < last:
                 raise self._fail(turn, "mask_unproved", "the template reorders this turn's texts")
             last = mark.place
+
+    def _is_left_out(self, turn: int) -> bool:
+        """Whether nothing of a turn is in the rendering, and other answers follow."""
+        later = any(message["role"] == "assistant" for message in self.messages[turn + 1 :])
+        return later and not any(mark.count for mark in self.by_turn.get(turn, ()))
 
     def _limit(self, turn: int, last: int) -> int:
         """Where the next turn's text begins."""
