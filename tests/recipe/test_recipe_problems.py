@@ -206,7 +206,10 @@ def test_an_override_is_named_in_its_error(problems_of):
 def test_rules_between_sections(problems_of):
     cases = {
         "kernels: true\ntraining: {use_liger_kernel: true}\n": (4, "replace the same modules"),
-        "global_batch_size: 10\ntraining: {per_device_train_batch_size: 4}\n": (3, "not a multiple"),
+        "global_batch_size: 10\ntraining: {per_device_train_batch_size: 4}\n": (
+            3,
+            "not a multiple",
+        ),
         "global_batch_size: 8\ntraining: {auto_find_batch_size: true}\n": (4, "fixes"),
     }
     for text, (line, message) in cases.items():

@@ -91,6 +91,24 @@ def test_what_cannot_be_changed_is_refused_by_name_and_touches_nothing(
     assert after == before
 
 
+def test_a_dry_run_refuses_what_the_continued_run_would_and_touches_nothing(project, broken):
+    before = stored(broken)
+    assert "lora.r: 4 -> 8" in project.sft("--resume", "run", "lora.r=8", "--dry-run").err
+    rows = project.root / "d.jsonl"
+    text = rows.read_text()
+    rows.write_text("\n".join(text.split("\n")[:-1]))
+    result = project.sft("--resume", "run", "--dry-run")
+    assert result.code == 1
+    assert "d.jsonl was changed (24 samples, now 23)" in result.err
+    rows.write_text(text)
+    assert stored(broken) == before
+    with (broken / "checkpoint-4/adapter_model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    damaged = project.sft("--resume", "run/checkpoint-4", "--dry-run")
+    assert damaged.code == 1
+    assert "adapter_model.safetensors" in damaged.err
+
+
 @pytest.fixture(scope="module")
 def broken_run(tmp_path_factory):
     return {}
