@@ -34,6 +34,11 @@ def test_rows_are_full_on_a_realistic_mix():
     assert efficiency(lengths, 4096) >= 0.98
 
 
+def test_the_fullest_row_with_room_is_taken():
+    """Put beside the 6, the 3 would leave no row with room for both of the 2."""
+    assert len(pack(np.array([7, 6, 3, 2, 2]), 10, seed=0, epoch=0)) == 2
+
+
 def test_the_same_again_and_another_in_another_epoch():
     lengths = realistic(500)
     first = pack(lengths, 2048, seed=1, epoch=0)

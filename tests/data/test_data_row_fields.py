@@ -14,7 +14,7 @@ from trainkit.data.read.row_fields import (
     TURN_REFUSED,
     UNDESIRED,
 )
-from trainkit.options.data import RowFormat
+from trainkit.recipe.schema import RowFormat
 
 
 def turns(form, **extra):

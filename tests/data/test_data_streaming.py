@@ -100,6 +100,9 @@ def test_every_share_sees_every_source(write, tiny_tokenizer):
         from_a = sum(sample["source"] == 0 for row in rows for sample in row.samples)
         # 1000 rows drawn with even chances: 0.016 is one standard deviation.
         assert 0.4 < from_a / len(rows) < 0.6
+        # Nor every other row of a file.
+        odd = sum(int(s["id"].rpartition(":")[2]) % 2 for row in rows for s in row.samples)
+        assert 0.4 < odd / len(rows) < 0.6
 
 
 def test_packed_rows(write, tiny_tokenizer):

@@ -65,6 +65,19 @@ def test_drop(write, ready, tiny_tokenizer):
     assert data.summary["totals"]["dropped"] == 1
 
 
+def test_a_row_that_just_fits_is_left_alone(write, ready, tiny_tokenizer):
+    whole = tokens_of(tiny_tokenizer, ROW)
+    totals = ready(write([ROW]), max_length=whole, truncation="drop").summary["totals"]
+    assert (totals["cut"], totals["dropped"]) == (0, 0)
+
+
+def test_turns_that_just_fit_are_kept(write, ready, tiny_tokenizer):
+    """Behind the end of the last turn that fits, the template has a line break, which may go."""
+    shorter = tokens_of(tiny_tokenizer, {"messages": ROW["messages"][:5]})
+    data = ready(write([ROW]), max_length=shorter - 1)
+    assert trained_texts(tiny_tokenizer, data[0]) == ["a" * 10 + END, "b" * 10 + END]
+
+
 def test_error_stops_and_names_the_row(write, ready):
     with pytest.raises(DataError, match=r"data.jsonl:2: the row has"):
         ready(write([chat("q", "a"), ROW]), max_length=60, truncation="error")

@@ -49,6 +49,32 @@ def test_batch_equals_one_by_one(engine, prompts, tmp_path):
     assert [row["id"] for row in rows(tmp_path / "out.jsonl")][2] == "p.txt:4"
 
 
+def test_padding_is_not_looked_at(engine, prompts, monkeypatch):
+    """A tiny model may answer the same with it, so look at what it is given."""
+    seen, generate = {}, engine.model.generate
+
+    def record(**options):
+        seen.update(options)
+        return generate(**options)
+
+    monkeypatch.setattr(engine.model, "generate", record)
+    asked = [prompt.row for prompt in prompts]
+    engine.answer_batch(asked, SamplingOptions(max_new_tokens=1))
+    lengths = [len(engine.prompt_ids(each)) for each in asked]
+    assert len(set(lengths)) > 1
+    assert seen["attention_mask"].sum(1).tolist() == lengths
+    assert seen["attention_mask"][:, -1].all()
+
+
+def test_a_prompt_leaves_room_for_a_token(engine, prompts, monkeypatch):
+    length = len(engine.prompt_ids(prompts[0].row))
+    monkeypatch.setattr(engine, "context", length + 1)
+    engine.check_fit(prompts[0].row)
+    monkeypatch.setattr(engine, "context", length)
+    with pytest.raises(DataError, match="the answer included"):
+        engine.check_fit(prompts[0].row)
+
+
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_resumed_equals_uninterrupted(engine, prompts, tmp_path, cut):
     """Killed after a number of batches, with half a line written; sampling continues the same."""

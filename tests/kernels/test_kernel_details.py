@@ -59,6 +59,15 @@ def test_norm_rounds_like_the_plain_module(device):
     assert same.float().mean() > 0.999  # a different order of summation flips a few roundings
 
 
+def test_the_sum_is_rounded_before_it_is_normalised(device):
+    """As an addition and a norm of their own would; a sum kept wider gives other bits."""
+    x, residual = (draw(device, BF16, seed).normal(64, 896) for seed in (1, 2))
+    weight = draw(device, BF16).normal(896)
+    y, total = kernels.add_rms_norm(x, residual, weight)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, kernels.rms_norm(total, weight))
+
+
 @pytest.mark.parametrize("op", [kernels.row_max, kernels.row_min])
 def test_nan_and_infinities(op, device):
     nan, inf = math.nan, math.inf
@@ -71,6 +80,16 @@ def test_nan_and_infinities(op, device):
     largest = op is kernels.row_max
     assert indices.tolist() == ([1, 0, 0, 0] if largest else [1, 0, 3, 2])
     assert values[1:].tolist() == ([-inf, inf, 3] if largest else [-inf, -2, -inf])
+
+
+@pytest.mark.parametrize("op", [kernels.row_max, kernels.row_min])
+def test_the_first_nan_of_a_row_of_several_blocks(op, device):
+    x = torch.zeros(2, 9000, device=device)
+    x[0, 100] = x[1, 4600] = 1 if op is kernels.row_max else -1
+    x[0, 4500] = x[0, 8800] = math.nan
+    values, indices = op(x)
+    assert math.isnan(values[0])
+    assert indices.tolist() == [4500, 4600]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -88,6 +107,17 @@ def test_scaled_loss(dtype, factor, device):
     torch.testing.assert_close(
         got.double(), want, rtol=2 * torch.finfo(dtype).eps + 1e-6, atol=tiny + 1e-7 * factor
     )
+
+
+def test_the_prepared_gradient_is_given_once(device):
+    """A loss that is the end of its graph may be differentiated again."""
+    logits = draw(device).normal(6, 500).requires_grad_()
+    labels = draw(device).integers(500, 6)
+    loss = kernels.cross_entropy(logits, labels)
+    (first,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, logits)
+    assert first.data_ptr() != second.data_ptr()
+    assert torch.equal(first, second)
 
 
 def test_sure_tokens_keep_their_precision(device, kernels_run):

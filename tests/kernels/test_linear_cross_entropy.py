@@ -10,6 +10,7 @@ from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy_counted,
 )
 from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_losses
 
 VARIANTS = {
     "plain": {},
@@ -275,6 +276,23 @@ def test_each_row_has_its_loss(rows, variant):
         part = slice(row, row + 1)
         wanted = linear_cross_entropy_reference(states[part], weight, labels[part], **alone)
         torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_each_token_s_factor_goes_into_its_chunk():
+    """Losses that are weighed one by one, in chunks of five rows; fp64, so only sums differ."""
+    states, weight, labels, _ = make_case()
+    factors = torch.randn(len(labels), generator=torch.Generator().manual_seed(1)).double()
+    gradients = []
+    for chunk_tokens in (5, None):
+        leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
+        if chunk_tokens:
+            losses = linear_token_losses(*leaves, labels, chunk_tokens=chunk_tokens)
+        else:
+            logits = leaves[0] @ leaves[1].T
+            losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        gradients.append(torch.autograd.grad((losses * factors).sum(), leaves))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_batched_inputs_and_strides():

@@ -58,7 +58,7 @@ class Problem:
             if tensor is None:
                 return None
             value = tensor if rounded_to is None else tensor.to(rounded_to)
-            return value.to(device, wanted).requires_grad_(grad)
+            return value.to(device, wanted, copy=True).requires_grad_(grad)  # each its own leaf
 
         projections = [
             None

@@ -1,5 +1,8 @@
 """Checkpointed inputs on the host: the same numbers, and the right tensors travel."""
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from families.family_models import like_model, make, make_batch, run
@@ -60,6 +63,82 @@ def test_a_second_backward_pass_fetches_again(journeys):
 def test_without_checkpointing_it_is_refused():
     with pytest.raises(PatchError, match="no layer"):
         offload.offload_checkpoints(make("qwen2"))
+
+
+class Stream:
+    """Knows what is surely done before whatever is put on it next."""
+
+    def __init__(self, device="cuda"):
+        self.done = set()
+
+    def wait_stream(self, other):
+        self.done |= other.done
+
+    def record_event(self):
+        return frozenset(self.done)
+
+    def wait_event(self, event):
+        self.done |= event
+
+
+class Copied:
+    """Stands for a tensor: who wrote it, and which other streams keep its memory from reuse."""
+
+    shape, dtype, is_cuda = (1,), torch.float32, True
+
+    def __init__(self, written, streams, device="cuda"):
+        self.written, self.streams, self.device, self.kept_for = written, streams, device, []
+        streams[-1].done.add(written)
+
+    def numel(self):
+        return 1
+
+    def element_size(self):
+        return 4
+
+    def detach(self):
+        return self
+
+    def record_stream(self, stream):
+        self.kept_for.append(stream)
+
+    def copy_(self, other, non_blocking):
+        assert other.written in self.streams[-1].done, "copied before it was written"
+        self.written = f"{other.written}, on the host"
+        self.streams[-1].done.add(self.written)
+
+    def to(self, device, non_blocking):
+        assert self.written in self.streams[-1].done, "fetched before it was sent"
+        return Copied(f"{self.written}, back", self.streams)
+
+
+def test_every_copy_waits_for_what_it_reads(monkeypatch):
+    """Streams run side by side: only waits order them, and a missing one is seen on no CPU."""
+    streams = [Stream()]
+    main = streams[0]
+
+    @contextlib.contextmanager
+    def using(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    cuda = SimpleNamespace(Stream=Stream, stream=using, current_stream=lambda _: streams[-1])
+    empty = lambda *_, **__: Copied("nothing", streams, "cpu")  # noqa: E731
+    monkeypatch.setattr(offload, "torch", SimpleNamespace(cuda=cuda, empty=empty))
+    travel = offload._Travel(min_bytes=0)
+    inputs = [Copied(f"layer {number}", streams) for number in range(3)]
+    aways = [travel.send(each) for each in inputs]
+    (side,) = travel.streams.values()
+    assert all(each.kept_for == [side] for each in inputs)
+    for number in (2, 1, 0):
+        back = travel.fetch(aways[number])
+        assert back.written == f"layer {number}, on the host, back"
+        assert back.written in main.done, "used before it arrived"
+        assert back.kept_for == [main]
+        ahead = aways[number - 1].back if number else None
+        assert number == 0 or ahead is not None, "the next one must be on its way by now"
+        assert ahead is None or ahead.written not in main.done
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, fuse
-from trainkit.lora.adapter import adapted_layers, to_peft
+from trainkit.lora.adapter import adapted_layers
 from trainkit.lora.fused import why_unfused
 from trainkit.lora.targets import Targets
 from trainkit.models.families import FAMILIES
@@ -18,7 +18,7 @@ from trainkit.models.self_check import make_replica, self_check
 
 def add_second(model):
     torch.manual_seed(7)
-    model.add_adapter("second", to_peft(LoraOptions(r=2), Targets("all-linear")))
+    model.add_adapter("second", LoraOptions(r=2).to_peft(Targets("all-linear")))
     lively(model)
     model.base_model.set_adapter(["default", "second"])
 
@@ -70,6 +70,16 @@ def test_adapters_that_take_pefts_path(options, reason):
     torch.manual_seed(5)
     found = run(model, make_batch("qwen2"))
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_dropout_that_comes_after_fusing_takes_pefts_path():
+    model = adapt(make("qwen2"))
+    fuse(model)
+    layer = next(iter(adapted_layers(model).values()))
+    assert why_unfused(layer) is None
+    layer.lora_dropout["default"] = torch.nn.Dropout(0.5)
+    assert "dropout" in why_unfused(layer.train())
+    assert why_unfused(layer.eval()) is None
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])

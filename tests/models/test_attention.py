@@ -11,7 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.models import attention
-from trainkit.models.attention import choice, forward, pattern
+from trainkit.models.attention import blockwise, choice, forward, pattern
 from trainkit.models.families import FAMILIES
 from trainkit.models.leak_test import leak_test, packed_bounds
 from trainkit.patching import patch
@@ -70,8 +70,12 @@ def test_packed_equals_alone(name, kernels):
     assert leak_test(model, attention=attention.NAME, vocab_size=128) > 0
 
 
-@pytest.mark.parametrize("name", ["mistral", "phi3", "qwen2"])
-def test_sliding_windows(name):
+@pytest.mark.parametrize(
+    ("name", "block"), [("mistral", 1024), ("phi3", 1024), ("qwen2", 1024), ("mistral", 5)]
+)
+def test_sliding_windows(name, block, monkeypatch):
+    """In blocks of five a window reaches over their borders."""
+    monkeypatch.setattr(blockwise, "BLOCK", block)
     extra = {"use_sliding_window": True, "max_window_layers": 0} if name == "qwen2" else {}
     model, plain = (
         model_with(name, implementation, sliding_window=4, **extra)
@@ -85,21 +89,42 @@ def test_sliding_windows(name):
     assert (unlimited(ids).logits - plain(ids).logits).abs().max() > 1e-2
 
 
-def pattern_of(bounds, **options):
+def pattern_of(bounds, function=causal_mask_function, **options):
     documents = pattern.Documents(bounds, 13)
     sizes = {"device": torch.device("cpu"), "documents": documents, **options}
-    return pattern.Pattern(causal_mask_function, 2, ROW, **sizes)
+    return pattern.Pattern(function, 2, ROW, **sizes)
 
 
-def test_flex_sees_what_the_blocks_show():
+def chunks_of_four(row, head, query, key):
+    return (key <= query) & (query // 4 == key // 4)
+
+
+@pytest.mark.parametrize("function", [causal_mask_function, chunks_of_four])
+def test_flex_sees_what_the_blocks_show(function):
+    """Both count from the start of a document, which matters to chunks."""
     shown = torch.zeros(2, ROW, ROW, dtype=torch.bool)
-    found = pattern_of(packed_batch()["cu_seq_lens_q"])
+    found = pattern_of(packed_batch()["cu_seq_lens_q"], function)
     for rows, start, stop in found.spans:
         inside = slice(start, stop)
         shown[rows, inside, inside] = found.block(rows, start, inside, inside)[:, 0]
     query, key = (torch.arange(ROW).view(shape) for shape in ((1, -1, 1), (1, 1, -1)))
     seen = found.block_mask.mask_mod(torch.arange(2).view(-1, 1, 1), torch.tensor(0), query, key)
     assert torch.equal(seen.expand(2, ROW, ROW), shown)
+
+
+def test_flex_gets_the_layers_own_scale(monkeypatch):
+    seen = {}
+
+    def flex(module, query, key, value, mask, **options):
+        seen.update(options)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(forward, "flex_attention_forward", flex)
+    states = torch.randn(2, 4, ROW, 16)
+    found = pattern_of(packed_batch()["cu_seq_lens_q"], engine="flex")
+    options = {"scaling": 0.3, "softcap": 20.0, "s_aux": torch.ones(4)}
+    forward.attention_forward(torch.nn.Module(), states, states, states, found, **options)
+    assert all(seen[name] is options[name] for name in options)
 
 
 def test_dropout_runs_on_blocks_where_flex_would_drop_it(monkeypatch):

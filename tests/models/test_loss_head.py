@@ -65,6 +65,14 @@ def test_loss_and_gradients_equal_hugging_face(tie, extra):
     assert output.logits is None
 
 
+def test_another_ignore_index_is_obeyed():
+    model, plain = (make_qwen2(64) for _ in range(2))
+    patch(model, ONLY_THE_LOSS)
+    batch = make_batch()
+    batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, 3)
+    assert_same(model, {**batch, "ignore_index": 3}, plain)
+
+
 def test_positional_arguments_mean_what_they_meant():
     model, plain = make_qwen2(64), make_qwen2(64)
     patch(model, ONLY_THE_LOSS)

@@ -7,6 +7,7 @@ import pytest
 
 import trainkit
 from trainkit.recipe import Recipe, key_references
+from trainkit.recipe.schema import KERNEL_OPS
 from trainkit.recipe.validation import vocabulary
 
 
@@ -22,20 +23,12 @@ def test_sections_stay_small():
         assert section == "training" or len(names) <= 18, section
 
 
-TAKE_SECTIONS = ("data", "lora", "models", "parallel", "train", "recipe/accumulation.py")
-"""The packages that the sections of a recipe are handed to, and the module that reads another."""
-
-
-def test_each_key_is_read_by_what_takes_its_section():
+def test_each_key_is_read_where_everything_is_wired():
     # A key that nothing reads would be accepted and do nothing.
     read = {"base"}
-    package = Path(trainkit.__file__).parent
-    for path in (package / part for part in TAKE_SECTIONS):
-        for module in [path] if path.is_file() else path.rglob("*.py"):
-            tree = ast.parse(module.read_text())
-            read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    # These two are handed to peft as all keys are that its LoraConfig has.
-    read |= {"alpha", "use_rslora"}
+    for module in ("train/build.py", "train/sections.py", "recipe/accumulation.py"):
+        tree = ast.parse((Path(trainkit.__file__).parent / module).read_text())
+        read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keys = [entry.key for entry in key_references() if not entry.key.startswith("training.")]
     assert not [key for key in keys if key.rpartition(".")[2] not in read]
 
@@ -45,3 +38,14 @@ def test_a_recipe_made_in_python_is_held_to_the_same_rules():
     assert Recipe.model_validate(values).training["logging_steps"] == 1
     with pytest.raises(ValueError, match="no key lerning_rate"):
         Recipe.model_validate({**values, "training": {"lerning_rate": 1}})
+
+
+def test_kernel_switches_are_those_of_the_family_table():
+    # Read, not imported: the table's module brings torch.
+    source = (Path(trainkit.__file__).parent / "models" / "families.py").read_text()
+    assigned = {
+        node.targets[0].id: node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert ast.literal_eval(assigned["OPS"]) == KERNEL_OPS

@@ -77,6 +77,7 @@ def test_the_plan_counts_parts_of_epochs_as_transformers_does():
     plan = EpochPlan(lambda epoch: SIZES[epoch % len(SIZES)], accumulation=2)
     assert [plan.num_steps(epoch) for epoch in range(5)] == [3, 4, 0, 2, 4]
     assert plan.steps_in(1.5) == 3 + 2
+    assert plan.steps_in(1.3) == 3 + 2  # 1.2 steps, rounded up
     assert [plan.place_of(step) for step in (0, 2, 3, 7, 8)] == [
         (0, 0),
         (0, 2),

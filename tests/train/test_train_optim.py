@@ -178,3 +178,20 @@ def test_norms_and_biases_do_not_decay(lab, dtype, lora_plus_ratio):
             assert group["weight_decay"] == (0.0 if is_spared else 0.1), name
             seen.add(is_spared)
     assert seen == {True, False}
+
+
+def test_the_gradients_of_masters_are_clipped(lab):
+    """Plain SGD moves by its rate times the clipped norm; the masters hold the gradients."""
+    trainer = lab.trainer(
+        "run", dtype="bfloat16", optim="sgd", learning_rate=1.0, max_grad_norm=1e-3, max_steps=1,
+        lr_scheduler_type="constant", weight_decay=0.0, save_strategy="no",
+    )  # fmt: skip
+    before = [master.detach().clone() for master in trainer.create_optimizer().parameters()]
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "grad_norm" in row]
+    assert row["grad_norm"] > 0.1
+    moved = [
+        new.detach() - old for new, old in zip(trainer._masters.parameters(), before, strict=True)
+    ]
+    norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in moved]))
+    assert norm.item() == pytest.approx(1e-3, rel=1e-3)

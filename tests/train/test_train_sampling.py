@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from lab import ShuffledSamples
 
-from trainkit.train.sampling import LENGTH_BLOCK, RankBatchSampler
+from trainkit.train.sampling import LENGTH_BLOCK, FillingDataset, RankBatchSampler
 
 
 def make(lengths):
@@ -86,3 +86,11 @@ def test_grouping_by_length_keeps_every_sample_and_narrows_batches():
         return np.mean([np.ptp(dataset.lengths[batch]) for batch in micro])
 
     assert spread(True) < spread(False) / 10
+
+
+def test_filling_is_the_sample_with_nothing_trained(lab):
+    data = lab.data()
+    filling = FillingDataset(data.samples, data.without_training)
+    assert np.array_equal(filling[~3]["input_ids"], filling[3]["input_ids"])
+    assert filling[3]["loss_mask"].any()
+    assert not filling[~3]["loss_mask"].any()

@@ -71,8 +71,10 @@ def test_batches_go_on_behind_the_last_one_taken(make, tmp_path, num_workers):
     assert lines.count("\n") == 10
     (tmp_path / "dropped.jsonl").unlink()
     state, loader = make(num_workers)
-    assert ids(itertools.islice(iter(loader), 7)) == whole[:7]
+    running = iter(loader)
+    assert ids(itertools.islice(running, 7)) == whole[:7]
     state.save(tmp_path)
+    assert len(list(itertools.islice(running, 9))) == 9  # then the process is killed
     state, loader = make(num_workers)
     state.load(tmp_path)
     assert ids(itertools.islice(iter(loader), 38)) == whole[7:]

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig, TrainerCallback
 
 from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.run import Console
 from trainkit.train.checkpoints import find_resume_point
 from trainkit.train.finish import save_final
+from trainkit.train.finite import NumberError
 
 
 def losses(trainer):
@@ -107,6 +109,19 @@ def test_the_best_checkpoint_is_named_by_where_it_is_and_survives(lab):
     assert json.loads((newest / "trainer_state.json").read_text())["best_model_checkpoint"] == best
 
 
+def test_thinning_out_leaves_the_best_one(lab):
+    trainer = lab.trainer("run", save_steps=2, save_total_limit=2)
+
+    class Best(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            state.best_model_checkpoint = str(lab.root / "run" / "checkpoint-2")
+
+    trainer.add_callback(Best())
+    trainer.train()
+    names = sorted(path.name for path in (lab.root / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-2", "checkpoint-8"]
+
+
 def test_resume_passes_over_a_damaged_checkpoint(lab):
     lab.trainer("run").train()
     weights_file = lab.root / "run" / "checkpoint-8" / "model.safetensors"
@@ -162,6 +177,32 @@ def test_the_final_model_of_a_continued_run_takes_the_place_of_the_old(lab):
             trainer, final, tokenizer=lab.tokenizer, stop_token_ids=(), metadata={"step": step}
         )
     assert verify_directory(final).metadata["step"] == 2
+
+
+def test_the_final_model_stops_at_the_trained_ends_and_caches(lab):
+    trainer = lab.trainer("run", max_steps=1)
+    trainer.model.generation_config.eos_token_id = 7
+    trainer.model.config.use_cache = False
+    final = lab.root / "run" / "final"
+    save_final(trainer, final, tokenizer=lab.tokenizer, stop_token_ids=(5, 6), metadata={})
+    assert GenerationConfig.from_pretrained(final).eos_token_id == [5, 6, 7]
+    assert json.loads((final / "config.json").read_text())["use_cache"] is True
+    assert trainer.model.config.use_cache is False
+
+
+def test_no_checkpoint_is_written_of_a_state_that_is_no_number(lab):
+    trainer = lab.trainer("run", save_steps=1)
+
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:  # an infinite second moment: every loss stays finite
+                states = kwargs["optimizer"].optimizer.state
+                next(iter(states.values()))["exp_avg_sq"].fill_(float("inf"))
+
+    trainer.add_callback(Break())
+    with pytest.raises(NumberError, match="exp_avg_sq"):
+        trainer.train()
+    assert [path.name for path in (lab.root / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_a_failed_save_leaves_earlier_checkpoints_and_no_half_one(lab, monkeypatch):

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.errors import RecipeError
-from trainkit.options.parallel import NONE
+
+NONE = "none"
+DEFAULT_SHARD = "zero2"
+"""What a bare ``--deepspeed`` means."""
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "deepspeed"
 

@@ -17,7 +17,7 @@ from trainkit.data.build.prepare import Progress, prepare
 from trainkit.data.build.summary import notes_of, source_notes
 from trainkit.data.look.check import refuse_unfit
 from trainkit.data.look.first_look import first_look
-from trainkit.data.options import DataOptions
+from trainkit.data.options import DataOptions, Source
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.messages import Conversation, RowError, validate
 from trainkit.data.read.reading import RawRow, read_rows
@@ -25,7 +25,6 @@ from trainkit.data.read.rows import decode_row, read_row
 from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import DataError, ModelError
-from trainkit.options import Source
 from trainkit.train.sampling import CountingCollator, EpochDataset, TrainingData
 from trainkit.train.source_loss import distinct_labels
 
@@ -155,7 +154,7 @@ def prepare_run_data(
             buffer=feeding.stream_buffer,
         )
         look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
-        names = [source.label for source in stream.sources]
+        names = [source.name for source in stream.sources]
         row = _Row(options.max_length, pad_token_id, feeding.packing, feeding.labels(names))
         training = row.training_data(look.rows, stream)
         summary, ends, fingerprint = look.summary, look.eot_token_ids, look.fingerprint

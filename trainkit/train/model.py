@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
-from trainkit.lora.adapter import attach, count_parameters
+from trainkit.lora.adapter import LoraOptions, attach, count_parameters
 from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
@@ -22,10 +22,9 @@ from trainkit.models.attention import Attention, resolve_attention
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.linears import num_weights, prepare_for_training, quantization_config
-from trainkit.models.loading import TORCH_DTYPES, load_config, load_model
+from trainkit.models.loading import DTYPES, ModelSource, load_config, load_model
 from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
-from trainkit.options import LoraOptions, ModelOptions
 from trainkit.patching import patch
 
 
@@ -94,7 +93,7 @@ class BuiltModel:
 
 
 def build_model(
-    source: ModelOptions,
+    source: ModelSource,
     *,
     attention: str,
     packing: bool,
@@ -125,7 +124,7 @@ def build_model(
         raise RecipeError("a 4-bit base cannot be trained itself", where="lora.quantize")
     quantization = None
     if quantize is not None:
-        quantization = quantization_config(quantize, TORCH_DTYPES.get(source.dtype, torch.bfloat16))
+        quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
         refuse_unpacked_experts(load_config(source), source.name_or_path)
     chosen = _attention(source, attention, packing=packing)
     # Every class has eager attention; what was chosen is set once it has been proved.
@@ -155,7 +154,7 @@ def build_model(
     )
 
 
-def check_packable(source: ModelOptions) -> None:
+def check_packable(source: ModelSource) -> None:
     """Refuse packed rows for a model whose layers cannot keep documents apart; no weights are read.
 
     Raises:
@@ -164,7 +163,7 @@ def check_packable(source: ModelOptions) -> None:
     refuse_recurrent(load_config(source))
 
 
-def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention:
+def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:
     """Turn ``auto`` into a name, by the device and the model's sizes."""
     own_attention.register()
     if wanted not in ("auto", own_attention.NAME):
@@ -174,6 +173,6 @@ def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention
     return resolve_attention(
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
+        dtype=DTYPES.get(source.dtype, torch.bfloat16),
         head_size=head_size or config.hidden_size // config.num_attention_heads,
     )

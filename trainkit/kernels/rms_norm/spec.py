@@ -78,6 +78,7 @@ def _cases(residual: bool) -> tuple[OpCase, ...]:
         case("qwen2-7b", (2, 9, 3584)),
         case("gemma", (5, 320), **_GEMMA),
         case("one row", (1, 896)),
+        case("tiles", (300, 24)),  # several for each program, under the interpreter as well
         case("two columns", (7, 2)),
         case("no rows", (0, 4, 896)),
         case("heads", (2, 5, 4, 128)),

@@ -1,0 +1,73 @@
+"""The table of mutations is true, and the script that tries them can tell a test that notices."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import mutate  # noqa: E402
+
+MUTATIONS = mutate.load()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_every_mutation_fits_the_code(mutation):
+    """Code that moves takes its mutations along: text, file and tests are where the table says."""
+    assert mutation.fault() is None
+    assert mutation.explained is None or len(mutation.explained) > 20
+
+
+def test_the_table_is_wide_enough():
+    names = [mutation.name for mutation in MUTATIONS]
+    assert len(names) == len(set(names)) >= 60
+    assert {mutation.area for mutation in MUTATIONS} == {
+        *("kernels", "models", "data", "train", "results"),
+    }
+
+
+TEST = "tests/train/test_train_epochs.py::test_the_plan_counts_parts_of_epochs_as_transformers_does"
+TABLE = """
+trainkit/train/epochs.py:
+  - name: noticed
+    old: "math.ceil(rest *"
+    new: "math.floor(rest *"
+    tests: TEST
+  - name: unnoticed
+    old: "_MAX_EMPTY = 1000"
+    new: "_MAX_EMPTY = 1001"
+    tests: TEST
+""".replace("TEST", TEST)
+
+
+def test_a_mutation_is_tried_from_end_to_end(tmp_path):
+    (tmp_path / "one.yaml").write_text(TABLE)
+    done = subprocess.run(
+        [sys.executable, "scripts/mutate.py", "--tables", tmp_path, "--json", tmp_path / "rows"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    first, *rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
+    assert done.returncode == 1, done.stderr
+    assert [first[key] for key in ("mutations", "killed", "survived")] == [2, 1, 1]
+    assert [row["status"] for row in rows] == ["killed", "survived"]
+    assert "as_transformers_does" in rows[0]["by"]
+    assert "_MAX_EMPTY = 1000" in (ROOT / "trainkit/train/epochs.py").read_text()
+
+
+def test_a_stale_row_is_an_error(tmp_path, capsys):
+    (tmp_path / "one.yaml").write_text(TABLE.replace("math.ceil(rest *", "math.ceil(gone *"))
+    assert mutate.main(["--tables", str(tmp_path)]) == 2
+    assert "noticed: trainkit/train/epochs.py has its text 0 times" in capsys.readouterr().err
+
+
+def test_an_explanation_that_is_not_true_is_an_error():
+    mutation = mutate.Mutation("x", "a", "f", "o", "n", ("t",), explained="it changes nothing")
+    assert mutate.judged(mutation, 1, "FAILED t - x")[0] == "error"
+    assert mutate.judged(mutation, 0, "3 passed")[0] == "explained"
+    assert mutate.judged(mutation, 0, "3 skipped")[0] == "error"
