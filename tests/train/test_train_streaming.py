@@ -109,7 +109,7 @@ def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monke
     import source_loss_cases
 
     from trainkit.data.look.first_look import FirstRows
-    from trainkit.train.sampling import CountingCollator, TrainingData
+    from trainkit.objectives.batches import CountingCollator, TrainingData
 
     state, _ = make()
     held = TrainingData(

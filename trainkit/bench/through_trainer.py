@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainingArgum
 
 from trainkit.bench.providers import MODELS, Shape, provide
 from trainkit.data.serve.collator import PaddingCollator
+from trainkit.objectives.batches import CountingCollator, TrainingData
 from trainkit.parallel import STRATEGIES, Layout, ProcessRank
 from trainkit.train.checkpoints import CheckpointWriter
-from trainkit.train.sampling import CountingCollator, TrainingData
 from trainkit.train.trainer import SftTrainer, StopRequest
 
 

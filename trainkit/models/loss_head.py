@@ -21,7 +21,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from trainkit.kernels import linear_cross_entropy_counted
+from trainkit.kernels import linear_cross_entropy_counted, linear_token_losses
 from trainkit.models.forwards import KernelForward
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ _LOSS_INPUTS = (
     "ignore_index",
     "logits_to_keep",
     "return_dict",
+    "token_losses",
 )
 
 
@@ -96,10 +97,16 @@ class LossHead(KernelForward):
         num_items: torch.Tensor | int | None = None,
         num_trained: int | None = None,
         ignore_index: int = IGNORE_INDEX,
+        token_losses: bool = False,
     ) -> torch.Tensor:
-        """Logits (B, S, V), or with labels (B, S), aligned with the hidden states, the loss."""
+        """Logits (B, S, V), or with labels (B, S), aligned with the hidden states, the loss.
+
+        With ``token_losses`` it is each token's own, (B, S), and neither divided nor counted.
+        """
         if labels is None:
             return super().forward(hidden_states)
+        if token_losses:
+            return self._token_losses(hidden_states, labels, ignore_index)
         counted = linear_cross_entropy_counted(
             hidden_states,
             self.weight,
@@ -118,6 +125,21 @@ class LossHead(KernelForward):
         if self.keeps_row_losses:
             self.row_losses = counted.row_losses
         return counted.loss
+
+    def _token_losses(
+        self, hidden_states: torch.Tensor, labels: torch.Tensor, ignore_index: int
+    ) -> torch.Tensor:
+        options = self.loss_options
+        if options.label_smoothing or options.z_loss:
+            raise ValueError("the tokens' own losses know no label smoothing and no z-loss")
+        return linear_token_losses(
+            hidden_states,
+            self.weight,
+            labels,
+            bias=self.bias,
+            ignore_index=ignore_index,
+            chunk_tokens=options.chunk_tokens,
+        )
 
 
 class CausalLM(KernelForward):
@@ -174,6 +196,8 @@ class CausalLM(KernelForward):
     def _forward(self, **given: Any) -> Any:
         reason = self.why_logits(given)
         if reason is not None:
+            if given.get("token_losses"):
+                raise RuntimeError(f"the head cannot give the tokens' own losses: {reason}")
             if given.get("labels") is not None:
                 _log_once(reason)
             return super().forward(**given)
@@ -191,6 +215,7 @@ class CausalLM(KernelForward):
             num_items=loss_inputs["num_items_in_batch"],
             num_trained=loss_inputs["num_trained_tokens"],
             ignore_index=ignore_index,
+            token_losses=bool(loss_inputs["token_losses"]),
         )
         return CausalLMOutputWithPast(
             loss=loss,

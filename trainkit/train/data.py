@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
+from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.prepare import Progress, prepare
 from trainkit.data.build.summary import notes_of, source_notes
@@ -22,11 +21,13 @@ from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.messages import Conversation, RowError, validate
 from trainkit.data.read.reading import RawRow, read_rows
 from trainkit.data.read.rows import decode_row, read_row
-from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import DataError, ModelError
-from trainkit.train.sampling import CountingCollator, EpochDataset, TrainingData
-from trainkit.train.source_loss import distinct_labels
+from trainkit.objectives.batches import TrainingData
+from trainkit.objectives.objective import Objective, RowShape
+from trainkit.objectives.sft import SFT
+from trainkit.objectives.source_loss import distinct_labels
+from trainkit.objectives.table import refuse_unfit_feeding, sources_of
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def prepare_run_data(
     *,
     ledger: Path,
     progress: Callable[[Progress], None] | None,
+    objective: Objective = SFT,
 ) -> RunData:
     """Read, mask and tokenise; call it before there is a process group.
 
@@ -126,11 +128,15 @@ def prepare_run_data(
         feeding: how samples become batches.
         ledger: the file for dropped, cut and repaired rows.
         progress: called now and then.
+        objective: takes the rows and decides what a batch is.
 
     Raises:
         DataError: the data cannot be trained on as it is.
+        RecipeError: the objective takes no such rows, or not fed like this.
         ModelError: the tokenizer has no token to pad with.
     """
+    refuse_unfit_feeding(objective, packing=feeding.packing, streaming=bool(feeding.stream_buffer))
+    train, evaluation = sources_of(objective, train), sources_of(objective, evaluation)
     pad_token_id = _padding(tokenizer, options.num_embeddings)
     entries = Ledger(ledger)
 
@@ -139,8 +145,8 @@ def prepare_run_data(
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
         length = _row_length(data, options.max_length)
-        row = _Row(length, pad_token_id, feeding.packing, feeding.labels(data.source_names))
-        made = row.training_data(row.dataset(data, seed))
+        shape = RowShape(length, pad_token_id, feeding.packing, feeding.labels(data.source_names))
+        made = objective.training_data(objective.dataset(data, shape, seed), shape)
         is_equal = seed is None or data.has_equal_epochs  # without a seed all is shown
         return replace(made, sample_name=data.sample_id, has_equal_epochs=is_equal)
 
@@ -155,8 +161,8 @@ def prepare_run_data(
         )
         look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
         names = [source.name for source in stream.sources]
-        row = _Row(options.max_length, pad_token_id, feeding.packing, feeding.labels(names))
-        training = row.training_data(look.rows, stream)
+        shape = RowShape(options.max_length, pad_token_id, feeding.packing, feeding.labels(names))
+        training = objective.training_data(look.rows, shape, stream)
         summary, ends, fingerprint = look.summary, look.eot_token_ids, look.fingerprint
         parts: dict[str, Any] = {}
         notes = [note for source in summary["sources"] for note in source_notes(source)]
@@ -268,45 +274,6 @@ def fingerprint_of(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The row of a batch: its length, its padding, and what is in it."""
-
-    max_length: int
-    pad_token_id: int
-    packing: bool
-    sources: tuple[str, ...]
-
-    def dataset(self, data: PreparedData, seed: int | None) -> EpochDataset:
-        """Prepared samples in the order of epochs; None for the order of the files."""
-        if self.packing:
-            return PackedDataset(data, self.max_length, seed=seed or 0, mixed=seed is not None)
-        return SampleDataset(data, seed=seed)
-
-    def training_data(
-        self, samples: EpochDataset, stream: SampleStream | None = None
-    ) -> TrainingData:
-        """With the collator that fits."""
-        with_source = bool(self.sources)
-        if self.packing:
-            pack = PackingCollator(self.max_length, self.pad_token_id, with_source=with_source)
-            return TrainingData(
-                samples=samples,
-                collator=CountingCollator(pack, _count_packed),
-                without_training=lambda row: [_untrained(sample) for sample in row],
-                sources=self.sources,
-                stream=stream,
-            )
-        pad = PaddingCollator(self.pad_token_id, with_source=with_source)
-        return TrainingData(
-            samples=samples,
-            collator=CountingCollator(pad, _count),
-            without_training=_untrained,
-            sources=self.sources,
-            stream=stream,
-        )
-
-
 ALIGNED = 64
 """Shorter packed rows are padded to a multiple of so many tokens."""
 
@@ -316,15 +283,3 @@ def _row_length(data: PreparedData, max_length: int) -> int:
     num_samples = sum(len(part.store) * math.ceil(part.share.epochs) for part in data.parts)
     most = num_samples * int(data.lengths.max(initial=1))
     return min(max_length, -(-most // ALIGNED) * ALIGNED)
-
-
-def _untrained(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}
-
-
-def _count(samples: Sequence[Mapping[str, Any]]) -> int:
-    return sum(len(sample["input_ids"]) for sample in samples)
-
-
-def _count_packed(rows: Sequence[Sequence[Mapping[str, Any]]]) -> int:
-    return sum(_count(row) for row in rows)

@@ -21,10 +21,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from trainkit.errors import TrainkitError
+from trainkit.objectives.batches import TrainingData
 from trainkit.parallel.parameters import num_elements
 from trainkit.train.data import RunData
 from trainkit.train.finish import generation_config
-from trainkit.train.sampling import TrainingData
 from trainkit.train.session import Session
 from trainkit.train.trainer import SftTrainer, StopRequest
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 from transformers import TrainingArguments
 
+from trainkit.objectives.batches import TrainingData
 from trainkit.parallel import Layout
 from trainkit.train.sampling import (
     EpochDataLoader,
     FillingDataset,
     RankBatchSampler,
-    TrainingData,
 )
 from trainkit.train.streaming import StreamLoader, StreamState
 

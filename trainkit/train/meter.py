@@ -1,4 +1,4 @@
-"""What the log says of the steps since the last row: tokens, speed, sources, dropped rows."""
+"""What the log says of the steps since the last row: tokens, speed, figures, dropped rows."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from trainkit.models.loss_head import take_counts as take_correct
-from trainkit.train.source_loss import SourceLosses
+from trainkit.objectives.batches import BatchCounts
+from trainkit.objectives.objective import Metrics
 from trainkit.train.streaming import StreamState
 
 
@@ -30,7 +31,7 @@ class Meter:
 
     Args:
         accelerator: knows the ranks.
-        sources: the losses per source, or None.
+        own: the objective's figures, or None.
         stream: of this rank, or None.
         flops_per_token: of one training step, for ``mfu``; None when the peak is unknown.
         peak_flops: of one device.
@@ -40,12 +41,12 @@ class Meter:
         self,
         accelerator: Accelerator,
         *,
-        sources: SourceLosses | None,
+        own: Metrics | None,
         stream: StreamState | None,
         flops_per_token: float | None,
         peak_flops: float | None,
     ) -> None:
-        self.sources = sources
+        self._own = own
         self._accelerator = accelerator
         self._stream = stream
         self._flops_per_token = flops_per_token
@@ -59,7 +60,7 @@ class Meter:
         counts["seconds"] = time.perf_counter() - counts.pop("started")
         correct = self._take_correct(model)
         self._carried_correct = correct
-        sums = None if self.sources is None else self.sources.sums
+        sums = None if self._own is None else self._own.sums
         return {
             "counts": counts,
             "correct": None if correct is None else correct.tolist(),
@@ -74,8 +75,8 @@ class Meter:
         self._counts = StepCounts(**counts, started=started)
         if state["correct"] is not None:
             self._carried_correct = torch.tensor(state["correct"], device=device)
-        if state["sources"] is not None and self.sources is not None:
-            self.sources.sums = torch.tensor(state["sources"], dtype=torch.float64, device=device)
+        if state["sources"] is not None and self._own is not None:
+            self._own.sums = torch.tensor(state["sources"], dtype=torch.float64, device=device)
 
     def _take_correct(self, model: nn.Module) -> torch.Tensor | None:
         correct, carried = take_correct(model), self._carried_correct
@@ -89,10 +90,10 @@ class Meter:
         self._counts.num_steps += 1
         self._counts.data_seconds += seconds
 
-    def count_batch(self, counts: Mapping[str, int]) -> None:
+    def count_batch(self, counts: BatchCounts) -> None:
         """What is in one batch."""
-        self._counts.num_tokens += counts["num_tokens"]
-        self._counts.num_trained_tokens += counts["num_trained_tokens"]
+        self._counts.num_tokens += counts.num_tokens
+        self._counts.num_trained_tokens += counts.num_trained_tokens
 
     def read(self, model: nn.Module, *, is_stopping: bool) -> tuple[dict[str, float], bool]:
         """The figures since the last call, over all ranks, and whether any rank is stopping.
@@ -114,8 +115,8 @@ class Meter:
             "tokens_per_second": num_tokens / max(seconds, 1e-9),
             "data_seconds": counts.data_seconds / num_steps,
         }
-        if self.sources is not None:
-            metrics |= self.sources.rows(sums["sources"])
+        if self._own is not None:
+            metrics |= self._own.rows(sums["own"])
         if self._stream is not None:
             num_rows, num_dropped = map(int, sums["stream"])
             self._stream.stream.check_dropped(num_rows, num_dropped)
@@ -137,8 +138,8 @@ class Meter:
         device = self._accelerator.device
         tokens = [counts.num_tokens, counts.num_trained_tokens, float(is_stopping)]
         mine = {"counts": torch.tensor(tokens, dtype=torch.float64, device=device)}
-        if self.sources is not None:
-            mine["sources"] = self.sources.take(device).flatten()
+        if self._own is not None:
+            mine["own"] = self._own.take(device).flatten()
         if self._stream is not None:
             rows = [self._stream.num_rows, self._stream.num_dropped]
             mine["stream"] = torch.tensor(rows, dtype=torch.float64, device=device)

@@ -1,16 +1,17 @@
 """The Trainer subclass: our data order, checkpoints, optimizer and accounting in documented seams.
 
-Overridden: the two dataloaders, ``get_batch_samples`` (token counts), ``_prepare_inputs``
-(asynchronous copies), ``compute_loss`` (weights and sources), ``training_step``,
-``_clip_grad_norm`` and ``_get_grad_norm`` (fp32 gradients, watched numbers),
-``create_optimizer``, ``evaluation_loop`` (loss per trained token), ``_save_checkpoint`` and
-``_save`` (atomic, no pickled arguments), ``log``, and what `CountedEpochs` and `HubUploads` have.
-Everything else, the loop itself included, is transformers' (Trainer, 5.17 to 5.23).
+What is optimised is the objective's: its loss is asked in ``get_batch_samples`` (what is counted),
+``compute_loss`` and ``evaluation_loop``.
+
+Overridden besides: the two dataloaders, ``_prepare_inputs`` (asynchronous copies),
+``training_step``, ``_clip_grad_norm`` and ``_get_grad_norm`` (fp32 gradients, watched numbers),
+``create_optimizer``, ``_save_checkpoint`` and ``_save`` (atomic, no pickled arguments), ``log``,
+and what `CountedEpochs` and `HubUploads` have. The rest is transformers' (Trainer, 5.17 to 5.23).
 """
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from trainkit.errors import TrainkitError
-from trainkit.models.loss_head import LossHead
+from trainkit.objectives.batches import BatchCounts, TrainingData, take_counts, take_sample_ids
+from trainkit.objectives.evaluation import Evaluation
+from trainkit.objectives.objective import LossSetup, Objective, Step
+from trainkit.objectives.sft import SFT
 from trainkit.parallel import Layout
 from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
 from trainkit.train.epochs import CountedEpochs
-from trainkit.train.evaluation import Evaluation
 from trainkit.train.finite import NumberGuard, check_weights, hold_back, number_advice
 from trainkit.train.hub import HubUploads
 from trainkit.train.loaders import sample_loader, stream_loader, stream_state
@@ -39,9 +42,7 @@ from trainkit.train.optim import (
 )
 from trainkit.train.refusals import settings_refused_by
 from trainkit.train.resume.take_up import options_of, save_window
-from trainkit.train.sampling import EpochDataLoader, TrainingData, take_counts, take_sample_ids
-from trainkit.train.source_loss import SourceLosses
-from trainkit.train.step_loss import StepLoss
+from trainkit.train.sampling import EpochDataLoader
 from trainkit.train.streaming import StreamLoader
 
 
@@ -53,7 +54,7 @@ class StopRequest:
 
 
 class SftTrainer(HubUploads, CountedEpochs):
-    """Trains a causal language model on prepared samples.
+    """Trains a causal language model on prepared samples, as an objective says.
 
     Args:
         model: the model, patched and with adapters attached.
@@ -64,6 +65,7 @@ class SftTrainer(HubUploads, CountedEpochs):
         eval_data: what ``eval_loss`` is measured on, or None.
         checkpoints: writes checkpoints atomically.
         stop: set from outside to end the run at the next step that all ranks share.
+        objective: what is optimised.
         lora_plus_ratio: see :func:`trainkit.train.optim.parameter_groups`.
         flops_per_token: of one training step, for ``mfu``; None when the peak is unknown.
         peak_flops: of one device.
@@ -82,6 +84,7 @@ class SftTrainer(HubUploads, CountedEpochs):
         eval_data: TrainingData | None,
         checkpoints: CheckpointWriter,
         stop: StopRequest,
+        objective: Objective = SFT,
         lora_plus_ratio: float | None = None,
         flops_per_token: float | None = None,
         peak_flops: float | None = None,
@@ -96,8 +99,6 @@ class SftTrainer(HubUploads, CountedEpochs):
         self.group_options: list[dict[str, Any]] = []
         self._has_equal_epochs = train_data.has_equal_epochs or train_data.stream is not None
         self._masters: MasterWeightOptimizer | None = None
-        self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
-        self._eval_source_losses = SourceLosses.of(model, eval_data.sources if eval_data else ())
         super().__init__(
             model=model,
             args=args,
@@ -105,10 +106,14 @@ class SftTrainer(HubUploads, CountedEpochs):
             eval_dataset=None if eval_data is None else eval_data.samples,
             processing_class=tokenizer,
         )
-        self._step_loss = StepLoss.of(
-            model,
-            takes_num_items=self.model_accepts_loss_kwargs,
-            label_smoothing=args.label_smoothing_factor,
+        self._loss = objective.loss(
+            LossSetup(
+                model,
+                takes_num_items=self.model_accepts_loss_kwargs,
+                label_smoothing=args.label_smoothing_factor,
+                train_sources=train_data.sources,
+                eval_sources=eval_data.sources if eval_data else (),
+            )
         )
         self.label_smoother = None  # ours is the same for training and evaluation
         self._guard = NumberGuard(
@@ -120,7 +125,7 @@ class SftTrainer(HubUploads, CountedEpochs):
         self._stream = stream_state(train_data, args, layout)
         self.meter = Meter(
             self.accelerator,
-            sources=SourceLosses.of(model, train_data.sources),
+            own=self._loss.train_metrics,
             stream=self._stream,
             flops_per_token=flops_per_token,
             peak_flops=peak_flops,
@@ -168,20 +173,18 @@ class SftTrainer(HubUploads, CountedEpochs):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """The micro-batches of one optimizer step; their tokens are counted on the way."""
+        """The micro-batches of one optimizer step; what the loss is a mean of is counted."""
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run was resumed: transformers would train a step more
         started = time.perf_counter()
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self.meter.count_step(time.perf_counter() - started)
         self._guard.begin([take_sample_ids(batch) for batch in batches])
-        num_trained = 0
-        for batch in batches:
-            counts = self._take_counts(batch)
-            self.meter.count_batch(counts)
-            num_trained += counts["num_trained_tokens"]
-        if not self._step_loss.takes_num_items:
-            count = torch.tensor(num_trained, device=device)
+        counts = [self._take_counts(batch) for batch in batches]
+        for each in counts:
+            self.meter.count_batch(each)
+        if not self._loss.trainer_counts:
+            count = torch.tensor(sum(each.num_items for each in counts), device=device)
             num_items = self.accelerator.reduce(count) if self._num_ranks > 1 else count
         if self._masters is not None and self.accelerator.scaler is not None:
             self._masters.zero_grad()  # those of a step that the loss scaler has skipped
@@ -192,12 +195,8 @@ class SftTrainer(HubUploads, CountedEpochs):
         """Ranks that share a denominator."""
         return self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
 
-    def _take_counts(self, batch: dict[str, Any]) -> Mapping[str, int]:
-        """Take the counts out of a batch; the loss gets how many tokens are trained."""
-        counts = take_counts(batch)
-        if self._has_loss_head or not self._step_loss.takes_num_items:
-            batch["num_trained_tokens"] = counts["num_trained_tokens"]
-        return counts
+    def _take_counts(self, batch: dict[str, Any]) -> BatchCounts:
+        return take_counts(batch, self._loss.num_items)
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Copy a batch to the device without waiting for the device to finish its work."""
@@ -214,26 +213,24 @@ class SftTrainer(HubUploads, CountedEpochs):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The loss, weighed by tokens; what each source has of it is summed on the way."""
-        source_ids, labels = inputs.pop("source_ids", None), inputs["labels"]
-        parts = {
-            "num_items": num_items_in_batch,
-            "num_micro_batches": self.current_gradient_accumulation_steps,
-            "num_ranks": self._num_ranks,
-        }
-        ours, num_trained = self._step_loss, inputs.get("num_trained_tokens", 0)
-        if not self._has_loss_head:
-            inputs.pop("num_trained_tokens", None)
-        if ours.smoother is not None:
-            loss, outputs = ours.smoothed(model, inputs, **parts)
-        else:
-            given = num_items_in_batch if ours.takes_num_items else None
-            loss, outputs = super().compute_loss(model, inputs, True, given)
-            loss = ours.share(loss, outputs, num_trained=num_trained, **parts)
-        if self.meter.sources is not None:
-            logits = outputs.get("logits")
-            self.meter.sources.add(source_ids, labels, logits, ours.smoothing)
+        """The objective's loss: a micro-batch's part of the step's."""
+        has_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        step = Step(
+            num_items=num_items_in_batch,
+            num_micro_batches=self.current_gradient_accumulation_steps,
+            num_ranks=self._num_ranks,
+            trainer_divides=not has_counted,
+            trainer_loss=self._trainer_loss,
+        )
+        loss, outputs = self._loss.training(model, inputs, step)
         return (loss, outputs) if return_outputs else loss
+
+    def _trainer_loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None
+    ) -> tuple[torch.Tensor, Any]:
+        """Transformers' own: what the model returns."""
+        loss, outputs = super().compute_loss(model, inputs, True, num_items)
+        return loss, outputs
 
     def training_step(
         self,
@@ -316,15 +313,14 @@ class SftTrainer(HubUploads, CountedEpochs):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The mean loss per trained token over all ranks; no logits are kept."""
+        """The mean loss over all ranks, as the objective takes it; no logits are kept."""
         self._guard.flush()
         evaluation = Evaluation(
-            self._step_loss,
+            self._loss,
             self.accelerator,
             take_counts=self._take_counts,
             prepare=self._prepare_inputs,
             autocast=self.compute_loss_context_manager,
-            sources=self._eval_source_losses,
         )
         metrics = evaluation.measure(self.model_wrapped, dataloader, metric_key_prefix)
         return EvalLoopOutput(None, None, metrics, len(dataloader.dataset))

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from trainkit.models.loss_head import LossOptions, configure, takes_loss_from_head
+from trainkit.objectives.objective import Step
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,7 @@ class StepLoss:
         return cls(takes_num_items, _router_coefficient(model), smoother)
 
     def share(
-        self,
-        loss: torch.Tensor,
-        outputs: Any,
-        *,
-        num_trained: int,
-        num_items: torch.Tensor | int | None,
-        num_micro_batches: int,
-        num_ranks: int,
+        self, loss: torch.Tensor, outputs: Any, step: Step, *, num_trained: int
     ) -> torch.Tensor:
         """A micro-batch's part of the step's loss, from what Trainer's ``compute_loss`` gives.
 
@@ -65,42 +59,35 @@ class StepLoss:
             loss: 0-d. Divided by ``num_items`` and multiplied by ``num_ranks`` already where the
                 model takes the number; the mean of the micro-batch where it does not.
             outputs: of the model.
+            step: which part it is. Trainer divides by ``num_micro_batches`` where the model does
+                not take ``num_items``.
             num_trained: trained tokens of this micro-batch.
-            num_items: trained tokens of the step.
-            num_micro_batches: of the step, on this rank. Trainer divides by it where the model
-                does not take ``num_items``.
-            num_ranks: DDP and ZeRO average over them.
         """
         router = self._router(outputs)
         if self.takes_num_items:
-            surplus = num_ranks - 1 / num_micro_batches
+            surplus = step.num_ranks - 1 / step.num_micro_batches
             return loss if router is None or not surplus else loss - router * surplus
         if router is not None:
             loss = loss - router
-        weight = 0.0 if num_items is None else num_trained / num_items * num_ranks
+        num_items = step.num_items
+        weight = 0.0 if num_items is None else num_trained / num_items * step.num_ranks
         if not num_trained:  # the mean of nothing is NaN; its gradient is zero
             loss = loss.nan_to_num()
-        total = loss * weight * num_micro_batches
+        total = loss * weight * step.num_micro_batches
         return total if router is None else total + router
 
     def smoothed(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        *,
-        num_items: torch.Tensor | int | None,
-        num_micro_batches: int,
-        num_ranks: int,
+        self, model: nn.Module, inputs: Mapping[str, Any], step: Step
     ) -> tuple[torch.Tensor, Any]:
         """As `share`, with smoothed labels and from logits; and the outputs of the model.
 
         Trainer's own way would leave the routers out, and the shift by one for some classes.
         """
-        loss, router, outputs = self._from_logits(model, inputs, num_items)
-        loss = loss * num_ranks
+        loss, router, outputs = self._from_logits(model, inputs, step.num_items)
+        loss = loss * step.num_ranks
         if router is not None:
-            loss = loss + router / num_micro_batches
-        return (loss if self.takes_num_items else loss * num_micro_batches), outputs
+            loss = loss + router / step.num_micro_batches
+        return (loss if self.takes_num_items else loss * step.num_micro_batches), outputs
 
     def _from_logits(
         self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None

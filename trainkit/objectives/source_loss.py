@@ -8,12 +8,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from trainkit.models.loss_head import IGNORE_INDEX, LossHead, take_row_losses
-
-_CHUNK_ELEMENTS = 1 << 26
-"""Logits widened to fp32 at a time: 256 MiB."""
+from trainkit.models.token_losses import losses_of_logits
 
 
 def distinct_labels(names: Sequence[str]) -> tuple[str, ...]:
@@ -68,7 +65,7 @@ class SourceLosses:
         """
         losses = take_row_losses(self._heads)
         if logits is not None:
-            losses = _losses_of_logits(logits, labels, label_smoothing)
+            losses = losses_of_logits(logits, labels, label_smoothing)
         if losses is None:
             raise RuntimeError("neither a loss head nor logits say what the rows' losses are")
         labels, source_ids = labels[:, 1:, None], source_ids[:, 1:, None]
@@ -101,23 +98,3 @@ class SourceLosses:
                 found[f"{prefix}loss/{label}"] = loss / trained
                 found[f"{prefix}num_trained_tokens/{label}"] = int(trained)
         return found
-
-
-def _losses_of_logits(
-    logits: torch.Tensor, labels: torch.Tensor, label_smoothing: float
-) -> torch.Tensor:
-    """(B, S - 1) fp32 losses of the shifted labels."""
-    rows = logits[:, :-1].flatten(0, 1)
-    wanted = labels[:, 1:].flatten().to(rows.device)
-    chunk = max(1, _CHUNK_ELEMENTS // rows.shape[1])
-    losses = [
-        cross_entropy(
-            part.float(),
-            targets,
-            reduction="none",
-            ignore_index=IGNORE_INDEX,
-            label_smoothing=label_smoothing,
-        )
-        for part, targets in zip(rows.split(chunk), wanted.split(chunk), strict=True)
-    ]
-    return torch.cat(losses).view(labels.shape[0], -1).to(labels.device)

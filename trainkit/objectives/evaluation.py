@@ -1,0 +1,79 @@
+"""The evaluation loss: the mean per item (for SFT, per trained token) over all batches and ranks.
+
+transformers averages the means of batches instead, which weighs a short answer in a small batch
+more than a long one, and changes with the batch size.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from trainkit.objectives.batches import BatchCounts
+from trainkit.objectives.objective import Loss
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Measures a model on batches; no logits are kept.
+
+    Attributes:
+        loss: of the objective, on this model.
+        accelerator: knows the ranks.
+        take_counts: takes the counts out of a batch.
+        prepare: moves a batch to the device.
+        autocast: what training computes under.
+    """
+
+    loss: Loss
+    accelerator: Accelerator
+    take_counts: Callable[[dict[str, Any]], BatchCounts]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    @torch.no_grad()
+    def measure(
+        self, model: nn.Module, batches: Iterable[dict[str, Any]], prefix: str
+    ) -> dict[str, float]:
+        """Evaluate; all ranks call it together.
+
+        Args:
+            model: as it is trained, wrapped.
+            batches: of this rank.
+            prefix: of the figures' names.
+
+        Returns:
+            ``PREFIX_loss``, ``PREFIX_num_trained_tokens``, and the objective's own figures.
+        """
+        was_training = model.training
+        model.eval()
+        # Losses and their items; routers' losses and the batches that have them; trained tokens.
+        totals = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
+        for batch in batches:
+            counts = self.take_counts(batch)
+            inputs = self.prepare(batch)
+            with self.autocast():
+                found = self.loss.evaluate(model, inputs, counts.num_items)
+            totals[0] += found.loss_sum.double()
+            totals[1] += counts.num_items
+            if found.router_loss is not None:
+                totals[2] += found.router_loss.double()
+                totals[3] += 1
+            totals[4] += counts.num_trained_tokens
+        model.train(was_training)
+        own = self.loss.eval_metrics
+        if own is not None:
+            totals = torch.cat((totals, own.take(totals.device).flatten()))
+        totals = self.accelerator.reduce(totals, reduction="sum")
+        loss_sum, num_items, router_sum, num_batches, num_tokens, *sums = totals.tolist()
+        metrics = {
+            f"{prefix}_loss": loss_sum / max(num_items, 1) + router_sum / max(num_batches, 1),
+            f"{prefix}_num_trained_tokens": int(num_tokens),
+        }
+        if own is not None:
+            metrics |= own.rows(sums, f"{prefix}_")
+        return metrics

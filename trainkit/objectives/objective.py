@@ -1,0 +1,191 @@
+"""What an objective is: the rows it takes, their batches, the loss on a model, the figures.
+
+The Trainer subclass knows these three classes and no objective by name.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainkit.data.build.datasets import PreparedData
+from trainkit.data.serve.streaming import SampleStream
+from trainkit.objectives.batches import (
+    CountingCollator,
+    EpochDataset,
+    TrainingData,
+    count_tokens,
+    without_training,
+)
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """The rows of a batch.
+
+    Attributes:
+        max_length: tokens of a packed row, padding included; of a sample, at most.
+        pad_token_id: fills what is left of a row.
+        packing: several samples a row, or one.
+        sources: what to call each source in the log, where their losses are kept apart.
+    """
+
+    max_length: int
+    pad_token_id: int
+    packing: bool
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LossSetup:
+    """What a loss is made from.
+
+    Attributes:
+        model: what is trained, not wrapped yet.
+        takes_num_items: its class divides a sum of losses by a number that it is given
+            (transformers' ``accepts_loss_kwargs``).
+        label_smoothing: of the recipe.
+        train_sources, eval_sources: the sources kept apart; empty where they are not.
+    """
+
+    model: nn.Module
+    takes_num_items: bool
+    label_smoothing: float = 0.0
+    train_sources: tuple[str, ...] = ()
+    eval_sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """Which part of an optimizer step a micro-batch is.
+
+    Attributes:
+        num_items: what the step's losses are divided by, over all micro-batches and ranks.
+        num_micro_batches: of the step, on this rank.
+        num_ranks: that share ``num_items``; DDP and ZeRO average gradients over them.
+        trainer_divides: Trainer divides the returned loss by ``num_micro_batches``.
+        trainer_loss: transformers' own ``compute_loss`` of (model, inputs, num_items): the loss
+            that the model returns, times ``num_ranks`` where it took the number; and its outputs.
+    """
+
+    num_items: torch.Tensor | int | None
+    num_micro_batches: int
+    num_ranks: int
+    trainer_divides: bool
+    trainer_loss: Callable[
+        [nn.Module, dict[str, Any], torch.Tensor | int | None], tuple[torch.Tensor, Any]
+    ]
+
+    def share(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """What ``Loss.training`` returns for a sum of losses: its part of the step's mean."""
+        if self.num_items is None:
+            raise ValueError("nobody has counted what the step's losses are divided by")
+        # A step in which nothing counts has a loss of 0 with gradients attached, not NaN.
+        num_items = torch.as_tensor(self.num_items, device=loss_sum.device).clamp(min=1)
+        loss = loss_sum * (self.num_ranks / num_items)
+        return loss * self.num_micro_batches if self.trainer_divides else loss
+
+
+@dataclass(frozen=True)
+class EvaluatedBatch:
+    """The losses of an evaluation batch.
+
+    Attributes:
+        loss_sum: 0-d, over the items of the batch.
+        router_loss: 0-d, the routers' auxiliary loss, a mean; None without one.
+    """
+
+    loss_sum: torch.Tensor
+    router_loss: torch.Tensor | None = None
+
+
+class Metrics(Protocol):
+    """Figures besides the loss, summed on the device until a row is logged.
+
+    Attributes:
+        sums: float64 since the last `take`, any shape; None before a batch.
+    """
+
+    sums: torch.Tensor | None
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """The sums since the last call, on ``device``, always of the same size."""
+
+    def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """What the log says: key to value, from the ranks' summed and flattened sums."""
+
+
+class Loss(Protocol):
+    """An objective at work on one model."""
+
+    @property
+    def trainer_counts(self) -> bool:
+        """Whether Trainer's own count, the trained tokens of the step, is what it divides by."""
+
+    @property
+    def train_metrics(self) -> Metrics | None:
+        """Figures of training; `training` adds to them."""
+
+    @property
+    def eval_metrics(self) -> Metrics | None:
+        """Figures of an evaluation; `evaluate` adds to them."""
+
+    def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
+        """How many items the mean over a batch is taken of; called once, before it is moved.
+
+        Args:
+            batch: from the collator; what the loss needs besides may be put into it.
+            num_trained_tokens: labels in it.
+        """
+
+    def training(
+        self, model: nn.Module, inputs: dict[str, Any], step: Step
+    ) -> tuple[torch.Tensor, Any]:
+        """A micro-batch's part of the step's loss (`Step.share`), and the model's outputs if any.
+
+        Args:
+            model: as it is trained, wrapped.
+            inputs: the batch on the device.
+            step: which part it is.
+        """
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
+        """The losses of an evaluation batch; without gradients."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One row of the table: what is optimised.
+
+    Attributes:
+        name: in recipes.
+        formats: the names of ``FORMATS`` whose rows it takes; None takes those that no other
+            objective claims.
+        packs: it can train on rows of several samples.
+        streams: it can train on samples straight from their files.
+        dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
+        collator: the shape of rows to what makes a list of items a batch with ``labels``.
+        loss: the loss on a model.
+    """
+
+    name: str
+    formats: frozenset[str] | None
+    packs: bool
+    streams: bool
+    dataset: Callable[[PreparedData, RowShape, int | None], EpochDataset]
+    collator: Callable[[RowShape], Callable[[Sequence[Any]], dict[str, Any]]]
+    loss: Callable[[LossSetup], Loss]
+
+    def training_data(
+        self, samples: EpochDataset, shape: RowShape, stream: SampleStream | None = None
+    ) -> TrainingData:
+        """Items with the collator that fits them; ``samples`` are a stream's first ones."""
+        return TrainingData(
+            samples=samples,
+            collator=CountingCollator(self.collator(shape), count_tokens),
+            without_training=without_training,
+            sources=shape.sources,
+            stream=stream,
+        )

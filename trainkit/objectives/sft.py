@@ -1,0 +1,101 @@
+"""Supervised fine-tuning: the cross entropy of the trained tokens, each weighing the same."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
+from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.models.loss_head import LossHead
+from trainkit.objectives.batches import EpochDataset
+from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
+from trainkit.objectives.source_loss import SourceLosses
+from trainkit.objectives.step_loss import StepLoss
+
+
+class TokenMeanLoss:
+    """The mean over all trained tokens of a step, and what each source has of it."""
+
+    def __init__(self, setup: LossSetup) -> None:
+        model = setup.model
+        self._step_loss = StepLoss.of(
+            model,
+            takes_num_items=setup.takes_num_items,
+            label_smoothing=setup.label_smoothing,
+        )
+        self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
+        self.trainer_counts = setup.takes_num_items
+        self.train_metrics = SourceLosses.of(model, setup.train_sources)
+        self.eval_metrics = SourceLosses.of(model, setup.eval_sources)
+
+    def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
+        """Trained tokens; who computes the loss is told of them."""
+        batch["num_trained_tokens"] = num_trained_tokens
+        return num_trained_tokens
+
+    def training(
+        self, model: nn.Module, inputs: dict[str, Any], step: Step
+    ) -> tuple[torch.Tensor, Any]:
+        """The model's own loss, weighed by tokens."""
+        ours, labels = self._step_loss, inputs["labels"]
+        source_ids, num_trained = self._taken(inputs)
+        if ours.smoother is not None:
+            loss, outputs = ours.smoothed(model, inputs, step)
+        else:
+            given = step.num_items if ours.takes_num_items else None
+            loss, outputs = step.trainer_loss(model, inputs, given)
+            loss = ours.share(loss, outputs, step, num_trained=num_trained)
+        self._tell_apart(self.train_metrics, source_ids, labels, outputs)
+        return loss, outputs
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
+        """The same quantity, from the same parts."""
+        labels = inputs["labels"]
+        source_ids, _ = self._taken(inputs)
+        loss, router, outputs = self._step_loss.parts(model, inputs, num_items)
+        self._tell_apart(self.eval_metrics, source_ids, labels, outputs)
+        return EvaluatedBatch(loss, router if num_items else None)
+
+    def _taken(self, inputs: dict[str, Any]) -> tuple[torch.Tensor | None, int]:
+        """Take out what the model's forward does not take."""
+        source_ids, num_trained = inputs.pop("source_ids", None), inputs["num_trained_tokens"]
+        if not self._has_loss_head:
+            del inputs["num_trained_tokens"]
+        return source_ids, num_trained
+
+    def _tell_apart(
+        self,
+        sources: SourceLosses | None,
+        source_ids: torch.Tensor | None,
+        labels: torch.Tensor,
+        outputs: Any,
+    ) -> None:
+        if sources is not None and source_ids is not None:
+            logits = outputs.get("logits")
+            sources.add(source_ids, labels, logits, self._step_loss.smoothing)
+
+
+def _dataset(data: PreparedData, shape: RowShape, seed: int | None) -> EpochDataset:
+    if shape.packing:
+        return PackedDataset(data, shape.max_length, seed=seed or 0, mixed=seed is not None)
+    return SampleDataset(data, seed=seed)
+
+
+def _collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]]:
+    with_source = bool(shape.sources)
+    if shape.packing:
+        return PackingCollator(shape.max_length, shape.pad_token_id, with_source=with_source)
+    return PaddingCollator(shape.pad_token_id, with_source=with_source)
+
+
+SFT = Objective(
+    name="sft",
+    formats=None,
+    packs=True,
+    streams=True,
+    dataset=_dataset,
+    collator=_collator,
+    loss=TokenMeanLoss,
+)

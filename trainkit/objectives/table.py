@@ -1,0 +1,61 @@
+"""THE TABLE of objectives, and what a name in a recipe stands for."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from trainkit.data.options import Source
+from trainkit.data.read.formats import FORMATS
+from trainkit.errors import RecipeError
+from trainkit.objectives.objective import Objective
+from trainkit.objectives.sft import SFT
+
+OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in (SFT,)}
+"""Every objective by its name."""
+
+
+def formats_of(objective: Objective) -> frozenset[str]:
+    """The names of ``FORMATS`` whose rows an objective takes."""
+    if objective.formats is not None:
+        return objective.formats
+    claimed = [row.formats for row in OBJECTIVES.values() if row.formats is not None]
+    return frozenset(FORMATS).difference(*claimed)
+
+
+def sources_of(objective: Objective, sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Sources with the formats an objective takes; ``auto`` is its only one, if it has only one.
+
+    Raises:
+        RecipeError: a source has a format of rows that the objective cannot train on.
+    """
+    taken = formats_of(objective)
+    found = []
+    for source in sources:
+        alone = source.format == "auto" and len(taken) == 1
+        found.append(replace(source, format=next(iter(taken))) if alone else source)
+        if found[-1].format not in taken | {"auto"}:
+            raise RecipeError(
+                f"{objective.name} cannot train on rows of the format {source.format}",
+                where=f"data.format: {source.path}",
+                fix=f"it takes {', '.join(sorted(taken))}",
+            )
+    return tuple(found)
+
+
+def refuse_unfit_feeding(objective: Objective, *, packing: bool, streaming: bool) -> None:
+    """Stop where the data section asks for what an objective cannot do.
+
+    Raises:
+        RecipeError: naming the key.
+    """
+    if packing and not objective.packs:
+        raise RecipeError(
+            f"{objective.name} does not train on packed rows",
+            where="data.packing",
+            fix="set packing: false",
+        )
+    if streaming and not objective.streams:
+        raise RecipeError(
+            f"{objective.name} needs all rows before it begins",
+            where="data.streaming",
+            fix="set streaming: false",
+        )
