@@ -17,8 +17,9 @@ from trainkit.data.build.drafts import Draft, Drafter, Event, cut_tokens
 from trainkit.data.options import DataOptions, Source
 from trainkit.data.read.formats import detect
 from trainkit.data.read.messages import (
+    Comparison,
     Conversation,
-    Row,
+    ParsedRow,
     RowError,
     TextRow,
     TokenRow,
@@ -67,6 +68,18 @@ class BuiltRows:
         self.lengths.append(len(ids))
         self.rows.append(row)
         self.parts.append(part)
+
+    def drop_incomplete(self, num_samples: Mapping[int, int]) -> None:
+        """Drop what is left of rows that have fewer samples than they must have."""
+        found = Counter(self.rows)
+        lost = {row for row, count in num_samples.items() if 0 < found[row] < count}
+        if not lost:
+            return
+        kept = [place for place, row in enumerate(self.rows) if row not in lost]
+        columns: list[list[Any]] = [self.input_ids, self.loss_mask]
+        columns += [self.lengths, self.parts, self.rows]
+        for column in columns:
+            column[:] = [column[place] for place in kept]
 
     def sealed(self) -> "BuiltRows":
         """The same with one array each."""
@@ -130,6 +143,7 @@ class SampleBuilder:
         built = BuiltRows()
         drafts: dict[Drafter, list[Draft]] = {}
         texts: list[tuple[int, TextRow]] = []
+        num_compared: dict[int, int] = {}
         for number, row in enumerate(rows):
             try:
                 parsed = self._parse(row, source, built)
@@ -137,6 +151,11 @@ class SampleBuilder:
                     drafter = self.drafter_of(parsed.template_kwargs)
                     mine = self._drafts(drafter, number, parsed, source, built)
                     drafts.setdefault(drafter, []).extend(mine)
+                elif isinstance(parsed, Comparison):
+                    drafter = self.drafter_of(parsed.conversations[0].template_kwargs)
+                    mine = self._compared(drafter, number, parsed, source, built)
+                    drafts.setdefault(drafter, []).extend(mine)
+                    num_compared[number] = len(mine)
                 elif isinstance(parsed, TextRow):
                     texts.append((number, parsed))
                 else:
@@ -147,6 +166,7 @@ class SampleBuilder:
             self._keep_conversations(drafter, mine, built)
         if texts:
             self._keep_texts(texts, built)
+        built.drop_incomplete(num_compared)
         self._check_embeddings(built, rows)
         kept = set(built.rows)
         built.num_kept = len(kept)
@@ -181,7 +201,7 @@ class SampleBuilder:
 
     # -- rows -----------------------------------------------------------------------------------
 
-    def _parse(self, raw: RawRow, source: Source, built: BuiltRows) -> Row:
+    def _parse(self, raw: RawRow, source: Source, built: BuiltRows) -> ParsedRow:
         row = decode_row(raw)
         parsed = read_row(row, source.format, source.columns)
         name = source.format
@@ -226,6 +246,21 @@ class SampleBuilder:
         others = sum(bool(m.train) and m.role not in roles for m in conversation.messages)
         if others and masks:
             built.counts["other_turns_switched_on"] += others
+        return drafts
+
+    def _compared(
+        self, drafter: Drafter, row: int, comparison: Comparison, source: Source, built: BuiltRows
+    ) -> list[Draft]:
+        """One draft for each conversation of a comparison."""
+        drafts = []
+        for part, conversation in enumerate(comparison.conversations):
+            mine = self._drafts(drafter, row, conversation, source, built)
+            if len(mine) != 1:
+                raise RowError(
+                    "compared_in_parts",
+                    "data.thinking: split makes several samples of an answer that is compared",
+                )
+            drafts.append(replace(mine[0], part=part))
         return drafts
 
     # -- samples -----------------------------------------------------------------------------

@@ -15,7 +15,14 @@ from trainkit.data.build.ledger import read_ledger
 from trainkit.data.build.source import LEDGER
 from trainkit.data.options import IGNORE_INDEX, DataOptions, Source
 from trainkit.data.read.formats import parse_row
-from trainkit.data.read.messages import ROLES, Conversation, RowError, TextRow, validate
+from trainkit.data.read.messages import (
+    ROLES,
+    Comparison,
+    Conversation,
+    RowError,
+    TextRow,
+    validate,
+)
 from trainkit.data.read.reading import RawRow, decode, read_rows
 
 
@@ -222,6 +229,10 @@ class Authors:
         size = len(sample["input_ids"])
         if isinstance(parsed, TextRow) and parsed.prompt:
             return self._of_completion(parsed, sample)
+        if isinstance(parsed, Comparison):
+            source_place, place = self.data.find(sample["id"])
+            part = int(self.data.parts[source_place].store.part[place])
+            parsed = parsed.conversations[part]
         if not isinstance(parsed, Conversation):
             return [("text", 0, size)]
         drafter = self.builder.drafter_of(parsed.template_kwargs)

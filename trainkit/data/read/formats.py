@@ -11,7 +11,15 @@ from typing import Any
 
 from trainkit.data.read import fields
 from trainkit.data.read.calls import parse_tools
-from trainkit.data.read.messages import Conversation, Message, Row, RowError, TextRow
+from trainkit.data.read.messages import (
+    Comparison,
+    Conversation,
+    Message,
+    ParsedRow,
+    Row,
+    RowError,
+    TextRow,
+)
 from trainkit.data.read.row_fields import short_name, template_kwargs, unused, with_system
 from trainkit.data.read.tokens import parse_tokens
 from trainkit.data.read.turns import parse_turn
@@ -137,7 +145,7 @@ def parse_text(row: Mapping[str, Any]) -> TextRow:
     return TextRow(text)
 
 
-FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Row]] = {
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
     "messages": parse_messages,
     "sharegpt": parse_sharegpt,
     "belle": parse_belle,
@@ -172,7 +180,7 @@ def detect(row: Mapping[str, Any]) -> str | None:
     return "text" if "text" in row else None
 
 
-def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> Row:
+def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> ParsedRow:
     """Parse one decoded row.
 
     Args:
@@ -198,6 +206,10 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
     parsed = FORMATS[name](row)
     if isinstance(parsed, Conversation):
         parsed = replace(parsed, template_kwargs=template_kwargs(row, name))
+    elif isinstance(parsed, Comparison):
+        kwargs = template_kwargs(row, name)
+        each = (replace(one, template_kwargs=kwargs) for one in parsed.conversations)
+        parsed = replace(parsed, conversations=tuple(each))
     return replace(parsed, ignored=ignored) if ignored else parsed
 
 

@@ -105,7 +105,26 @@ class TokenRow:
     ignored: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Conversations that are held against each other; each becomes one sample of the row.
+
+    Either all of them are kept or none.
+
+    Attributes:
+        conversations: in the order of the format, such as the chosen one before the rejected one.
+        ignored: fields of the row that play no part.
+    """
+
+    conversations: tuple[Conversation, ...]
+    ignored: tuple[str, ...] = ()
+
+
 Row = Conversation | TextRow | TokenRow
+"""What one sample, or one question, is made of."""
+
+ParsedRow = Row | Comparison
+"""What a format makes of a row of a file."""
 
 
 def check_text(value: str, place: str) -> str:

@@ -15,8 +15,10 @@ from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.formats import FORMATS, detect
 from trainkit.data.read.messages import (
+    Comparison,
     Conversation,
     Message,
+    ParsedRow,
     Row,
     RowError,
     TextRow,
@@ -151,7 +153,7 @@ def read_question(raw: RawRow, options: QuestionOptions) -> tuple[dict[str, Any]
     return fields_, question_of(_parse(row, options))
 
 
-def question_of(parsed: Row) -> Row:
+def question_of(parsed: ParsedRow) -> Row:
     """What a parsed row asks: all before its last answer.
 
     Raises:
@@ -163,6 +165,8 @@ def question_of(parsed: Row) -> Row:
         first = parsed.trained.index(True) if any(parsed.trained) else 0
         ids = parsed.input_ids[:first] if first else parsed.input_ids
         return TokenRow(ids, (False,) * len(ids))
+    if isinstance(parsed, Comparison):
+        return question_of(parsed.conversations[0])
     messages = parsed.messages
     while messages and messages[-1].role == "assistant":
         messages = messages[:-1]
@@ -171,7 +175,7 @@ def question_of(parsed: Row) -> Row:
     return validate(replace(parsed, messages=messages), needs_assistant=False)
 
 
-def _parse(row: Any, options: QuestionOptions) -> Row:
+def _parse(row: Any, options: QuestionOptions) -> ParsedRow:
     """Parse a row; an answer that is not there yet is put in and cut off later."""
     if not isinstance(row, Mapping):
         return read_row(row, options.format, options.columns)

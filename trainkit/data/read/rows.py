@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.data.read.formats import parse_row
-from trainkit.data.read.messages import Row, RowError, TextRow, check_text
+from trainkit.data.read.messages import ParsedRow, RowError, TextRow, check_text
 from trainkit.data.read.reading import RawRow, decode
 
 
@@ -37,7 +37,7 @@ def decode_row(raw: RawRow) -> Any:
         raise RowError("nested_too_deep", "the JSON nests too deep to be read") from error
 
 
-def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> Row:
+def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> ParsedRow:
     """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
 
     Args:
