@@ -82,8 +82,19 @@ class Lab:
         )
 
     def trainer(
-        self, name, *, batch=4, accumulate=1, dropout=0.0, dtype=None, shard="none", **training
+        self,
+        name,
+        *,
+        batch=4,
+        accumulate=1,
+        dropout=0.0,
+        dtype=None,
+        shard="none",
+        prepare=None,
+        given=None,
+        **training,
     ):
+        """``prepare`` takes the model; ``given`` goes to the Trainer in place of the lab's own."""
         import torch
         from tiny import make_qwen2
         from transformers import PrinterCallback, set_seed
@@ -120,15 +131,21 @@ class Lab:
         model = make_qwen2(len(self.tokenizer), attention_dropout=dropout)
         if dtype is not None:
             model = model.to(getattr(torch, dtype))
+        if prepare is not None:
+            prepare(model)
+        given = {
+            "train_data": self.data(seed=values["seed"]),
+            "eval_data": self.data(),
+            **(given or {}),
+        }
         trainer = SftTrainer(
             model=model,
             args=args,
             layout=layout,
             tokenizer=self.tokenizer,
-            train_data=self.data(seed=values["seed"]),
-            eval_data=self.data(),
             checkpoints=CheckpointWriter(directory, {"data": "fixed"}),
             stop=StopRequest(),
+            **given,
         )
         trainer.remove_callback(PrinterCallback)
         return trainer
