@@ -1,0 +1,65 @@
+"""The steps of CONTRIBUTING.md for a format, a strategy and a kind of linear layer, with new ones.
+
+A family and an op: ``tests/families/test_families_add.py``.
+"""
+
+import torch
+from torch import nn
+
+from trainkit.data.options import Source
+from trainkit.data.read import formats, row_fields
+from trainkit.data.read.messages import Conversation, Message
+from trainkit.data.read.rows import read_row
+from trainkit.models import linears
+from trainkit.parallel import strategies
+from trainkit.parallel.engine import Engine
+from trainkit.parallel.layout import Layout
+from trainkit.parallel.process import ProcessRank
+
+
+def parse_faq(row):
+    return Conversation((Message("user", row["question"]), Message("assistant", row["reply"])))
+
+
+def test_a_format_is_a_function_and_a_row(monkeypatch):
+    monkeypatch.setitem(formats.FORMATS, "faq", parse_faq)
+    monkeypatch.setitem(row_fields.READS, "faq", ("question", "reply"))
+    assert Source("a.jsonl", format="faq").format == "faq"
+    parsed = read_row({"question": "2 + 2?", "reply": "4", "note": "easy"}, "faq")
+    assert [message.content for message in parsed.messages] == ["2 + 2?", "4"]
+    assert parsed.ignored == ("note",)
+
+
+class Shelf(Engine):
+    """Keeps fp32 weights in half-precision training, as an engine of a new strategy might."""
+
+    keeps_masters = True
+
+
+def test_a_strategy_is_an_engine_and_a_row(monkeypatch):
+    new = strategies.Strategy("shelf", "weights wait on a shelf", f"{__name__}:Shelf")
+    monkeypatch.setitem(strategies.STRATEGIES, "shelf", new)
+    layout = Layout.of(strategies.strategy_for("shelf"), ProcessRank(1, 1, 2))
+    assert layout.engine.keeps_masters
+    assert not layout.engine.shards_optimizer
+
+
+class HalfLinear(nn.Linear):
+    """Stores its weight as halves of it."""
+
+
+def test_a_kind_of_linear_layer_is_a_row(monkeypatch):
+    kind = linears.LinearKind(
+        "half",
+        recognises=lambda module: type(module) is HalfLinear,
+        unpacker=lambda linear: lambda storage, dtype: (2 * storage).to(dtype),
+        num_weights=lambda parameter: None,
+        loading=lambda dtype: {"half": dtype},
+    )
+    assert linears.kind_of(HalfLinear(2, 2)) is None
+    monkeypatch.setitem(linears.LINEARS, "half", kind)
+    layer = HalfLinear(2, 3)
+    assert linears.kind_of(layer) is kind
+    unpacked = kind.unpacker(layer)(layer.weight, torch.float64)
+    assert torch.equal(unpacked, 2 * layer.weight.double())
+    assert linears.quantization_config("half", torch.bfloat16) == {"half": torch.bfloat16}
