@@ -127,7 +127,7 @@ def test_saving_adds_lines_and_refuses_other_files(tiny_tokenizer, parrot, tmp_p
     assert len(rows) == 2
     assert rows[0]["messages"][0] == {"role": "user", "content": "x"}
     (tmp_path / "notes.txt").write_text("my notes\n")
-    with pytest.raises(DataError, match="no messages file"):
+    with pytest.raises(DataError, match="not a messages file"):
         chat.command(f"/save {tmp_path / 'notes.txt'}")
     assert (tmp_path / "notes.txt").read_text() == "my notes\n"
 

@@ -132,7 +132,7 @@ def _own_loss(model):
     [
         (_lora_on_head, "lm_head has become a Linear"),
         (_train_head, "lm_head has become a ModulesToSaveWrapper"),
-        (_own_loss, "loss function of its own"),
+        (_own_loss, "its own loss function"),
     ],
 )
 def test_what_needs_logits_after_the_patch_gets_them_with_a_reason(change, reason, caplog):
@@ -157,7 +157,7 @@ def test_what_needs_logits_after_the_patch_gets_them_with_a_reason(change, reaso
     ("change", "reason"),
     [
         (_lora_on_head, "not a plain Linear"),
-        (_own_loss, "loss function of its own"),
+        (_own_loss, "its own loss function"),
         (
             lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)) or model,
             "Sequential",
