@@ -1,7 +1,10 @@
-"""What loads when: help, recipe errors and the record of a run never wait for torch."""
+"""What loads when: help, recipe errors and the record of a run never wait for torch; no circles."""
 
+import ast
+import graphlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +27,26 @@ def test_light_modules_stay_light(module):
 
 def test_kernels_bring_torch_and_triton_only():
     assert set(eval(loaded_by("import trainkit.kernels"))) <= {"torch", "triton"}
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_no_imports_run_in_a_circle():
+    """Those inside functions and for types included."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in (ROOT / "trainkit").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    needs = {
+        name: {
+            target
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module
+            for target in (node.module, *(f"{node.module}.{each.name}" for each in node.names))
+            if target in files
+        }
+        for name, path in files.items()
+    }
+    assert list(graphlib.TopologicalSorter(needs).static_order())

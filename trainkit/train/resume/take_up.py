@@ -8,15 +8,12 @@ what was counted since the last logged row, and an evaluation that was due when 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainkit.train.resume.changes import Review
-
-if TYPE_CHECKING:
-    from trainkit.train.trainer import SftTrainer
 
 _OPTIONS = ("weight_decay", "betas", "eps", "momentum")
 
@@ -25,6 +22,24 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What a new optimizer's groups are to have, before saved ones take their place."""
     kept = ("initial_lr", *_OPTIONS)
     return [{name: group[name] for name in kept if name in group} for group in groups]
+
+
+class Resumable(Protocol):
+    """What is read of the Trainer here, so that this file need not know it.
+
+    Attributes:
+        args: its TrainingArguments.
+        model: what is trained.
+        meter: counts tokens between logged rows.
+        group_options: per parameter group, what the recipe says.
+    """
+
+    args: Any
+    model: Any
+    meter: Any
+    group_options: list[dict[str, Any]]
+    _tr_loss: Any
+    _globalstep_last_logged: Any
 
 
 class TakeUp(TrainerCallback):
@@ -36,7 +51,7 @@ class TakeUp(TrainerCallback):
         checkpoint: where it continues from.
     """
 
-    def __init__(self, trainer: "SftTrainer", review: Review, checkpoint: Path) -> None:
+    def __init__(self, trainer: Resumable, review: Review, checkpoint: Path) -> None:
         self._trainer = trainer
         self._review = review
         self._checkpoint = checkpoint
@@ -94,7 +109,7 @@ def _misses_evaluation(args: TrainingArguments, state: TrainerState) -> bool:
     return not any("eval_loss" in row for row in rows)
 
 
-def save_window(directory: Path, trainer: "SftTrainer") -> None:
+def save_window(directory: Path, trainer: Resumable) -> None:
     """Keep what this rank has counted since the last logged row, so that the next has all of it."""
     values = {
         "loss": float(trainer._tr_loss),  # JSON keeps every bit of a float
@@ -104,7 +119,7 @@ def save_window(directory: Path, trainer: "SftTrainer") -> None:
     _window_file(directory, trainer).write_text(json.dumps(values), encoding="utf-8")
 
 
-def load_window(checkpoint: Path, trainer: "SftTrainer") -> None:
+def load_window(checkpoint: Path, trainer: Resumable) -> None:
     """Go on counting where a checkpoint left it; nothing to do where its step was logged."""
     path = _window_file(checkpoint, trainer)
     if path.is_file():
@@ -114,5 +129,5 @@ def load_window(checkpoint: Path, trainer: "SftTrainer") -> None:
         trainer.meter.restore(values["meter"])
 
 
-def _window_file(directory: Path, trainer: "SftTrainer") -> Path:
+def _window_file(directory: Path, trainer: Resumable) -> Path:
     return directory / f"log_window_rank{trainer.args.process_index}.json"
