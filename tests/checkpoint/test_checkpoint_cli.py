@@ -91,6 +91,18 @@ def test_merge_of_a_qlora_run_takes_the_base_that_training_saw(tiny_qwen2, tmp_p
     assert "this is original" in capsys.readouterr().out
 
 
+def test_merge_of_a_run_over_fp8_takes_the_plain_base(tiny_qwen2, tmp_path, capsys):
+    run = as_run(tmp_path / "run", tiny_qwen2, quantize="fp8")
+    assert main(["merge", str(run), str(tmp_path / "m"), "--json"]) == 0
+    row = output(capsys)
+    assert row["merged_into"] == "original"
+    assert row["weight_error_dequantized"] < 1e-6
+    assert 0.015 < row["weight_error_original"] < 0.0361  # a step of 3 bits behind the point
+    assert row["divergence"] < 1e-9 < row["other_divergence"]
+    assert main(["merge", str(run), str(tmp_path / "o"), "--base", "dequantized"]) == 0
+    assert "this is dequantized" in capsys.readouterr().out
+
+
 def test_merge_a_zero3_checkpoint(tmp_path, capsys):
     run_ranks("checkpoint.zero_cases:save", root=str(tmp_path), stage=3)
     assert main(["merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "m"), "--json"]) == 0

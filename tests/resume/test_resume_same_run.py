@@ -15,6 +15,7 @@ VARIANTS = {
     "full in fp32": ["lora=null", "model.dtype=float32"],
     "full in bf16": ["lora=null"],
     "4-bit base": ["lora.quantize=nf4"],
+    "fp8 base": ["lora.quantize=fp8"],
     "rows logged now and then": ["lora=null", "kernels=true", "training.logging_steps=5"],
     "streamed": ["data.streaming=8", "data.packing=true", "training.logging_steps=3"],
     "evaluated each epoch": ["training.num_train_epochs=2", "training.max_steps=-1"],
@@ -23,6 +24,7 @@ ON_TWO_RANKS = {
     "ddp": ["lora=null"],
     "zero1": ["lora=null", "deepspeed=zero1"],
     "zero2": ["deepspeed=zero2"],
+    "fp8 base": ["lora.quantize=fp8"],
     "zero3": ["lora=null", "deepspeed=zero3", "training.logging_steps=3"],
 }
 

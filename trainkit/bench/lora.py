@@ -2,7 +2,8 @@
 
 A cell is a provider in a mode. Providers: peft on SDPA, Unsloth, trainkit, and ``frozen``: the same
 step of trainkit on the same frozen base without adapters, which is what adapters cost nothing over.
-Modes: plain, checkpointed, and checkpointed on an nf4 base. Weights and tokens are random, made on
+Modes: plain, checkpointed, checkpointed on an nf4 base, and on an fp8 base (trainkit's and
+``frozen`` alone), plain and checkpointed. Weights and tokens are random, made on
 the device; Unsloth loads what `save_base` wrote. Every step runs under bf16 autocast with adapters
 in fp32.
 
@@ -27,7 +28,7 @@ from trainkit.bench.processes import run_in_processes
 from trainkit.bench.providers import MODELS, Shape, build, provide
 
 PROVIDERS = ("peft", "unsloth", "trainkit", "frozen")
-MODES = ("lora", "lora_checkpointed", "qlora_checkpointed")
+MODES = ("lora", "lora_checkpointed", "qlora_checkpointed", "fp8", "fp8_checkpointed")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 QWEN2_1_5B = Shape(
     "qwen2",
@@ -94,7 +95,7 @@ class Cell:
     @property
     def checkpointed(self) -> bool:
         """Whether the mode recomputes activations."""
-        return self.mode != "lora"
+        return self.mode.endswith("checkpointed")
 
     @property
     def quantized(self) -> bool:
@@ -226,6 +227,7 @@ def _unsloth(cell: Cell, device: torch.device) -> Any:
 def _trainkit(cell: Cell, device: torch.device) -> Any:
     from trainkit.lora import LoraOptions, attach, fuse
     from trainkit.lora.offload import offload_checkpoints
+    from trainkit.models.fp8_linear import quantize_to_fp8
 
     provided = provide(
         "trainkit", cell.shape_to_measure(), device, loss_chunk_tokens=cell.loss_chunk_tokens
@@ -233,6 +235,9 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
     model: Any = provided.model
     if cell.quantized:
         model = quantize(model)
+    if cell.mode.startswith("fp8"):
+        quantize_to_fp8(model, device)
+        torch.cuda.empty_cache()
     if cell.provider == "frozen":
         model.requires_grad_(False)
         model.enable_input_require_grads()
@@ -257,6 +262,8 @@ _BUILDERS: dict[str, Callable[[Cell, torch.device], Any]] = {
 
 def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     """Build a cell's model and time its steps."""
+    if cell.mode.startswith("fp8") and cell.provider not in ("trainkit", "frozen"):
+        raise ValueError(f"{cell.provider} has no fp8 base that it trains adapters over")
     shape = cell.shape_to_measure()
     model = _BUILDERS[cell.provider](cell, device).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -38,8 +38,8 @@ def merge(
     base: Annotated[
         Base | None,
         typer.Option(
-            help="For an adapter trained over 4 bits: merge into the weights that training saw "
-            "(dequantized; a QLoRA run's default) or into the original ones."
+            help="For an adapter trained over a quantised base: merge into the weights that "
+            "training saw (dequantized; the default over nf4) or into the original ones (over fp8)."
         ),
     ] = None,
     base_model: Annotated[
@@ -64,7 +64,7 @@ def merge(
     size = parse_shard_size(shard_size)
     if not source.is_dir():
         raise ModelError("there is no such directory", where=str(source))
-    from trainkit.checkpoint.merge.merge import MergeOptions
+    from trainkit.checkpoint.merge.merge import MergeOptions, own_base
     from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, verify_directory
     from trainkit.checkpoint.zero.export_zero import (
         export_zero,
@@ -84,7 +84,7 @@ def merge(
     options = MergeOptions(
         quantize=quantize,
         compute_dtype=settings.dtype if settings.dtype != "auto" else None,
-        base="original" if quantize is None or base is Base.original else "dequantized",
+        base=own_base(quantize) if base is None else base.value,
         dtype=None if dtype is None else dtype.value,
         max_shard_bytes=size,
         verify=verify,
@@ -111,7 +111,7 @@ def merge(
 def _merge_adapter(
     adapter: Path, base_model: str | None, target: Path, options: "MergeOptions", *, origin: Path
 ) -> dict[str, Any]:
-    from trainkit.checkpoint.merge.merge import merge_adapter
+    from trainkit.checkpoint.merge.merge import merge_adapter, own_base
     from trainkit.checkpoint.weights.adapter import read_adapter
     from trainkit.infer.locate import base_directory
 
@@ -137,7 +137,7 @@ def _merge_adapter(
         row["divergence"] = done.parity.divergence
         row["other_divergence"] = done.parity.other_divergence
         row["adapter_effect"] = done.parity.effect
-        is_rounding = options.quantize is None or options.base == "dequantized"
+        is_rounding = options.base == own_base(options.quantize)
         row["is_rounded_away"] = (
             is_rounding
             and options.dtype != "float32"

@@ -9,7 +9,7 @@ class RunSettings:
     """How a run held its base model.
 
     Attributes:
-        quantize: ``nf4``, or None for plain weights.
+        quantize: ``nf4``, ``fp8``, or None for plain weights.
         dtype: of the weights in memory, or None where it is not known.
     """
 

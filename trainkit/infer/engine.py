@@ -223,7 +223,7 @@ def load_engine(
     Args:
         paths: model, adapter and tokenizer.
         dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
-        quantize: ``nf4`` to load the base in 4 bits, as a QLoRA run did.
+        quantize: ``nf4`` loads the base in 4 bits, as a QLoRA run did; ``fp8`` loads it as saved.
         device: ``cpu``, ``cuda``, ``cuda:1``, or auto.
         system: the system prompt that the caller puts into conversations itself; it goes before a
             system policy of the run.
@@ -248,6 +248,10 @@ def load_engine(
     packing = None
     if quantize is not None:
         packing = quantization_config(quantize, DTYPES.get(dtype, torch.bfloat16))
+        if packing is None:
+            say(
+                f"the adapter was trained over the base in {quantize}; here the base is unquantised"
+            )
     model = load_model(
         ModelSource(paths.model, dtype=dtype),
         attention=_attention(paths.model),

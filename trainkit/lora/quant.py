@@ -7,18 +7,47 @@ from transformers import PreTrainedConfig
 
 from trainkit.auto_class import auto_class
 from trainkit.errors import RecipeError
+from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.lora.targets import expert_parameters
 
 
-def refuse_unpacked_experts(config: PreTrainedConfig, name: str) -> None:
-    """Refuse 4 bits for a model whose experts would stay as they are.
+def refuse_unfit_device(quantize: str, device: torch.device | None) -> None:
+    """Refuse fp8 where it cannot run, before anything is loaded.
 
-    bitsandbytes packs linear layers; experts are parameters of three dimensions in transformers 5,
+    Args:
+        quantize: a row of the table of linear layers.
+        device: where the model will train; None where ZeRO-3 decides.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    if quantize != "fp8":
+        return
+    if device is None:
+        raise RecipeError(
+            "an fp8 base is kept whole on every GPU, and zero3 shards it",
+            where="lora.quantize",
+            fix="set deepspeed: zero2 or remove it (the base takes one byte a weight), or set "
+            "lora.quantize: nf4",
+        )
+    if reason := why_no_fp8(device):
+        raise RecipeError(
+            reason,
+            where="lora.quantize",
+            fix="set lora.quantize: nf4, or remove it",
+        )
+
+
+def refuse_unpacked_experts(config: PreTrainedConfig, name: str, quantize: str = "nf4") -> None:
+    """Refuse a packed base for a model whose experts would stay as they are.
+
+    Linear layers are packed; experts are parameters of three dimensions in transformers 5,
     and they are most of such a model. The model is built without memory for its weights.
 
     Args:
         config: the model's.
         name: the model, for the message.
+        quantize: what it is packed to.
 
     Raises:
         RecipeError: with what would be packed and what would not.
@@ -30,7 +59,7 @@ def refuse_unpacked_experts(config: PreTrainedConfig, name: str) -> None:
         return
     total = sum(parameter.numel() for parameter in model.parameters())
     raise RecipeError(
-        f"nf4 packs linear layers only; the experts of {name}, {experts / total:.0%} of its "
+        f"{quantize} packs linear layers only; the experts of {name}, {experts / total:.0%} of its "
         f"{total / 1e9:.1f} billion weights, would stay in 16 bits ({experts * 2 / 2**30:.1f} GiB)",
         where="lora.quantize",
         fix="remove lora.quantize and shard the base instead (deepspeed: zero3), or take a dense "

@@ -88,7 +88,7 @@ def _storage(model: nn.Module) -> dict[str, dict[str, Any]]:
     kinds = {
         id(module.weight): found.name
         for module in model.modules()
-        if (found := kind_of(module)) is not None and found.loading is not None
+        if (found := kind_of(module)) is not None and found.packs
     }
     totals: dict[str, dict[str, Any]] = {}
     for parameter in model.parameters():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import BitsAndBytesConfig
 
 from trainkit.errors import RecipeError
 from trainkit.kernels.lora.projection import Unpack
+from trainkit.models.fp8_linear import Fp8Linear, quantize_to_fp8
 from trainkit.parallel.parameters import num_elements
 
 
@@ -34,6 +35,9 @@ class LinearKind:
         num_weights: how many weights a parameter of this kind stands for; None for another kind's.
         loading: the ``quantization_config`` for ``from_pretrained`` by compute dtype, or None.
         prepare: makes a loaded layer fit for training, where it is not.
+        convert: packs a model that was loaded as it is saved, given the device that the codes go to
+            and the names to leave out; for a kind without ``loading``.
+        packages: what the kind's numbers depend on, beyond torch.
     """
 
     name: str
@@ -42,6 +46,13 @@ class LinearKind:
     num_weights: Callable[[nn.Parameter], int | None]
     loading: Callable[[torch.dtype], Any] | None = None
     prepare: Callable[[Any], None] | None = None
+    convert: Callable[[nn.Module, torch.device, Collection[str]], None] | None = None
+    packages: tuple[str, ...] = ()
+
+    @property
+    def packs(self) -> bool:
+        """Whether ``lora.quantize`` can name the kind."""
+        return self.loading is not None or self.convert is not None
 
 
 def kind_of(module: nn.Module) -> LinearKind | None:
@@ -68,23 +79,36 @@ def prepare_for_training(model: nn.Module) -> None:
             kind.prepare(module)
 
 
+def packed_kind(quantize: str) -> LinearKind:
+    """The row that ``lora.quantize`` names.
+
+    Raises:
+        RecipeError: there is no such row.
+    """
+    kind = LINEARS.get(quantize)
+    if kind is None or not kind.packs:
+        known = ", ".join(name for name, kind in LINEARS.items() if kind.packs)
+        raise RecipeError(f"quantize {quantize!r} is not one of {known}", where="lora.quantize")
+    return kind
+
+
 def quantization_config(
     quantize: str = "nf4", compute_dtype: torch.dtype = torch.bfloat16
-) -> BitsAndBytesConfig:
+) -> BitsAndBytesConfig | None:
     """The ``quantization_config`` for ``from_pretrained`` of a frozen base.
 
     Args:
         quantize: a row that can be loaded.
         compute_dtype: what the weights are dequantised to and the products run in.
 
+    Returns:
+        None for a kind that is made of the plain model.
+
     Raises:
         RecipeError: there is no such row, or a package that it needs is not installed.
     """
-    loading = LINEARS[quantize].loading if quantize in LINEARS else None
-    if loading is None:
-        known = ", ".join(name for name, kind in LINEARS.items() if kind.loading)
-        raise RecipeError(f"quantize {quantize!r} is not one of {known}", where="lora.quantize")
-    return loading(compute_dtype)
+    kind = packed_kind(quantize)
+    return None if kind.loading is None else kind.loading(compute_dtype)
 
 
 def _is_nf4(module: nn.Module) -> bool:
@@ -154,6 +178,21 @@ LINEARS: Mapping[str, LinearKind] = {
             unpacker=lambda linear: None,
             num_weights=lambda parameter: None,
         ),
-        LinearKind("nf4", _is_nf4, _nf4_unpacker, _nf4_num_weights, _nf4_loading, _nf4_prepare),
+        LinearKind(
+            "nf4",
+            _is_nf4,
+            _nf4_unpacker,
+            _nf4_num_weights,
+            _nf4_loading,
+            _nf4_prepare,
+            packages=("bitsandbytes",),
+        ),
+        LinearKind(
+            "fp8",
+            recognises=lambda module: isinstance(module, Fp8Linear),
+            unpacker=lambda linear: linear.reader(),
+            num_weights=lambda parameter: None,  # a byte each
+            convert=quantize_to_fp8,
+        ),
     )
 }

@@ -242,8 +242,8 @@ class LoraSection(Section):
         description="Parameters to adapt, as experts.down_proj; all-linear adds the experts.",
     )
     exclude_modules: str | list[str] | None = Field(None, description="Names to leave out.")
-    quantize: Literal["nf4"] | None = Field(
-        None, description="nf4 keeps the frozen base in 4 bits (QLoRA)."
+    quantize: Literal["nf4", "fp8"] | None = Field(
+        None, description="nf4 keeps the frozen base in 4 bits (QLoRA); fp8 in 8, multiplied so."
     )
     use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
     use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
@@ -276,6 +276,17 @@ class LoraSection(Section):
         return value
 
     @model_validator(mode="after")
+    def _fp8_fits(self) -> "LoraSection":
+        for key in ("use_dora", "target_parameters"):
+            if self.quantize == "fp8" and getattr(self, key):
+                raise broken_rule(
+                    f"lora.{key}",
+                    f"{key} reads the base's own weights, and they are fp8 codes",
+                    f"remove lora.{key}, or lora.quantize",
+                )
+        return self
+
+    @model_validator(mode="after")
     def _initialisation_fits(self) -> "LoraSection":
         init = self.init_lora_weights
         if isinstance(init, bool):
@@ -284,7 +295,7 @@ class LoraSection(Section):
         if self.quantize and init.startswith(("pissa", "olora", "mica")):
             raise broken_rule(
                 key,
-                f"init_lora_weights: {init} needs the base's own weights, and they are in 4 bits",
+                f"init_lora_weights: {init} needs the base's own weights, and they are quantised",
                 "remove lora.quantize, or set init_lora_weights: true",
             )
         if self.lora_bias:
@@ -368,6 +379,12 @@ class Recipe(Section):
                 "lora.quantize",
                 "a randomly initialised base has no weights to quantize",
                 "remove lora.quantize or model.init",
+            )
+        if self.lora and self.lora.quantize == "fp8" and training.get("torch_compile"):
+            raise broken_rule(
+                "training.torch_compile",
+                "fp8 products run in trainkit's own functions, which torch.compile does not take",
+                "remove torch_compile, or lora.quantize",
             )
         if self.kernels and training.get("use_liger_kernel"):
             raise broken_rule(

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from trainkit.checkpoint.whole.ownership import refuse_foreign
 from trainkit.data.read.messages import Conversation
 from trainkit.errors import TrainkitError
+from trainkit.lora.quant import refuse_unfit_device
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.files import context_warning
+from trainkit.models.linears import packed_kind
 from trainkit.models.loading import ModelSource, check_exists, load_config, load_tokenizer
 from trainkit.models.self_check import SelfCheckError
 from trainkit.parallel import Layout, ProcessRank
@@ -132,6 +135,10 @@ def _prepare(
     check_exists(source)
     if recipe.data.packing:
         check_packable(source)
+    if recipe.lora is not None and recipe.lora.quantize is not None:
+        on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu")
+        device = torch.device("cuda" if on_gpu else "cpu")
+        refuse_unfit_device(recipe.lora.quantize, layout.engine.loading_device(device))
     warning = context_warning(load_config(source), recipe.data.max_length)
     if warning is not None:
         console.warn(warning)
@@ -342,14 +349,15 @@ def _fingerprint(recipe: Recipe, prepared: _Prepared, place: ProcessRank) -> dic
     """What surrounds a recipe and decides the curve; a continued run must share it."""
     args = prepared.args
     micro = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    quantized = recipe.lora is not None and recipe.lora.quantize is not None
+    quantize = recipe.lora.quantize if recipe.lora else None
+    packages = packed_kind(quantize).packages if quantize else ()
     return {
         "data": prepared.data.fingerprint,
         PARTS: prepared.data.parts,
         "rows_per_step": micro * prepared.layout.data_size,
         "num_ranks": place.world_size,
         "device": args.device.type,
-        "versions": versions((*prepared.layout.engine.packages, *["bitsandbytes"] * quantized)),
+        "versions": versions((*prepared.layout.engine.packages, *packages)),
     }
 
 

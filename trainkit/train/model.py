@@ -14,14 +14,20 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
 from trainkit.lora.adapter import LoraOptions, attach, count_parameters
-from trainkit.lora.quant import refuse_unpacked_experts
+from trainkit.lora.quant import refuse_unfit_device, refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, resolve_attention
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.proof import require_proof, settle
-from trainkit.models.linears import num_weights, prepare_for_training, quantization_config
+from trainkit.models.fp8_linear import Fp8Linear, describe_fp8
+from trainkit.models.linears import (
+    num_weights,
+    packed_kind,
+    prepare_for_training,
+    quantization_config,
+)
 from trainkit.models.loading import DTYPES, ModelSource, load_config, load_model
 from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
@@ -68,6 +74,8 @@ class BuiltModel:
         record: dict[str, Any] = {"attention": asdict(self.attention)}
         if self.adapters is not None:
             record["adapters"] = self.adapters
+        if any(isinstance(module, Fp8Linear) for module in self.model.modules()):
+            record["fp8"] = describe_fp8(self.model)
         if self.num_towers:
             record["frozen_towers"] = {"parameters": self.num_towers}
         if self.report is None:
@@ -110,7 +118,7 @@ def build_model(
         attention: ``auto``, or a name that transformers knows.
         packing: several documents share a row.
         lora: adapters, or None for full fine-tuning.
-        quantize: ``nf4`` loads the frozen base in 4 bits.
+        quantize: ``nf4`` keeps the frozen base in 4 bits, ``fp8`` in 8.
         kernels: all, none, or per op.
         reentrant: reentrant gradient checkpointing, which needs gradients at the embeddings.
         device: where the weights go; None leaves that to DeepSpeed (ZeRO-3 shards while loading).
@@ -118,18 +126,17 @@ def build_model(
     Raises:
         ModelError: the model cannot be loaded, or a module name matches nothing.
         PatchError: a kernel was asked for by name and cannot be put in.
-        RecipeError: 4-bit weights without adapters.
+        RecipeError: quantised weights without adapters, or where they cannot be.
     """
     if quantize is not None and lora is None:
-        raise RecipeError("a 4-bit base cannot be trained itself", where="lora.quantize")
-    quantization = None
+        raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
     if quantize is not None:
-        quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
-        refuse_unpacked_experts(load_config(source), source.name_or_path)
+        refuse_unfit_device(quantize, device)
+        refuse_unpacked_experts(load_config(source), source.name_or_path, quantize)
     chosen = _attention(source, attention, packing=packing)
     # Every class has eager attention; what was chosen is set once it has been proved.
     loaded_with = "eager" if attention == "auto" else chosen.name
-    model: Any = load_model(source, attention=loaded_with, quantization=quantization, device=device)
+    model: Any = _loaded(source, loaded_with, quantize, device, lora)
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto")
     towers = outside_text(model)
@@ -152,6 +159,26 @@ def build_model(
         adapters,
         sum(num_weights(parameter) for parameter in towers.values()),
     )
+
+
+def _loaded(
+    source: ModelSource,
+    attention: str,
+    quantize: str | None,
+    device: torch.device | None,
+    lora: LoraOptions | None,
+) -> PreTrainedModel:
+    """The model where it will train, its linear layers packed if they are to be."""
+    convert = None if quantize is None else packed_kind(quantize).convert
+    if convert is None or device is None:
+        quantization = None
+        if quantize is not None:
+            quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
+        return load_model(source, attention=attention, quantization=quantization, device=device)
+    # Read on the host and packed layer by layer: the device never holds it in 16 bits.
+    model: Any = load_model(source, attention=attention)
+    convert(model, device, lora.modules_to_save if lora else ())
+    return model.to(device)
 
 
 def check_packable(source: ModelSource) -> None:

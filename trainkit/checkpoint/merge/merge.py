@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainkit.checkpoint.merge.merged_weights import Base, MergedWeights, ModuleChange, Packing
-from trainkit.checkpoint.merge.nf4 import quantized_names
+from trainkit.checkpoint.merge.packed import THROUGH, quantized_names
 from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
 from trainkit.checkpoint.merge.peft_weights import PeftWeights, needs_the_model
 from trainkit.checkpoint.weights.adapter import Adapter
@@ -28,12 +28,18 @@ RECORD_NAME = "merge.json"
 _OTHER: Mapping[Base, Base] = {"original": "dequantized", "dequantized": "original"}
 
 
+def own_base(quantize: str | None) -> Base:
+    """The base that an adapter is used on, and merged into unless told otherwise."""
+    return "dequantized" if quantize == "nf4" else "original"
+
+
 @dataclass(frozen=True)
 class MergeOptions:
     """How to merge.
 
     Attributes:
-        quantize: ``nf4`` if the adapter was trained over a 4-bit base; None if over plain weights.
+        quantize: ``nf4`` or ``fp8`` if the adapter was trained over such a base; None if over plain
+            weights.
         compute_dtype: with ``quantize``, what training loaded the base in and unpacked it to; None
             takes what config.json says, else bfloat16.
         base: with ``quantize``, what the adapter is merged into: ``dequantized`` (the weights
@@ -136,12 +142,14 @@ def merge_adapter(
                 if packing is not None and not by_peft:
                     turned = replace(packing, base=_OTHER[packing.base])
                     other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
-                seen_in = None if packing is None else packing.compute_dtype
+                # bitsandbytes loads nf4; over fp8 an adapter is used on the plain base.
+                is_nf4 = packing is not None and packing.quantize == "nf4"
+                seen_in = packing.compute_dtype if packing is not None and is_nf4 else None
                 parity = compare_with_adapter(
                     base, adapter.directory, staging, packed_from=seen_in, other=other
                 )
-                if packing is None or packing.base == "dequantized":
-                    parity.check()  # merged into the original, it is off by the packing itself
+                if packing is None or packing.base == own_base(packing.quantize):
+                    parity.check()  # merged into the other base, it is off by the packing itself
             record = {**_record(base, adapter, options, changes, parity), "adapter": source}
             record["is_base_of_training"] = is_same_base or None  # None: not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
@@ -151,11 +159,12 @@ def merge_adapter(
 def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Packing | None:
     if options.quantize is None:
         return None
-    if options.quantize != "nf4":
-        raise CheckpointError(f"quantisation {options.quantize!r} is not known; nf4 is")
+    if options.quantize not in THROUGH:
+        known = " and ".join(THROUGH)
+        raise CheckpointError(f"quantisation {options.quantize!r} is not known; {known} are")
     own = str(config.get("torch_dtype", config.get("dtype")))
     dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
-    return Packing(quantized_names(base), dtype, options.base)
+    return Packing(options.quantize, quantized_names(base), dtype, options.base)
 
 
 def _refuse_no_op(changes: tuple[ModuleChange, ...], adapter: Adapter) -> None:

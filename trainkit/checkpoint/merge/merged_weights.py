@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.merge.nf4 import through_nf4
+from trainkit.checkpoint.merge.packed import THROUGH
 from trainkit.checkpoint.weights.adapter import Adapter, ModuleAdapter
 from trainkit.checkpoint.weights.export import TensorSource, cast
 from trainkit.checkpoint.weights.reader import TensorInfo
@@ -44,14 +44,16 @@ class ModuleChange:
 
 @dataclass(frozen=True)
 class Packing:
-    """The 4-bit base that an adapter was trained over.
+    """The quantised base that an adapter was trained over.
 
     Attributes:
+        quantize: how, as in the recipe.
         names: the weights that were packed.
         compute_dtype: what they are unpacked to.
         base: whether the adapter is merged into the unpacked weights or the original ones.
     """
 
+    quantize: str
     names: Collection[str]
     compute_dtype: torch.dtype
     base: Base
@@ -143,7 +145,7 @@ class MergedWeights:
 
     def _unpacked(self, original: Tensor) -> Tensor:
         assert self._packing is not None
-        return through_nf4(original, self._packing.compute_dtype)
+        return THROUGH[self._packing.quantize](original, self._packing.compute_dtype)
 
     def _source_name(self, name: str) -> str:
         return _EMBEDDING if self.is_untied and name == _HEAD else name

@@ -1,16 +1,19 @@
-"""The base that a QLoRA run saw: weights through 4 bits and back."""
+"""The base that a run over a quantised base saw: weights through 4 or 8 bits and back."""
 
 import importlib.util
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trainkit.errors import CheckpointError
+from trainkit.kernels.fp8.function import fits_fp8, fp8_quantize
+from trainkit.kernels.fp8.linear import Fp8Weight
 
 
 def quantized_names(directory: Path) -> set[str]:
-    """The weights that loading in 4 bits packs: those of linear layers, but not the output one.
+    """The weights that a quantised base packs: those of linear layers, but not the output one.
 
     Args:
         directory: holds config.json; the model is built without memory for its weights.
@@ -28,6 +31,20 @@ def quantized_names(directory: Path) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
     }
+
+
+def through_fp8(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
+    """Quantise to e4m3 with a scale a row and back, as a run over an fp8 base saw the weight.
+
+    Args:
+        weight: (N, K), any float dtype; a shape that stays in 16 bits comes back as it is.
+        compute_dtype: what the run loaded the weights in.
+    """
+    weight = weight.to(compute_dtype)
+    if not fits_fp8(*weight.shape):
+        return weight
+    codes, scales = fp8_quantize(weight)
+    return Fp8Weight(scales)(codes.view(torch.uint8), compute_dtype)
 
 
 def through_nf4(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
@@ -53,3 +70,10 @@ def through_nf4(weight: Tensor, compute_dtype: torch.dtype) -> Tensor:
     unpacked = dequantize_4bit(packed, state)
     assert isinstance(unpacked, Tensor)
     return unpacked
+
+
+THROUGH: Mapping[str, Callable[[Tensor, torch.dtype], Tensor]] = {
+    "nf4": through_nf4,
+    "fp8": through_fp8,
+}
+"""By ``lora.quantize``: a weight (N, K) and the dtype it was loaded in, to what training saw."""
