@@ -97,7 +97,7 @@ def test_merge_of_a_run_over_fp8_takes_the_plain_base(tiny_qwen2, tmp_path, caps
     row = output(capsys)
     assert row["merged_into"] == "original"
     assert row["weight_error_dequantized"] < 1e-6
-    assert 0.015 < row["weight_error_original"] < 0.0361  # a step of 3 bits behind the point
+    assert 0.005 < row["weight_error_original"] < 0.0361  # of weights and updates together
     assert row["divergence"] < 1e-9 < row["other_divergence"]
     assert main(["merge", str(run), str(tmp_path / "o"), "--base", "dequantized"]) == 0
     assert "this is dequantized" in capsys.readouterr().out
