@@ -14,9 +14,10 @@ from conftest import chat
 from trainkit.data.build.builder import SampleBuilder
 from trainkit.data.build.ledger import Ledger
 from trainkit.data.build.prepare import prepare
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.reading import read_rows
 from trainkit.errors import DataError
+from trainkit.options import Source
 
 NUM_FILES = 3000
 LIMIT = 20_000

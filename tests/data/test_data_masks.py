@@ -1,7 +1,5 @@
 """What is trained and what is not: policies, switches, thinking, hostile text, dates, stops."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from conftest import chat, trained_texts
@@ -12,7 +10,7 @@ from trainkit.data.read.messages import Conversation, Message, RowError
 from trainkit.data.render.encode import Encoder
 from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.template import ChatTemplate
-from trainkit.errors import DataError, ModelError
+from trainkit.errors import DataError, ModelError, RecipeError
 
 END = "<|im_end|>"
 QWEN3_LIKE = (
@@ -185,7 +183,7 @@ def test_reasoning_without_a_field_is_written_into_the_text(write, ready, tiny_t
     [("keep", "<|im_start|>system\nold"), ("none", "<|im_start|>user"), ("new one", "new one")],
 )
 def test_system_policy(write, ready, tiny_tokenizer, policy, text):
-    data = ready(write([chat("q", "a", system="old")]), system=policy)
+    data = ready(write([chat("q", "a", system="old")]), system_policy=policy)
     whole = tiny_tokenizer.decode(data[0]["input_ids"])
     assert text in whole
     assert ("old" in whole) == (policy == "keep")
@@ -354,8 +352,8 @@ def test_marks_do_not_move_what_they_measure():
 
 def test_options_are_checked():
     for field, value in [("mask", "x"), ("truncation", "x"), ("thinking", "x"), ("max_length", 1)]:
-        with pytest.raises(DataError, match=f"data.{field}"):
-            dataclasses.replace(DataOptions(), **{field: value})
+        with pytest.raises(RecipeError, match=f"data.{field}"):
+            DataOptions().replace(**{field: value})
 
 
 def test_row_error_reads_well():

@@ -16,7 +16,7 @@ from tiny import CHATML, make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.build.cache import sha256_of
-from trainkit.errors import DataError
+from trainkit.errors import DataError, RecipeError
 
 ROWS = [chat(f"question {n}", f"answer {n}") for n in range(40)]
 
@@ -147,7 +147,7 @@ class TestMixing:
 
     def test_bad_numbers_are_refused(self):
         for fields in ({"weight": -1}, {"epochs": 0}, {"max_samples": 0}):
-            with pytest.raises(DataError):
+            with pytest.raises(RecipeError):
                 Source("x", **fields)
 
 

@@ -10,13 +10,14 @@ from test_data_templates import TEMPLATES, tokenizer_of
 from tiny import make_tokenizer
 
 from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import FORMATS
 from trainkit.data.read.messages import TokenRow
 from trainkit.data.read.questions import QuestionOptions, read_questions
 from trainkit.data.read.reading import read_rows
 from trainkit.data.render.prompt import PromptRenderer
 from trainkit.errors import DataError
+from trainkit.options import Source
 
 WEATHER = {
     "type": "function",

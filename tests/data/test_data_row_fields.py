@@ -14,7 +14,7 @@ from trainkit.data.read.row_fields import (
     TURN_REFUSED,
     UNDESIRED,
 )
-from trainkit.recipe.schema import RowFormat
+from trainkit.options.data import RowFormat
 
 
 def turns(form, **extra):

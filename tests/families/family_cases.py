@@ -103,7 +103,8 @@ def add_silu_mul(monkeypatch):
 
     from trainkit import kernels
     from trainkit.models import forwards, patch, self_check
-    from trainkit.models.families import OPS, Swap, Unsupported
+    from trainkit.models.families import Swap, Unsupported
+    from trainkit.options.kernels import OPS
 
     class SiluMulMLP(forwards.SplitMLP):
         """Step 7: a forward that says which ops it uses and which names it accounts for."""

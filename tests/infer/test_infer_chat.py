@@ -42,11 +42,13 @@ def training_ids(path, tokenizer, tmp_path, **options):
 @pytest.mark.parametrize("policy", ["keep", "You are a tested model.", "none"])
 def test_ids_in_chat_are_the_ids_of_training(tiny_tokenizer, parrot, tmp_path, system, policy):
     """Every prompt of the chat is a prefix of the training sample, and the answers follow it."""
-    chat = make_chat(tiny_tokenizer, parrot, system=system, options=DataOptions(system=policy))
+    chat = make_chat(
+        tiny_tokenizer, parrot, system=system, options=DataOptions(system_policy=policy)
+    )
     for question, _ in TALK:
         chat.ask(question)
     chat.command(f"/save {tmp_path / 'saved.jsonl'}")
-    sample = training_ids(tmp_path / "saved.jsonl", tiny_tokenizer, tmp_path, system=policy)
+    sample = training_ids(tmp_path / "saved.jsonl", tiny_tokenizer, tmp_path, system_policy=policy)
     trained = sample["input_ids"].tolist()
     for prompt, (_, answer) in zip(chat.engine.model.seen, TALK, strict=True):
         reply = tiny_tokenizer.encode(answer, add_special_tokens=False)

@@ -11,7 +11,7 @@ from test_lora_adapter import make_model, train_a_little
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.errors import RecipeError
 from trainkit.lora import LoraOptions, attach
-from trainkit.recipe.adapters import (
+from trainkit.options.adapters import (
     INITIALISATIONS,
     NOT_TAKEN,
     REFUSED_INITIALISATIONS,
@@ -46,12 +46,10 @@ def test_every_value_that_peft_knows_is_taken_or_refused_by_name():
 def test_every_field_that_peft_knows_is_a_key_or_refused_by_name():
     import dataclasses
 
-    from trainkit.recipe.schema import LoraSection
-
     renamed = {"lora_alpha": "alpha", "lora_dropout": "dropout"}
     fields = {renamed.get(f.name, f.name) for f in dataclasses.fields(LoraConfig)}
-    assert fields - LoraSection.model_fields.keys() == set(NOT_TAKEN) & fields
-    assert not NOT_TAKEN.keys() & LoraSection.model_fields.keys()
+    assert fields - LoraOptions.model_fields.keys() == set(NOT_TAKEN) & fields
+    assert not NOT_TAKEN.keys() & LoraOptions.model_fields.keys()
 
 
 def logits(model, ids):

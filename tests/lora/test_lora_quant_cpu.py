@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainkit.lora import LoraOptions
-from trainkit.models.loading import ModelSource
+from trainkit.options import ModelOptions
 from trainkit.train.model import build_model
 
 
@@ -16,7 +16,7 @@ def test_training_after_an_evaluation_is_as_without_one(kernels, tiny_qwen2):
     for evaluates in (False, True):
         torch.manual_seed(0)
         model = build_model(
-            ModelSource(str(tiny_qwen2), dtype="bfloat16"),
+            ModelOptions(str(tiny_qwen2), dtype="bfloat16"),
             attention="auto",
             packing=False,
             lora=LoraOptions(r=4, init_lora_weights=False),

@@ -8,7 +8,7 @@ from torch import nn
 
 from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, fuse
-from trainkit.lora.adapter import adapted_layers
+from trainkit.lora.adapter import adapted_layers, to_peft
 from trainkit.lora.fused import why_unfused
 from trainkit.lora.targets import Targets
 from trainkit.models.families import FAMILIES
@@ -18,7 +18,7 @@ from trainkit.models.self_check import make_replica, self_check
 
 def add_second(model):
     torch.manual_seed(7)
-    model.add_adapter("second", LoraOptions(r=2).to_peft(Targets("all-linear")))
+    model.add_adapter("second", to_peft(LoraOptions(r=2), Targets("all-linear")))
     lively(model)
     model.base_model.set_adapter(["default", "second"])
 

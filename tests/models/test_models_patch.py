@@ -15,7 +15,8 @@ from transformers.models.qwen2 import modeling_qwen2
 import trainkit
 from trainkit.errors import PatchError
 from trainkit.models import forwards
-from trainkit.models.families import FAMILIES, OPS, Unsupported
+from trainkit.models.families import FAMILIES, Unsupported
+from trainkit.options.kernels import OPS
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from trainkit import kernels
 from trainkit.lora import LoraOptions, attach, fuse
 from trainkit.models import forwards, loss_head, rope_forwards
-from trainkit.models.families import FAMILIES, OPS
+from trainkit.models.families import FAMILIES
 from trainkit.models.patch import patch_kernels
 from trainkit.models.self_check import SelfCheckError, self_check
+from trainkit.options.kernels import OPS
 
 
 def batch(name="llama"):

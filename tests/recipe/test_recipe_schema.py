@@ -7,7 +7,6 @@ import pytest
 
 import trainkit
 from trainkit.recipe import Recipe, key_references
-from trainkit.recipe.schema import KERNEL_OPS
 from trainkit.recipe.validation import vocabulary
 
 
@@ -38,14 +37,3 @@ def test_a_recipe_made_in_python_is_held_to_the_same_rules():
     assert Recipe.model_validate(values).training["logging_steps"] == 1
     with pytest.raises(ValueError, match="no key lerning_rate"):
         Recipe.model_validate({**values, "training": {"lerning_rate": 1}})
-
-
-def test_kernel_switches_are_those_of_the_family_table():
-    # Read, not imported: the table's module brings torch.
-    source = (Path(trainkit.__file__).parent / "models" / "families.py").read_text()
-    assigned = {
-        node.targets[0].id: node.value
-        for node in ast.parse(source).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    assert ast.literal_eval(assigned["OPS"]) == KERNEL_OPS

@@ -13,12 +13,12 @@ from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
 from trainkit.models.files import context_warning
 from trainkit.models.loading import (
-    ModelSource,
     check_exists,
     load_config,
     load_model,
     load_tokenizer,
 )
+from trainkit.options import ModelOptions
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def load(saved, tmp_path):
         directory = tmp_path / kind
         shutil.copytree(saved / kind, directory)
         damage(directory)
-        source = ModelSource(str(directory), dtype="float32")
+        source = ModelOptions(str(directory), dtype="float32")
         check_exists(source)
         load_config(source)
         load_tokenizer(source)

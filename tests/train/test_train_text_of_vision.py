@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from trainkit.auto_class import auto_class
 from trainkit.lora import LoraOptions
 from trainkit.models.families import FAMILIES
-from trainkit.models.loading import ModelSource
+from trainkit.options import ModelOptions
 from trainkit.train.model import build_model
 
 TEXT = {
@@ -55,7 +55,7 @@ def test_every_family_of_the_table_is_loaded_by_an_auto_class(family):
 
 def build(directory, lora):
     return build_model(
-        ModelSource(str(directory), dtype="float32"),
+        ModelOptions(str(directory), dtype="float32"),
         attention="auto",
         packing=False,
         lora=lora,

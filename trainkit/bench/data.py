@@ -144,7 +144,7 @@ def _with_trainkit(job: Job, scratch: str) -> Callable[[], dict[str, Any]]:
     )
 
     def work() -> dict[str, Any]:
-        data = prepare([Source(job.path)], tokenizer, options, ledger=Ledger())
+        data = prepare([Source(path=job.path)], tokenizer, options, ledger=Ledger())
         facts = {"rows": data.summary["totals"]["rows"], "tokens": int(data.lengths.sum())}
         if job.packing:
             rows = len(PackedDataset(data, job.max_length))

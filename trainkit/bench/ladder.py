@@ -191,7 +191,7 @@ class _Climber:
         """Set up a rung, train from the start, and undo it."""
         import trainkit
         from trainkit.lora import fused
-        from trainkit.models.families import OPS
+        from trainkit.options.kernels import OPS
 
         self._cast_frozen(torch.float32 if rung.upcast else torch.bfloat16)
         self._dequantize_to(rung.dequantize_dtype)

@@ -8,7 +8,7 @@ launchers add.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainkit.parallel.strategies import DEFAULT_SHARD
+from trainkit.options.parallel import DEFAULT_SHARD
 from trainkit.recipe.overrides import is_override
 
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {

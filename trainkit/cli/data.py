@@ -132,7 +132,7 @@ def check(
         from trainkit.data.look.stats import measure
 
         prepared = _prepare(subject, subject.options)
-        whole = _prepare(subject, dataclasses.replace(subject.options, max_length=NO_LIMIT))
+        whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
         findings = judge(prepared, measure(whole))
         rows = dropped_rows(prepared)
     bad = [finding for finding in findings if finding.status == "error"]
@@ -177,7 +177,7 @@ def stats(
         from trainkit.data.look.stats import as_rows, draw_histogram, measure
 
         limit = subject.options.max_length
-        whole = _prepare(subject, dataclasses.replace(subject.options, max_length=NO_LIMIT))
+        whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
         figures = measure(whole)
         if plot is not None:
             draw_histogram(figures, limit if config is not None else None, str(plot))
@@ -223,11 +223,11 @@ def _subject(
 
     quieten_imports()
     from trainkit.models.loading import (
-        ModelSource,
         check_exists,
         load_tokenizer,
         stop_token_ids,
     )
+    from trainkit.options import ModelOptions
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
@@ -237,7 +237,7 @@ def _subject(
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:
             from trainkit.recipe import load_recipe, read_chat_template
-            from trainkit.train.sections import data_options, data_sources, model_source
+            from trainkit.train.sections import data_options
 
             recipe = load_recipe(config, overrides or ()).recipe
             if recipe.data.streaming and not data:
@@ -246,16 +246,16 @@ def _subject(
                     where="data.streaming",
                     fix="look at a part of it: add --data FILE#1000",
                 )
-            place = model_source(recipe)
-            sources = data_sources(recipe, recipe.data.train)
+            place = recipe.model
+            sources = recipe.data.with_format(recipe.data.train)
             options = data_options(recipe, cache_dir=None)
             changes["chat_template"] = read_chat_template(recipe.data.chat_template)
             if model is not None:
-                place = ModelSource(model)
+                place = ModelOptions(name_or_path=model)
         elif data and model:
             if overrides:
                 raise RecipeError("overrides need a recipe", fix="give it with --config")
-            place, sources = ModelSource(model), ()
+            place, sources = ModelOptions(name_or_path=model), ()
             options = DataOptions(cache_dir=scratch)
         else:
             raise RecipeError(
@@ -263,10 +263,10 @@ def _subject(
                 fix="give a recipe (--config FILE), or --data FILE and --model MODEL",
             )
         if data:
-            sources = tuple(Source(path) for path in data)
+            sources = tuple(Source(path=path) for path in data)
         check_exists(place, is_model=model is None)
         changes["stop_token_ids"] = stop_token_ids(place)
-        options = dataclasses.replace(options, **changes)
+        options = options.replace(**changes)
         yield Subject(sources, load_tokenizer(place), options)
 
 

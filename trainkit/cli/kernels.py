@@ -57,11 +57,12 @@ def check(
 def _checked(model: Path, device: str | None) -> list[dict[str, Any]]:
     import torch
 
-    from trainkit.models.loading import ModelSource, check_exists, load_model
+    from trainkit.models.loading import check_exists, load_model
     from trainkit.models.self_check import self_check
+    from trainkit.options import ModelOptions
     from trainkit.patching import patch
 
-    source = ModelSource(str(model))
+    source = ModelOptions(name_or_path=str(model), dtype="auto")
     check_exists(source)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_model(source, attention="sdpa", device=place)

@@ -7,8 +7,9 @@ from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleData
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.packing import pack
 from trainkit.data.build.prepare import Progress, prepare
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.render.prompt import PromptRenderer, render_prompt
+from trainkit.options import Source
 
 __all__ = [
     "DataOptions",

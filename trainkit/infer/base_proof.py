@@ -12,7 +12,8 @@ from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, base_on_disk
 from trainkit.checkpoint.weights.plain_files import plain_file
 from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
 from trainkit.errors import CheckpointError
-from trainkit.models.loading import ModelSource, load_config
+from trainkit.models.loading import load_config
+from trainkit.options import ModelOptions
 
 _MAX_NAMED = 4
 # What a part of an adapter says about the weight it changes: (its own axis, the weight's axis).
@@ -46,7 +47,7 @@ def prove_base(adapter: Path, base: str, say: Callable[[str], None], *, any_base
 
 
 def _check_shapes(adapter: Path, base: str) -> None:
-    config = load_config(ModelSource(base))
+    config = load_config(ModelOptions(name_or_path=base))
     with torch.device("meta"):
         empty = auto_class(config).from_config(config)
     wrong = _misfits(adapter, empty)

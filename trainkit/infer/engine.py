@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,14 @@ from trainkit.infer.stream import TextStream
 from trainkit.lora.adapter import load_adapter
 from trainkit.models.linears import quantization_config
 from trainkit.models.loading import (
-    DTYPES,
-    ModelSource,
+    TORCH_DTYPES,
     check_exists,
     load_config,
     load_model,
     load_tokenizer,
     set_use_cache,
 )
+from trainkit.options import ModelOptions
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Engine:
 
     def keep_system_prompts(self) -> None:
         """From now on render the system prompts of conversations, whatever the run did to them."""
-        self.options = replace(self.options, system="keep")
+        self.options = self.options.replace(system_policy="keep")
         self._renderer = PromptRenderer(self.tokenizer, self.options)
 
     def prompt_ids(self, question: Question) -> list[int]:
@@ -238,22 +238,22 @@ def load_engine(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in (paths.model, paths.tokenizer):  # the hub's client would retry for a minute
-        check_exists(ModelSource(name), is_model=False)
+        check_exists(ModelOptions(name_or_path=name), is_model=False)
     if verify:
         _verify(paths)
-    check_exists(ModelSource(paths.model))
+    check_exists(ModelOptions(name_or_path=paths.model))
     if paths.adapter is not None:
         prove_base(paths.adapter, paths.model, say, any_base=any_base)
-    tokenizer = load_tokenizer(ModelSource(paths.tokenizer))
+    tokenizer = load_tokenizer(ModelOptions(name_or_path=paths.tokenizer))
     packing = None
     if quantize is not None:
-        packing = quantization_config(quantize, DTYPES.get(dtype, torch.bfloat16))
+        packing = quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
         if packing is None:
             say(
                 f"the adapter was trained over the base in {quantize}; here the base is unquantised"
             )
     model = load_model(
-        ModelSource(paths.model, dtype=dtype),
+        ModelOptions(name_or_path=paths.model, dtype=dtype),
         attention=_attention(paths.model),
         quantization=packing,
         device=torch.device(device),
@@ -267,7 +267,7 @@ def load_engine(
     set_use_cache(model.config, True)
     options = DataOptions(**training_options(paths.run))
     if system is not None:
-        options = replace(options, system="keep")
+        options = options.replace(system_policy="keep")
     return Engine(model, tokenizer, options, trained_stop_ids(paths.run))
 
 
@@ -287,7 +287,7 @@ def _attention(name: str) -> str | None:
 
     SDPA knows no cap of the scores and drops it without a word.
     """
-    config = load_config(ModelSource(name)).get_text_config()
+    config = load_config(ModelOptions(name_or_path=name)).get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if is_capped else None
 

@@ -141,10 +141,12 @@ def training_options(run: Path | None) -> Mapping[str, Any]:
     """
     record = _train_record(run)
     options = record.get("options")
-    kept = ("system", "template_kwargs", "chat_template", "frozen_date", "escape_special")
-    return (
-        {key: options[key] for key in kept if key in options} if isinstance(options, dict) else {}
-    )
+    if not isinstance(options, dict):
+        return {}
+    if "system" in options:  # as runs before this version called it
+        options = {"system_policy": options["system"], **options}
+    kept = ("system_policy", "template_kwargs", "chat_template", "frozen_date", "escape_special")
+    return {key: options[key] for key in kept if key in options}
 
 
 def trained_stop_ids(run: Path | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Attach, load and describe LoRA adapters: peft's own, configured from plain typed options.
+"""Attach, load and describe LoRA adapters: peft's own, configured by a recipe's ``lora:``.
 
 The result is an ordinary ``peft.PeftModel``. It saves, reloads and merges as peft does; trainkit
 adds the checks that peft leaves out (a target that matches nothing, tied weights trained apart)
@@ -7,10 +7,9 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -19,101 +18,39 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import CheckpointError, RecipeError
-from trainkit.lora.initial import changes_base, is_known, start_from_base
+from trainkit.lora.initial import changes_base, start_from_base
 from trainkit.lora.targets import (
-    ALL_LINEAR,
     Targets,
     check_names,
     refuse_with_experts,
     resolve_targets,
 )
 from trainkit.models.linears import num_weights
+from trainkit.options import LoraOptions
+
+_PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
-@dataclass(frozen=True)
-class LoraOptions:
-    """What to adapt and how. Names that peft has are peft's.
+def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> LoraConfig:
+    """Build peft's configuration: every key of ``lora:`` that peft has goes there.
 
-    Attributes:
-        r: rank of every adapter (columns of B, rows of A).
-        alpha: numerator of the scaling, ``alpha / r`` (``alpha / sqrt(r)`` with ``use_rslora``).
-        dropout: probability of dropping an input of A. Above 0 the fused backward steps aside.
-        target_modules: ``"all-linear"`` (every linear layer but the output one), a regular
-            expression over full module names, or module names (matched as suffixes).
-        target_parameters: parameters that belong to no linear layer, such as
-            ``experts.gate_up_proj``; ``all-linear`` adds the experts by itself.
-        exclude_modules: names to leave out of ``target_modules``.
-        use_rslora: rank-stabilised scaling.
-        use_dora: weight-decomposed adapters (peft's own path).
-        modules_to_save: modules trained and saved in full next to the adapters. Tied embeddings
-            named here stay tied.
-        init_lora_weights: peft's initialisation: True, False, "gaussian", "orthogonal", "mica",
-            or one that takes the base apart and is saved as plain LoRA of twice the rank: "pissa",
-            "pissa_niter_N", "olora" (see `trainkit.lora.initial`).
-        lora_bias: give B a bias (peft's own path).
-        adapter_dtype: "float32" keeps the adapters in fp32 over a 16-bit base (peft's default,
-            stable with Adam); "model" stores them in the base's dtype.
-        offload_activations: keep checkpointed activations in host memory while training; see
-            `trainkit.lora.offload.offload_where_it_pays`.
+    Args:
+        options: what to adapt and how.
+        targets: what of the model is adapted.
+        tied: the model ties its output weight to its embeddings, and one of them is trained.
     """
-
-    r: int = 16
-    alpha: float = 32
-    dropout: float = 0.0
-    target_modules: str | Sequence[str] = ALL_LINEAR
-    target_parameters: Sequence[str] = ()
-    exclude_modules: str | Sequence[str] | None = None
-    use_rslora: bool = False
-    use_dora: bool = False
-    modules_to_save: Sequence[str] = ()
-    init_lora_weights: bool | str = True
-    lora_bias: bool = False
-    adapter_dtype: str = "float32"
-    offload_activations: bool | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise RecipeError(f"lora rank r={self.r} must be at least 1", where="lora.r")
-        if not 0.0 <= self.dropout < 1.0:
-            raise RecipeError(f"dropout {self.dropout} must be in [0, 1)", where="lora.dropout")
-        if not is_known(self.init_lora_weights):
-            raise RecipeError(
-                f"init_lora_weights {self.init_lora_weights!r} is not known, or it needs a pass "
-                "over data or another base",
-                where="lora.init_lora_weights",
-            )
-        if self.adapter_dtype not in ("float32", "model"):
-            raise RecipeError(
-                f"adapter_dtype {self.adapter_dtype!r} must be 'float32' or 'model'",
-                where="lora.adapter_dtype",
-            )
-
-    def to_peft(self, targets: Targets, *, tied: bool = False) -> LoraConfig:
-        """Build peft's configuration.
-
-        Args:
-            targets: what of the model is adapted.
-            tied: the model ties its output weight to its embeddings, and one of them is trained.
-        """
-        excluded = self.exclude_modules
-        return LoraConfig(
-            r=self.r,
-            lora_alpha=self.alpha,
-            lora_dropout=self.dropout,
-            target_modules=targets.modules
-            if isinstance(targets.modules, str)
-            else list(targets.modules),
-            target_parameters=list(targets.parameters) or None,
-            exclude_modules=list(excluded) if isinstance(excluded, (list, tuple)) else excluded,
-            use_rslora=self.use_rslora,
-            use_dora=self.use_dora,
-            modules_to_save=list(self.modules_to_save) or None,
-            # What takes the base apart is done after the adapters have their dtype.
-            init_lora_weights=changes_base(self.init_lora_weights) or self.init_lora_weights,
-            lora_bias=self.lora_bias,
-            ensure_weight_tying=tied,
-            task_type=TaskType.CAUSAL_LM,
-        )
+    own = {field.name for field in fields(LoraConfig)}
+    given = {_PEFT_NAMES.get(key, key): value for key, value in options}
+    given = {name: None if value == [] else value for name, value in given.items() if name in own}
+    given |= {
+        "target_modules": targets.modules
+        if isinstance(targets.modules, str)
+        else list(targets.modules),
+        "target_parameters": list(targets.parameters) or None,
+        # What takes the base apart is done after the adapters have their dtype.
+        "init_lora_weights": changes_base(options.init_lora_weights) or options.init_lora_weights,
+    }
+    return LoraConfig(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
 
 
 def attach(
@@ -149,7 +86,7 @@ def attach(
     )
     in_float32 = options.adapter_dtype == "float32"
     try:
-        config = options.to_peft(targets, tied=_trains_tied_weights(model, options))
+        config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
         wrapped = get_peft_model(
             model, config, adapter_name=adapter_name, autocast_adapter_dtype=in_float32
         )

@@ -33,8 +33,7 @@ from trainkit.models.families import Unsupported
 from trainkit.models.linears import kind_of
 from trainkit.models.patch import PatchReport, PatchRow, family_of, refuse_unknown
 from trainkit.models.swap import Swaps, subclass_of
-
-OPS = ("lora_mlp", "lora_qkv", "lora_linear")
+from trainkit.options.kernels import LORA_OPS as OPS
 
 
 def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:

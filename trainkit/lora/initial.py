@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,14 +34,6 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 Factors = tuple[Tensor, Tensor]
 """A (r, in_features) and B (out_features, r)."""
-
-
-_KNOWN = re.compile(r"gaussian|orthogonal|mica|olora|pissa(_niter_\d+)?")
-
-
-def is_known(init: bool | str) -> bool:
-    """Whether an initialisation needs nothing but the base: no pass over data, no other base."""
-    return isinstance(init, bool) or _KNOWN.fullmatch(init) is not None
 
 
 def changes_base(init: bool | str) -> bool:

@@ -21,9 +21,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.options.lora import ALL_LINEAR
 from trainkit.parallel.parameters import whole_shape
 
-ALL_LINEAR = "all-linear"
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 
 

@@ -12,9 +12,6 @@ from types import MappingProxyType
 from trainkit.models import forwards, loss_head, rope_forwards
 from trainkit.models.forwards import KernelForward
 
-OPS = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
-"""The switches of ``kernels:``, in the order of the report. Every row answers every one."""
-
 
 @dataclass(frozen=True)
 class Swap:

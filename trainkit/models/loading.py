@@ -4,8 +4,7 @@ import contextlib
 import os
 import pickle
 import socket
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,50 +24,31 @@ from transformers.modeling_utils import PreTrainedModel
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.models.files import check_model_files, check_tokenizer_files
+from trainkit.options.model import DTYPES, ModelOptions
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """Where a model comes from and how it is loaded.
+def from_pretrained_arguments(source: ModelOptions) -> tuple[str, dict[str, Any]]:
+    """The place and the keyword arguments that every ``from_pretrained`` takes.
 
-    Attributes:
-        name_or_path: a local directory, a ``.gguf`` file, or a hub name.
-        dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
-        revision: of a hub repository.
-        gguf_file: the file inside ``name_or_path`` to read.
-        trust_remote_code: whether code that comes with the model may run.
-        random_weights: build from the configuration alone.
+    A directory is given whole: peft writes the place into the adapter, which then finds its base
+    from any working directory, and never takes a hub's model of the same name for it.
     """
-
-    name_or_path: str
-    dtype: str = "auto"
-    revision: str | None = None
-    gguf_file: str | None = None
-    trust_remote_code: bool = False
-    random_weights: bool = False
-
-    def arguments(self) -> tuple[str, dict[str, Any]]:
-        """The path and the keyword arguments that every ``from_pretrained`` takes.
-
-        A directory is given as a full path: peft writes the path into the adapter, which then finds
-        its base from any working directory, and never takes a hub's model of the same name for it.
-        """
-        path = Path(self.name_or_path).expanduser()
-        place = str(path.absolute()) if path.is_dir() else self.name_or_path
-        options: dict[str, Any] = {
-            "revision": self.revision or "main",
-            "trust_remote_code": self.trust_remote_code,
-        }
-        if self.gguf_file is not None:
-            return place, {**options, "gguf_file": self.gguf_file}
-        if path.suffix == ".gguf":
-            return str(path.parent.absolute()), {**options, "gguf_file": path.name}
-        return place, options
+    path = Path(source.name_or_path).expanduser()
+    place = str(path.absolute()) if path.is_dir() else source.name_or_path
+    options: dict[str, Any] = {
+        "revision": source.revision or "main",
+        "trust_remote_code": source.trust_remote_code,
+    }
+    if source.gguf_file is not None:
+        return place, {**options, "gguf_file": source.gguf_file}
+    if path.suffix == ".gguf":
+        return str(path.parent.absolute()), {**options, "gguf_file": path.name}
+    return place, options
 
 
-def check_exists(source: ModelSource, *, is_model: bool = True) -> None:
+def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
     """Refuse a path that looks local and is not there, before anything is imported or fetched.
 
     Args:
@@ -82,7 +62,7 @@ def check_exists(source: ModelSource, *, is_model: bool = True) -> None:
     path = Path(source.name_or_path).expanduser()
     looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
     if is_model and path.is_dir() and source.gguf_file is None:
-        check_model_files(path, with_weights=not source.random_weights)
+        check_model_files(path, with_weights=source.init != "random")
     if path.exists():
         return
     if not looks_local and source.name_or_path.count("/") <= 1:
@@ -117,13 +97,13 @@ def _check_hub(name: str) -> None:
         ) from error
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
     """Load the tokenizer.
 
     Raises:
         ModelError: there is none at that path, or the hub cannot be reached.
     """
-    place, options = source.arguments()
+    place, options = from_pretrained_arguments(source)
     with _explained(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
     directory = Path(source.name_or_path).expanduser()
@@ -138,9 +118,9 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def stop_token_ids(source: ModelSource) -> tuple[int, ...]:
+def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
     """What the model's own generation settings stop at; empty where it has none."""
-    place, options = source.arguments()
+    place, options = from_pretrained_arguments(source)
     if "gguf_file" in options:
         return ()
     try:
@@ -151,25 +131,25 @@ def stop_token_ids(source: ModelSource) -> tuple[int, ...]:
     return () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
 
 
-def load_config(source: ModelSource) -> PreTrainedConfig:
+def load_config(source: ModelOptions) -> PreTrainedConfig:
     """Read the model's configuration.
 
     Raises:
         ModelError: there is none at that path, or the hub cannot be reached.
     """
-    place, options = source.arguments()
+    place, options = from_pretrained_arguments(source)
     with _explained(source, "configuration"):
         return AutoConfig.from_pretrained(place, **options)
 
 
 def load_model(
-    source: ModelSource,
+    source: ModelOptions,
     *,
     attention: str | None,
     quantization: Any | None = None,
     device: torch.device | None = None,
 ) -> PreTrainedModel:
-    """Load (or, with ``random_weights``, build) the model; ``use_cache`` is off for training.
+    """Load (or, with ``init: random``, build) the model; ``use_cache`` is off for training.
 
     Args:
         source: where from.
@@ -180,14 +160,14 @@ def load_model(
     Raises:
         ModelError: the weights are missing or unreadable, or the hub cannot be reached.
     """
-    place, options = source.arguments()
-    dtype = DTYPES.get(source.dtype, "auto")
+    place, options = from_pretrained_arguments(source)
+    dtype = TORCH_DTYPES.get(source.dtype, "auto")
     if "gguf_file" in options and quantization is None:
         quantization = GgufConfig(dequantize=True)
     with _explained(source, "model"):
         config = load_config(source)
         loader = auto_class(config)
-        if source.random_weights:
+        if source.init == "random":
             if dtype == "auto":
                 dtype = config.dtype or torch.float32
             model = loader.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -221,7 +201,7 @@ def set_use_cache(config: PreTrainedConfig, value: bool) -> None:
     config.get_text_config().use_cache = value
 
 
-def _refuse_missing(names: Iterable[str], source: ModelSource) -> None:
+def _refuse_missing(names: Iterable[str], source: ModelOptions) -> None:
     """Weights that no file holds would be random numbers."""
     missing = sorted(names)
     if missing:
@@ -245,7 +225,7 @@ def _as_plain_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def _explained(source: ModelSource, part: str) -> Any:
+def _explained(source: ModelOptions, part: str) -> Any:
     """Turn transformers' and the hub's errors into one sentence with a way out."""
     try:
         yield

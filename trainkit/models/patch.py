@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import PatchError
 from trainkit.models import guards
-from trainkit.models.families import FAMILIES, OPS, Family, Unsupported
+from trainkit.models.families import FAMILIES, Family, Unsupported
 from trainkit.models.forwards import KernelForward
 from trainkit.models.swap import Swaps, subclass_of
+from trainkit.options.kernels import OPS
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 from trainkit.errors import PatchError
 from trainkit.kernels import contract
 from trainkit.models import op_check
-from trainkit.models.families import OPS, Family
+from trainkit.models.families import Family
 from trainkit.models.op_check import Call
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
 from trainkit.models.rounding import LARGEST_SHARE, NORM_OPS, rounds_otherwise
 from trainkit.models.swap import plain_class
+from trainkit.options.kernels import OPS
 from trainkit.parallel.parameters import is_whole
 
 MAX_TOKENS = 512

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.errors import RecipeError
-
-NONE = "none"
-DEFAULT_SHARD = "zero2"
-"""What a bare ``--deepspeed`` means."""
+from trainkit.options.parallel import NONE
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "deepspeed"
 

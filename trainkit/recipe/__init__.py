@@ -9,7 +9,7 @@ from trainkit.recipe.options import SftOptions, option_values
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.reference import KeyReference, key_references
 from trainkit.recipe.resolved import dump_resolved, shown_value, yaml_text
-from trainkit.recipe.schema import Recipe, SourceSpec
+from trainkit.recipe.schema import Recipe
 
 __all__ = [
     "Derived",
@@ -21,7 +21,6 @@ __all__ = [
     "Recipe",
     "ResolvedValue",
     "SftOptions",
-    "SourceSpec",
     "check_files",
     "derive",
     "derive_training",

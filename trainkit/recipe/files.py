@@ -6,9 +6,9 @@ from importlib import metadata
 from pathlib import Path
 
 from trainkit.errors import RecipeError
+from trainkit.options import Source
 from trainkit.recipe.load import LoadedRecipe
 from trainkit.recipe.problems import InvalidRecipe, Problem
-from trainkit.recipe.schema import SourceSpec
 
 _TRACKERS = frozenset(
     [
@@ -108,7 +108,7 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _missing_source(source: SourceSpec, key: str, where: str) -> Problem | None:
+def _missing_source(source: Source, key: str, where: str) -> Problem | None:
     path = Path(source.path).expanduser()
     if os.path.exists(path):  # noqa: PTH110 - Path.exists raises for a name that is too long
         return None

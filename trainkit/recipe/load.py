@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
+from trainkit.options.words import ask, nearest
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
 from trainkit.recipe.derived import Derived, derive_data, derive_training
@@ -20,7 +21,6 @@ from trainkit.recipe.overrides import parse_override
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.settings import Origin, Settings
 from trainkit.recipe.short_forms import long_key, spell_out
-from trainkit.recipe.suggest import ask, nearest
 from trainkit.recipe.training import TRAINING_DEFAULTS
 from trainkit.recipe.training_fields import training_fields
 from trainkit.recipe.validation import validate

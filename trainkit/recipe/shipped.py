@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.suggest import ask, nearest
+from trainkit.options.words import ask, nearest
 
 _DIRECTORY = Path(__file__).parents[1] / "configs"
 

@@ -1,20 +1,15 @@
 """What to say about a key that does not exist: the right place, the right name, or the nearest."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
-from trainkit.recipe.adapters import NOT_TAKEN
+from trainkit.options.adapters import NOT_TAKEN
+from trainkit.options.words import VERY_CLOSE, ask, nearest
 from trainkit.recipe.document import KeyPath
 from trainkit.recipe.foreign import FOREIGN, REFUSED, REMOVED
 from trainkit.recipe.problems import Problem
 
-# difflib's ratio. Among a few siblings a loose match is safe; among all keys it misleads.
-_SIBLING_CUTOFF = 0.6
-_ANYWHERE_CUTOFF = 0.8
-# Two candidates whose ratios differ by less are both named.
-_AS_CLOSE = 0.05
 _MOST_KEYS_LISTED = 30
 
 
@@ -93,30 +88,6 @@ def section_of(path: KeyPath) -> str:
     return dotted_key(path[:-1])
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float = _SIBLING_CUTOFF) -> list[str]:
-    """The known words closest to ``name``: none, one, or two that are about as close."""
-    word = name.lower().replace("-", "_")
-    matches = get_close_matches(word, list(known), 2, cutoff)
-    closeness = [SequenceMatcher(None, match, word).ratio() for match in matches]
-    if len(matches) == 2 and closeness[0] - closeness[1] > _AS_CLOSE:
-        return matches[:1]
-    return matches
-
-
-def nearest_choice(word: str, choices: Sequence[str]) -> list[str]:
-    """What a mistyped word may stand for: ``adamm`` is near to adamw_torch, not to adalomo."""
-    whole = nearest(word, choices, _ANYWHERE_CUTOFF)
-    head = [] if whole else nearest(word, {choice.partition("_")[0] for choice in choices})
-    begun = [choice for choice in choices if head and choice.partition("_")[0] == head[0]]
-    return whole or begun[:2] or nearest(word, choices)
-
-
-def ask(words: Iterable[str]) -> str | None:
-    """``did you mean a or b?``, or nothing to say."""
-    text = " or ".join(words)
-    return f"did you mean {text}?" if text else None
-
-
 def _explain_foreign(name: str, shown: str, where: str | None) -> Problem:
     entry = FOREIGN[name]
     if entry.target is None:
@@ -132,11 +103,11 @@ def _explain_typo(path: KeyPath, vocabulary: Vocabulary, where: str | None) -> P
     prefix = f"{dotted_key(path[:-1])}." if len(path) > 1 else ""
     close = [f"{prefix}{sibling}" for sibling in nearest(name, siblings)]
     if not close:
-        known = nearest(name, vocabulary.names(), _ANYWHERE_CUTOFF)
+        known = nearest(name, vocabulary.names(), VERY_CLOSE)
         close = [place for word in known for place in vocabulary.places(word)]
     if close:
         return Problem(what, where, ask(close))
-    for foreign in nearest(name, FOREIGN, _ANYWHERE_CUTOFF):
+    for foreign in nearest(name, FOREIGN, VERY_CLOSE):
         entry = FOREIGN[foreign]
         hint = f"{foreign} is {entry.owner} name for {entry.target}" if entry.target else entry.note
         return Problem(what, where, hint)

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainkit.options.words import ask, nearest, nearest_choice
 from trainkit.recipe.document import read_scalar
 from trainkit.recipe.fields.table import ACTS, FIXED, OPTIM_ARGS, Acts
 from trainkit.recipe.foreign import REFUSED
-from trainkit.recipe.suggest import ask, nearest, nearest_choice
 from trainkit.recipe.training_fields import TrainingField, training_fields
 
 TRAINING_DEFAULTS: Mapping[str, Any] = {

@@ -1,71 +1,21 @@
 """Hold the merged values against the schema and say everything that is wrong, with its line."""
 
-import re
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from trainkit.options.words import advice_of, rule_of
 from trainkit.recipe.document import KeyPath, read_scalar
 from trainkit.recipe.foreign import REFUSED
 from trainkit.recipe.problems import InvalidRecipe, Problem
 from trainkit.recipe.reference import section_in
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.settings import Settings
-from trainkit.recipe.suggest import (
-    Vocabulary,
-    ask,
-    dotted_key,
-    explain_unknown_key,
-    nearest,
-)
+from trainkit.recipe.suggest import Vocabulary, dotted_key, explain_unknown_key
 from trainkit.recipe.training import check_training
 from trainkit.recipe.training_fields import training_fields
-
-# pydantic's error types in words; {name} comes from the error's context.
-_RULES: Mapping[str, str] = {
-    "string_type": "must be text",
-    "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "may hold letters, digits, `_`, `-` and `.` only",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": "must be a mapping",
-    "too_short": "must not be empty",
-    "literal_error": "must be one of {expected}",
-    "greater_than": "must be above {gt}",
-    "greater_than_equal": "must be at least {ge}",
-    "less_than": "must be below {lt}",
-    "less_than_equal": "must be at most {le}",
-    "model_type": "must be a section, which is a mapping",
-    "model_attributes_type": "must be a section, which is a mapping",
-}
-
-# The short names other tools have for them.
-_DTYPES: Mapping[str, str] = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "fp32": "float32",
-}
-
-_FORMATS: Mapping[str, str] = {
-    "openai": "messages",
-    "chatml": "messages",
-    "chat_template": "messages",
-    "chat": "messages",
-    "conversation": "sharegpt",
-    "conversations": "sharegpt",
-    "instruction": "alpaca",
-    "completion": "text",
-    "pretrain": "text",
-    "pretraining": "text",
-    "pretokenized": "tokens",
-    "input_ids": "tokens",
-}
 
 
 def validate(settings: Settings) -> Recipe:
@@ -183,24 +133,16 @@ def _missing(error: ErrorDetails, settings: Settings) -> Problem:
 
 
 def _wrong_value(error: ErrorDetails, path: KeyPath, settings: Settings) -> Problem:
-    value, context = error["input"], error.get("ctx", {})
-    rule = _RULES.get(error["type"], "").format(**context)
-    if not rule:
-        rule = str(context["error"]) if "error" in context else error["msg"]
-    dotted = dotted_key(path)
+    value, dotted = error["input"], dotted_key(path)
     shown = "" if isinstance(value, dict | list) else f" {value!r}"
     return Problem(
-        f"{dotted}:{shown} {rule}", _where(settings, path), _advice(error, dotted, value)
+        f"{dotted}:{shown} {rule_of(error)}", _where(settings, path), _advice(error, dotted, value)
     )
 
 
 def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
     """What to write instead, where that is plain from the value."""
     kind = error["type"]
-    if kind == "literal_error" and isinstance(value, str):
-        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        full = _DTYPES.get(value.lower()) or _FORMATS.get(value.lower())
-        return ask([full] if full and full in choices else nearest(value, choices))
     if kind in ("model_type", "model_attributes_type"):
         if value is False and dotted != "model":
             return f"leave the section out, or write {dotted}: null"
@@ -219,7 +161,7 @@ def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
             return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     if kind == "int_type" and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
-    return None
+    return advice_of(error)
 
 
 def _where(settings: Settings, path: KeyPath) -> str | None:

@@ -26,8 +26,9 @@ from trainkit.lora.quant import refuse_unfit_device
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.files import context_warning
 from trainkit.models.linears import packed_kind
-from trainkit.models.loading import ModelSource, check_exists, load_config, load_tokenizer
+from trainkit.models.loading import check_exists, load_config, load_tokenizer
 from trainkit.models.self_check import SelfCheckError
+from trainkit.options import ModelOptions
 from trainkit.parallel import Layout, ProcessRank
 from trainkit.parallel.launch import count_local_gpus, torchrun_command
 from trainkit.recipe import (
@@ -55,12 +56,9 @@ from trainkit.train.resume.given import RUNS
 from trainkit.train.resume.record import Resumption, write_record, write_start
 from trainkit.train.sections import (
     data_options,
-    data_sources,
     feeding,
     layout_of,
-    lora_options,
     machine,
-    model_source,
     trainer_arguments,
 )
 from trainkit.train.session import Session
@@ -117,7 +115,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
 class _Prepared:
     """What is known before a run directory exists."""
 
-    source: ModelSource
+    source: ModelOptions
     tokenizer: PreTrainedTokenizerBase
     data: RunData
     held_out: list[Conversation]
@@ -131,7 +129,7 @@ def _prepare(
     """Tokenizer, data, arguments: in this order, since the last one starts the process group."""
     recipe = loaded.recipe
     layout = layout_of(recipe, place)
-    source = model_source(recipe)
+    source = recipe.model
     check_exists(source)
     if recipe.data.packing:
         check_packable(source)
@@ -149,8 +147,8 @@ def _prepare(
     )
     with tokenisation_progress(console) as progress:
         data = prepare_run_data(
-            data_sources(recipe, recipe.data.train),
-            data_sources(recipe, recipe.data.eval),
+            recipe.data.with_format(recipe.data.train),
+            recipe.data.with_format(recipe.data.eval),
             tokenizer,
             data_options(recipe, cache_dir=str(ledger.parent) if dry_run else None),
             feeding(recipe, layout.data_size),
@@ -171,9 +169,8 @@ def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversati
     held_out_eval = recipe.generation_eval
     if held_out_eval is None:
         return []
-    conversations, num_dropped = read_conversations(
-        data_sources(recipe, held_out_eval.data), ledger
-    )
+    sources = recipe.data.with_format(held_out_eval.data)
+    conversations, num_dropped = read_conversations(sources, ledger)
     if num_dropped:
         console.warn(f"{num_dropped} held-out rows are not conversations and were skipped")
     return conversations[: held_out_eval.max_samples]
@@ -239,7 +236,7 @@ def _build(recipe: Recipe, prepared: _Prepared) -> BuiltModel:
         prepared.source,
         attention=recipe.model.attn_implementation,
         packing=recipe.data.packing,
-        lora=lora_options(recipe),
+        lora=recipe.lora,
         quantize=recipe.lora.quantize if recipe.lora else None,
         kernels=recipe.kernels,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),

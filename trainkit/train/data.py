@@ -16,7 +16,7 @@ from trainkit.data.build.prepare import Progress, prepare
 from trainkit.data.build.summary import notes_of, source_notes
 from trainkit.data.look.check import refuse_unfit
 from trainkit.data.look.first_look import first_look
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.messages import Conversation, RowError, validate
 from trainkit.data.read.reading import RawRow, read_rows
@@ -28,6 +28,7 @@ from trainkit.objectives.objective import Objective, RowShape
 from trainkit.objectives.sft import SFT
 from trainkit.objectives.source_loss import distinct_labels
 from trainkit.objectives.table import refuse_unfit_feeding, sources_of
+from trainkit.options import Source
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def prepare_run_data(
             buffer=feeding.stream_buffer,
         )
         look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
-        names = [source.name for source in stream.sources]
+        names = [source.label for source in stream.sources]
         shape = RowShape(options.max_length, pad_token_id, feeding.packing, feeding.labels(names))
         training = objective.training_data(look.rows, shape, stream)
         summary, ends, fingerprint = look.summary, look.eot_token_ids, look.fingerprint

@@ -13,7 +13,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
-from trainkit.lora.adapter import LoraOptions, attach, count_parameters
+from trainkit.lora.adapter import attach, count_parameters
 from trainkit.lora.quant import refuse_unfit_device, refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
@@ -28,9 +28,10 @@ from trainkit.models.linears import (
     prepare_for_training,
     quantization_config,
 )
-from trainkit.models.loading import DTYPES, ModelSource, load_config, load_model
+from trainkit.models.loading import TORCH_DTYPES, load_config, load_model
 from trainkit.models.patch import PatchReport
 from trainkit.models.self_check import self_check
+from trainkit.options import LoraOptions, ModelOptions
 from trainkit.patching import patch
 
 
@@ -101,7 +102,7 @@ class BuiltModel:
 
 
 def build_model(
-    source: ModelSource,
+    source: ModelOptions,
     *,
     attention: str,
     packing: bool,
@@ -162,7 +163,7 @@ def build_model(
 
 
 def _loaded(
-    source: ModelSource,
+    source: ModelOptions,
     attention: str,
     quantize: str | None,
     device: torch.device | None,
@@ -173,7 +174,7 @@ def _loaded(
     if convert is None or device is None:
         quantization = None
         if quantize is not None:
-            quantization = quantization_config(quantize, DTYPES.get(source.dtype, torch.bfloat16))
+            quantization = quantization_config(quantize, TORCH_DTYPES.get(source.dtype, torch.bfloat16))
         return load_model(source, attention=attention, quantization=quantization, device=device)
     # Read on the host and packed layer by layer: the device never holds it in 16 bits.
     model: Any = load_model(source, attention=attention)
@@ -181,7 +182,7 @@ def _loaded(
     return model.to(device)
 
 
-def check_packable(source: ModelSource) -> None:
+def check_packable(source: ModelOptions) -> None:
     """Refuse packed rows for a model whose layers cannot keep documents apart; no weights are read.
 
     Raises:
@@ -190,7 +191,7 @@ def check_packable(source: ModelSource) -> None:
     refuse_recurrent(load_config(source))
 
 
-def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:
+def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention:
     """Turn ``auto`` into a name, by the device and the model's sizes."""
     own_attention.register()
     if wanted not in ("auto", own_attention.NAME):
@@ -200,6 +201,6 @@ def _attention(source: ModelSource, wanted: str, *, packing: bool) -> Attention:
     return resolve_attention(
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=DTYPES.get(source.dtype, torch.bfloat16),
+        dtype=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
         head_size=head_size or config.hidden_size // config.num_attention_heads,
     )

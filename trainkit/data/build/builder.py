@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.drafts import Draft, Drafter, Event, cut_tokens
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import detect
 from trainkit.data.read.messages import (
     Comparison,
@@ -31,6 +31,7 @@ from trainkit.data.read.rows import decode_row, read_row
 from trainkit.data.render.encode import Encoder
 from trainkit.data.render.template import THINK_CLOSE
 from trainkit.errors import DataError, TrainkitError
+from trainkit.options import Source
 
 MAX_DRAFTERS = 16
 """So many sets of row variables are kept at work; rows with more of them only take longer."""
@@ -125,7 +126,7 @@ class SampleBuilder:
             kwargs = {**self.options.template_kwargs, **template_kwargs}
             try:
                 found = Drafter(
-                    self.tokenizer, replace(self.options, template_kwargs=kwargs), self.encoder
+                    self.tokenizer, self.options.replace(template_kwargs=kwargs), self.encoder
                 )
             except TrainkitError as error:
                 raise RowError("template_kwargs", f"with {key[:200]}: {error.what}") from error
@@ -204,7 +205,7 @@ class SampleBuilder:
     def _parse(self, raw: RawRow, source: Source, built: BuiltRows) -> ParsedRow:
         row = decode_row(raw)
         parsed = read_row(row, source.format, source.columns)
-        name = source.format
+        name: str = source.format
         if name == "auto":
             name = (detect(row) if isinstance(row, Mapping) else None) or "messages"
         built.counts[f"format:{name}"] += 1

@@ -17,7 +17,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.store import META, Store
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.errors import DataError
+from trainkit.options import Source
 
 CACHE_ONLY_OPTIONS = ("max_dropped", "num_workers", "cache_dir")
 """Options that do not change a sample."""
@@ -120,7 +120,7 @@ def store_key(
         options: those that change samples are used.
         code: :func:`code_digest`.
     """
-    chosen = {k: v for k, v in asdict(options).items() if k not in CACHE_ONLY_OPTIONS}
+    chosen = options.model_dump(exclude=set(CACHE_ONLY_OPTIONS))
     reading: dict[str, Any] = {
         "format": source.format,
         "columns": dict(source.columns),
@@ -129,7 +129,7 @@ def store_key(
     if source.max_samples is None:
         del chosen["seed"]
     else:
-        reading |= {"max_samples": source.max_samples, "name": source.name, "path": source.path}
+        reading |= {"max_samples": source.max_samples, "name": source.label, "path": source.path}
     record = {
         "data": list(data),
         "source": reading,

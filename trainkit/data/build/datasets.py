@@ -10,7 +10,7 @@ import numpy as np
 from trainkit.data.build.mixing import Share, epoch_order
 from trainkit.data.build.packing import pack
 from trainkit.data.build.store import Store
-from trainkit.data.options import Source
+from trainkit.options import Source
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Part:
     @property
     def name(self) -> str:
         """The source's name."""
-        return self.source.name
+        return self.source.label
 
 
 class PreparedData:

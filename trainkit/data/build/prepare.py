@@ -1,9 +1,8 @@
 """Sources in, prepared data out: read, build, store, count, refuse."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,12 @@ from trainkit.data.build.summary import (
     totals,
     warnings_of,
 )
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files, unread_files
 from trainkit.data.read.hub import fetch, hub_name
 from trainkit.data.read.opening import container
 from trainkit.errors import DataError
+from trainkit.options import Source
 from trainkit.places import data_cache
 
 __all__ = ["Progress", "prepare"]
@@ -71,7 +71,7 @@ def prepare(
         )
     directory = Path(options.cache_dir) if options.cache_dir else data_cache()
     preparation = _Preparation(tokenizer, options, directory, ledger, progress)
-    for source in map(named, sources):
+    for source in sources:
         preparation.add(source)
     check_dropped(preparation.file_rows, options)
     return preparation.result()
@@ -127,7 +127,7 @@ class _Preparation:
         rows = [
             {
                 "path": name,
-                "source": source.name,
+                "source": source.label,
                 "sha256": sha,
                 "bytes": file.stat().st_size,
                 **counts,
@@ -166,19 +166,9 @@ class _Preparation:
             "warnings": warnings_of(ends, stops, counts),
             "template_sha256": template_digest(self.tokenizer, self.options),
             "tokenizer_sha256": self.tokenizer_sha256,
-            "options": plain(asdict(self.options)),
+            "options": plain(self.options.model_dump()),
         }
         return PreparedData(self.parts, summary, tuple(stops.values()))
-
-
-def named(source: Source) -> Source:
-    """The source with its ``#count`` taken off its path, and a name."""
-    match = re.fullmatch(r"(.+)#(\d+)", source.path)
-    if match and not Path(source.path).expanduser().exists():
-        if source.max_samples is not None:
-            raise DataError("both '#' and max_samples are given", where=source.path)
-        source = replace(source, path=match[1], max_samples=int(match[2]))
-    return source if source.name else replace(source, name=Path(source.path).name.split(".")[0])
 
 
 def _part(
@@ -190,5 +180,5 @@ def _part(
 ) -> Part:
     stable = relative_names(source.path, files)
     keys = row_keys(stable, store.file, store.row, store.part)
-    share = Share(keys, source.name, source.weight, source.epochs)
+    share = Share(keys, source.label, source.weight, source.epochs)
     return Part(source, store, names, tuple(files), share, tuple(map(str, skipped)))

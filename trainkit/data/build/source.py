@@ -12,10 +12,11 @@ from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.mixing import choose_rows, row_keys
 from trainkit.data.build.store import StoreWriter
 from trainkit.data.build.workers import Work, build_all
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.opening import is_packed
 from trainkit.data.read.reading import RawRow, read_rows
 from trainkit.errors import DataError
+from trainkit.options import Source
 
 LEDGER = "dropped.jsonl"
 
@@ -143,7 +144,7 @@ class SourceStoreBuilder:
         names = relative_names(self.source.path, self.files)
         keys = row_keys(names, file, row, np.zeros_like(row))
         mask = choose_rows(
-            keys, self.source.max_samples, seed=self.options.seed, name=self.source.name
+            keys, self.source.max_samples, seed=self.options.seed, name=self.source.label
         )
         return np.split(mask, np.cumsum(sizes)[:-1])
 
@@ -195,7 +196,7 @@ class SourceStoreBuilder:
         self._bytes_done += sum(len(row.payload) for row in rows if isinstance(row.payload, bytes))
         if self.progress is not None:
             done = min(self._bytes_done, self._bytes_total) if self._bytes_total else 0
-            self.progress(Progress(self.source.name, self._rows_done, done, self._bytes_total))
+            self.progress(Progress(self.source.label, self._rows_done, done, self._bytes_total))
 
 
 def relative_names(path: str, files: Sequence[Path]) -> list[str]:

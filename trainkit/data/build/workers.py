@@ -14,9 +14,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 
 from trainkit.data.build.builder import BuiltRows, SampleBuilder
-from trainkit.data.options import Source
 from trainkit.data.read.reading import RawRow
 from trainkit.errors import DataError
+from trainkit.options import Source
 
 Work = tuple[int, list[RawRow]]
 """The number of a file, and a run of its rows."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def first_look(
     ends = EndsOfTurns(found.ends, tokenizer, stream.options)
     stops = ends.stops(lambda index: sum(_num_trained(sample, index) for sample in samples))
     files = [
-        {"path": str(file), "source": source.name, "bytes": file.stat().st_size}
+        {"path": str(file), "source": source.label, "bytes": file.stat().st_size}
         for source, files in zip(stream.sources, stream.files, strict=True)
         for file in files
     ]
@@ -87,7 +87,7 @@ def first_look(
         "files": files,
         "sources": [
             {
-                "name": source.name,
+                "name": source.label,
                 "ignored_fields": ignored_fields(each),
                 "not_read": [str(file) for file in unread_files(source.path)],
             }
@@ -100,7 +100,7 @@ def first_look(
         "warnings": warnings_of(ends, stops, found.counts),
         "template_sha256": template_digest(tokenizer, stream.options),
         "tokenizer_sha256": tokenizer_digest(tokenizer),
-        "options": plain(asdict(stream.options)),
+        "options": plain(stream.options.model_dump()),
     }
     return FirstLook(
         rows=FirstRows(rows, packing=stream.packing),

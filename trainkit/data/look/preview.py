@@ -13,7 +13,7 @@ from trainkit.data.build.builder import SampleBuilder
 from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.ledger import read_ledger
 from trainkit.data.build.source import LEDGER
-from trainkit.data.options import IGNORE_INDEX, DataOptions, Source
+from trainkit.data.options import IGNORE_INDEX, DataOptions
 from trainkit.data.read.formats import parse_row
 from trainkit.data.read.messages import (
     ROLES,
@@ -24,6 +24,7 @@ from trainkit.data.read.messages import (
     validate,
 )
 from trainkit.data.read.reading import RawRow, decode, read_rows
+from trainkit.options import Source
 
 
 @dataclass(frozen=True)

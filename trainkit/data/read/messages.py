@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+from trainkit.options.data import ROLES
 
 MAX_MESSAGES = 5000
 """More turns than this are a damaged row; the marks of the mask finder also end near there."""

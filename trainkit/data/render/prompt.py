@@ -39,7 +39,7 @@ class PromptRenderer:
         key = json.dumps(dict(conversation.template_kwargs), sort_keys=True)
         if key not in self._templates:
             kwargs = {**self._options.template_kwargs, **conversation.template_kwargs}
-            options = replace(self._options, template_kwargs=kwargs)
+            options = self._options.replace(template_kwargs=kwargs)
             while len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.pop(next(iter(self._templates)))
             self._templates[key] = ChatTemplate(self._tokenizer, options)

@@ -151,7 +151,7 @@ class ChatTemplate:
             the conversation, and how many control tokens were broken up.
         """
         messages = conversation.messages
-        policy = self.options.system
+        policy = self.options.system_policy
         if policy != "keep":
             messages = tuple(m for m in messages if m.role not in ("system", "developer"))
             if policy != "none":

@@ -32,13 +32,13 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.build.builder import BuiltRows, SampleBuilder
 from trainkit.data.build.ledger import Entry
 from trainkit.data.build.packing import pack
-from trainkit.data.build.prepare import named
-from trainkit.data.options import DataOptions, Source
+from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.hub import hub_name
 from trainkit.data.read.reading import RawRow
 from trainkit.data.serve.stream_reader import Position, RunReader, Sharding
 from trainkit.errors import DataError
+from trainkit.options import Source
 
 BUFFER = 4096
 """Samples in a block, by default."""
@@ -94,7 +94,7 @@ class SampleStream:
     ) -> None:
         if buffer < 1:
             raise DataError(f"a buffer of {buffer} samples holds none", where="data.streaming")
-        self.sources = tuple(map(named, sources))
+        self.sources = tuple(sources)
         for source in self.sources:
             _refuse_unknowable(source)
         self.files = [resolve_files(source.path) for source in self.sources]

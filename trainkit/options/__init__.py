@@ -1,0 +1,28 @@
+"""The sections of a recipe, each defined once: its keys, defaults, rules and descriptions.
+
+A recipe is made of them, and the packages that do the work take them as they are. This package
+knows errors and nothing else of trainkit, and imports neither torch nor transformers, so a recipe
+is checked at once. The names that tables elsewhere give a meaning (formats, roles, ops, strategies,
+dtypes, kinds of quantisation) are listed here, too.
+"""
+
+from trainkit.options.data import DataSection, SampleOptions, Source
+from trainkit.options.generation import GenerationOptions
+from trainkit.options.kernels import Kernels
+from trainkit.options.lora import LoraOptions
+from trainkit.options.model import ModelOptions
+from trainkit.options.parallel import ParallelOptions
+from trainkit.options.section import Section, broken_rule
+
+__all__ = [
+    "DataSection",
+    "GenerationOptions",
+    "Kernels",
+    "LoraOptions",
+    "ModelOptions",
+    "ParallelOptions",
+    "SampleOptions",
+    "Section",
+    "Source",
+    "broken_rule",
+]

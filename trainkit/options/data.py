@@ -1,0 +1,216 @@
+"""``data:`` what a model is trained on, and how rows become samples and batches."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from trainkit.options.section import Section, broken_rule
+
+RowFormat = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "belle",
+    "alpaca",
+    "moss",
+    "leetcode",
+    "prompt_completion",
+    "text",
+    "tokens",
+]
+"""``auto``, and the rows of ``trainkit.data.read.formats.FORMATS``."""
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+"""Who says a message, as trainkit holds conversations."""
+
+ROLES: tuple[str, ...] = get_args(Role)
+
+
+class Source(Section):
+    """A source of conversations."""
+
+    at: ClassVar[str] = "data.train[]"
+
+    path: str = Field(min_length=1, description="A file, a directory or a glob.")
+    weight: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Share of the mixture, relative to the other weights; 0 is none of it.",
+    )
+    max_samples: int | None = Field(
+        None, ge=1, description="Rows to draw, by a seeded choice; also written FILE#N."
+    )
+    epochs: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="How often its rows appear in one epoch."
+    )
+    format: RowFormat = Field("auto", description="Of the rows; auto looks at them.")
+    name: str | None = Field(None, description="For logs; the file's name without it.")
+    split: str = Field("train", description="Of a hub data set.")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Our column name to the file's: {messages: dialog}."
+    )
+    roles: Annotated[list[Role], Field(strict=False)] = Field(
+        default_factory=list, description="Trained roles of this source; empty is data.roles."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelled_out(cls, value: Any) -> Any:
+        """``FILE#N`` is ``{path: FILE, max_samples: N}``, unless a file has that very name."""
+        if isinstance(value, str):
+            value = {"path": value}
+        if isinstance(value, dict) and isinstance(value.get("path"), str):
+            path, mark, count = value["path"].rpartition("#")
+            if mark and path and count.isdecimal() and not _exists(value["path"]):
+                if value.get("max_samples") is not None:
+                    raise broken_rule(
+                        "max_samples",
+                        f"{value['path']} already says how many samples",
+                        "remove #N or max_samples",
+                    )
+                value = {**value, "path": path, "max_samples": int(count)}
+        return value
+
+    @property
+    def label(self) -> str:
+        """What logs call it: its name, or that of its file."""
+        return self.name or Path(self.path).name.split(".")[0]
+
+
+def _exists(path: str) -> bool:
+    return os.path.exists(Path(path).expanduser())  # noqa: PTH110 - Path.exists raises for long names
+
+
+def _sources(value: Any) -> Any:
+    """One source may be given without a list."""
+    return [value] if isinstance(value, str | dict) else value
+
+
+def _count_or_share(value: Any) -> Any:
+    """``1%`` is 0.01; a count stays whole."""
+    if isinstance(value, str) and value.endswith("%"):
+        with contextlib.suppress(ValueError):  # refused below
+            value = float(value[:-1]) / 100
+    is_share = isinstance(value, float) and 0 <= value <= 1
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not (value is None or is_share or is_count):
+        raise ValueError("must be a count such as 20, a share such as 1%, or null")
+    return value
+
+
+Sources = Annotated[list[Source], BeforeValidator(_sources)]
+
+
+class _Files(Section):
+    """The first keys of ``data:``."""
+
+    at: ClassVar[str] = "data"
+
+    train: Sources = Field(min_length=1, description="Files to train on.")
+    eval: Sources = Field(default_factory=list, description="Held-out files; they turn eval on.")
+
+
+class SampleOptions(Section):
+    """How rows become samples: the keys of ``data:`` that packages below the recipe take.
+
+    Whatever decides the tokens of a sample, or its mask, is a key here and enters the cache's key.
+    """
+
+    at: ClassVar[str] = "data"
+
+    max_length: int = Field(2048, ge=2, description="Longest sample, and packed row, in tokens.")
+    mask: Literal["assistant", "last_assistant", "none"] = Field(
+        "assistant", description="Which turns are trained; none trains every token (pretraining)."
+    )
+    truncation: Literal["drop_turns", "drop", "error", "right", "left_turns"] = Field(
+        "drop_turns",
+        description="For samples over max_length: leave out the last turns, drop the sample, stop, "
+        "cut at the right, or leave out the first turns.",
+    )
+    thinking: Literal["template", "split", "preserve"] = Field(
+        "template",
+        description="Earlier turns' <think> parts: as the chat template shows them, one sample a "
+        "turn, or kept.",
+    )
+    roles: Annotated[list[Role], Field(strict=False)] = Field(
+        ["assistant"], min_length=1, description="The roles trained."
+    )
+    system_policy: str = Field(
+        "keep", description="keep, none (remove system turns), or a text for all conversations."
+    )
+    template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="For the chat template: {enable_thinking: false}."
+    )
+    append_eos: bool = Field(
+        False, description="End every answer that the template leaves open with the eos token."
+    )
+    max_dropped: Annotated[int | float | None, BeforeValidator(_count_or_share)] = Field(
+        None,
+        description="Unusable rows allowed before the run stops: a count, a share (1% or 0.01), "
+        "or null for 1%. A share also allows for as many trained tokens lost to max_length.",
+    )
+
+
+class DataSection(SampleOptions, _Files):
+    """What it is trained on, and how conversations become batches.
+
+    Relative paths start at the directory the command is typed in. The order of the samples follows
+    ``training.seed`` and ``training.data_seed``.
+    """
+
+    packing: bool = Field(
+        True, description="Put several complete samples into one row; they do not see each other."
+    )
+    format: RowFormat = Field(
+        "auto", description="Of the rows, for sources that do not say their own."
+    )
+    chat_template: str | None = Field(
+        None, description="A Jinja template, or a file with one, instead of the tokenizer's own."
+    )
+    cache_dir: str | None = Field(
+        None, description="Where tokenised data is kept; null is the user's cache directory."
+    )
+    num_workers: int | None = Field(
+        None, ge=0, description="Processes that tokenise; null is one a core."
+    )
+    streaming: bool | Annotated[int, Field(ge=1)] = Field(
+        False,
+        description="Read the training rows as they are needed and keep nothing on disk; a number "
+        "is the samples shuffled together, true is 4096. Needs training.max_steps.",
+    )
+    per_source_loss: bool | None = Field(
+        None, description="Log the loss of each source; null does where there are several."
+    )
+
+    @model_validator(mode="after")
+    def _sources_are_shown(self) -> "DataSection":
+        if all(source.weight == 0 for source in self.train):
+            raise broken_rule(
+                "data.train",
+                "every source has weight 0, so there is nothing to train on",
+                "give one of them a weight above 0",
+            )
+        for index, source in enumerate(self.eval):
+            if source.weight is not None or source.epochs != 1:
+                key = "epochs" if source.weight is None else "weight"
+                raise broken_rule(
+                    "data.eval",
+                    f"data.eval[{index}].{key} has no effect: evaluation shows every row once",
+                    "remove it; max_samples evaluates a part",
+                )
+        return self
+
+    def sample_options(self) -> dict[str, Any]:
+        """The values of the keys that ``SampleOptions`` has, by key."""
+        return {key: getattr(self, key) for key in SampleOptions.model_fields}
+
+    def with_format(self, sources: list[Source]) -> tuple[Source, ...]:
+        """The sources, with the section's format where they do not say their own."""
+        return tuple(
+            source.replace(format=self.format) if source.format == "auto" else source
+            for source in sources
+        )

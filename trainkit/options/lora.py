@@ -1,0 +1,104 @@
+"""``lora:`` what is adapted and how. Names that peft has are peft's."""
+
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from trainkit.options.adapters import why_not_initialisation
+from trainkit.options.section import Section, broken_rule
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer but the output one."""
+
+Quantized = Literal["nf4", "fp8"]
+"""What a frozen base can be kept in; the rows of ``models.linears.LINEARS`` that can be loaded."""
+
+QUANTIZED: tuple[str, ...] = get_args(Quantized)
+
+Names = Annotated[list[str], Field(strict=False)]
+"""Python code may give a tuple."""
+
+
+class LoraOptions(Section):
+    """Adapters. A recipe without this section trains all weights."""
+
+    at: ClassVar[str] = "lora"
+
+    r: int = Field(16, ge=1, description="Rank of each adapter.")
+    alpha: float = Field(32, gt=0, description="The adapter is scaled by alpha / r.")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="Share of adapter inputs dropped; above 0 is slower."
+    )
+    target_modules: str | Names = Field(
+        ALL_LINEAR, description="all-linear (without lm_head), names, or a regular expression."
+    )
+    target_parameters: Names = Field(
+        default_factory=list,
+        description="Parameters to adapt, as experts.down_proj; all-linear adds the experts.",
+    )
+    exclude_modules: str | Names | None = Field(None, description="Names to leave out.")
+    quantize: Quantized | None = Field(
+        None, description="nf4 keeps the frozen base in 4 bits (QLoRA); fp8 in 8, multiplied so."
+    )
+    use_rslora: bool = Field(False, description="Scale by alpha / sqrt(r).")
+    use_dora: bool = Field(False, description="Train magnitude and direction apart; slower.")
+    modules_to_save: Names = Field(
+        default_factory=list, description="Modules trained and saved in full next to the adapters."
+    )
+    init_lora_weights: bool | str = Field(
+        True,
+        description="true, false, gaussian, orthogonal, mica; pissa, pissa_niter_N and olora take "
+        "the base apart and are saved as plain LoRA of twice the rank.",
+    )
+    lora_bias: bool = Field(False, description="Give the adapter's second matrix a bias.")
+    adapter_dtype: Literal["float32", "model"] = Field(
+        "float32", description="Of the adapters: float32, or the base's dtype."
+    )
+    lora_plus_ratio: float | None = Field(
+        None, gt=0, description="Learning rate of B over that of A (LoRA+, usually 16)."
+    )
+    offload_activations: Literal["auto", True, False] = Field(
+        "auto",
+        description="Checkpointed activations wait in host memory; auto does on a GPU where the "
+        "model is wide enough to hide the copies.",
+    )
+
+    @field_validator("init_lora_weights")
+    @classmethod
+    def _known_initialisation(cls, value: bool | str) -> bool | str:
+        if reason := why_not_initialisation(value):
+            raise ValueError(reason)
+        return value
+
+    @model_validator(mode="after")
+    def _fp8_fits(self) -> "LoraOptions":
+        for key in ("use_dora", "target_parameters"):
+            if self.quantize == "fp8" and getattr(self, key):
+                raise broken_rule(
+                    f"lora.{key}",
+                    f"{key} reads the base's own weights, and they are fp8 codes",
+                    f"remove lora.{key}, or lora.quantize",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _initialisation_fits(self) -> "LoraOptions":
+        init = self.init_lora_weights
+        if isinstance(init, bool):
+            return self
+        key = "lora.init_lora_weights"
+        if self.quantize and init.startswith(("pissa", "olora", "mica")):
+            raise broken_rule(
+                key,
+                f"init_lora_weights: {init} needs the base's own weights, and they are quantised",
+                "remove lora.quantize, or set init_lora_weights: true",
+            )
+        if self.lora_bias:
+            raise broken_rule(
+                key,
+                "lora_bias goes with init_lora_weights true or false only",
+                "remove one of the two",
+            )
+        if init == "orthogonal" and self.r % 2:
+            raise broken_rule(key, "orthogonal needs an even rank", f"set lora.r: {self.r + 1}")
+        return self

@@ -1,0 +1,48 @@
+"""``model:`` what is trained, and how it is loaded."""
+
+from typing import ClassVar, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from trainkit.options.section import Section, broken_rule
+
+Dtype = Literal["bfloat16", "float16", "float32", "auto"]
+"""What weights can be loaded in: torch's names, or as they were saved."""
+
+DTYPES: tuple[str, ...] = tuple(name for name in get_args(Dtype) if name != "auto")
+"""Those that torch has."""
+
+
+class ModelOptions(Section):
+    """What is trained."""
+
+    at: ClassVar[str] = "model"
+
+    name_or_path: str = Field(
+        min_length=1, description="A directory, a .gguf file, or a name on the Hugging Face hub."
+    )
+    dtype: Dtype = Field(
+        "bfloat16", description="Of the weights in memory; auto keeps what the files hold."
+    )
+    attn_implementation: str = Field(
+        "auto",
+        description="auto picks the fastest that isolates packed samples; or HF's own names.",
+    )
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="random builds the model from its config.json alone."
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub repository.")
+    gguf_file: str | None = Field(None, description="The .gguf file inside name_or_path to read.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that comes with the model. Off unless you trust it."
+    )
+
+    @model_validator(mode="after")
+    def _random_has_no_weights(self) -> "ModelOptions":
+        if self.init == "random" and self.gguf_file is not None:
+            raise broken_rule(
+                "model.gguf_file",
+                "model.init random reads no weights, so gguf_file has no use",
+                "remove one of the two",
+            )
+        return self
