@@ -180,7 +180,7 @@ class TestCache:
         [
             {"max_length": 100},
             {"mask": "last_assistant"},
-            {"system": "x"},
+            {"system_policy": "x"},
             {"chat_template": CHATML + " "},
         ],
     )

@@ -1,0 +1,139 @@
+"""Each section is defined once, its names are those of the tables, and its errors say the rule."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.errors import RecipeError
+from trainkit.options import DataSection, LoraOptions, ModelOptions, Section, Source
+from trainkit.options.data import ROLES, RowFormat
+from trainkit.options.kernels import LORA_OPS, OPS
+from trainkit.options.lora import QUANTIZED
+from trainkit.options.model import DTYPES
+from trainkit.options.parallel import SHARDS
+from trainkit.recipe import InvalidRecipe, Recipe, load_recipe
+
+PACKAGE = Path(trainkit.__file__).parent
+BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
+
+
+def sections(of=Section):
+    for section in of.__subclasses__():
+        yield section
+        yield from sections(section)
+
+
+def test_no_class_elsewhere_repeats_a_section():
+    """A twin would have its own defaults and rules, and be copied to key by key."""
+    own = {
+        section.__name__: set(section.model_fields)
+        for section in sections()
+        if section is not Recipe and section.__module__.startswith("trainkit.options")
+    }
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "options":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = {
+                    item.target.id
+                    for item in node.body
+                    if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+                }
+                for section, keys in own.items():
+                    assert len(names & keys) < 4, f"{path}: {node.name} repeats {section}"
+
+
+def test_names_are_those_of_the_tables():
+    import torch
+
+    from trainkit.data.read.formats import FORMATS
+    from trainkit.data.read.messages import ROLES as KNOWN_ROLES
+    from trainkit.lora.fused import OPS as FUSED
+    from trainkit.models.families import FAMILIES
+    from trainkit.models.linears import LINEARS
+    from trainkit.models.loading import TORCH_DTYPES
+    from trainkit.parallel import STRATEGIES
+
+    assert set(RowFormat.__args__) == {"auto", *FORMATS}
+    assert ROLES == KNOWN_ROLES
+    assert tuple(STRATEGIES) == SHARDS
+    assert set(QUANTIZED) == {name for name, kind in LINEARS.items() if kind.loading}
+    assert {name: getattr(torch, name) for name in DTYPES} == TORCH_DTYPES
+    assert FUSED == LORA_OPS
+    assert all(set(family.ops) == set(OPS) for family in FAMILIES.values())
+
+
+def problem_of(text, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE + text)
+    with pytest.raises((InvalidRecipe, RecipeError)) as caught:
+        load_recipe(path)
+    return str(caught.value)
+
+
+MISSPELT = {
+    "kernels: {rms_nrom: true}": "rms_norm",
+    "lora: {}\nkernels: {lora_mpl: false}": "lora_mlp",
+    "lora: {quantize: nf5}": "nf4",
+    "lora: {adapter_dtype: float23}": "float32",
+    "parallel: {shard: zero_2}": "zero2",
+    "generation_eval: {data: {path: b.jsonl, format: mesages}}": "messages",
+    "generation_eval: {data: {path: b.jsonl, format: chatml}}": "messages",
+    "generation_eval: {data: {path: b.jsonl, roles: [asistant]}}": "assistant",
+    "generation_eval: {data: {path: b.jsonl, roles: [human]}}": "user",
+}
+
+
+@pytest.mark.parametrize("text", MISSPELT)
+def test_a_misspelt_name_is_refused_with_its_line_and_the_nearest(text, tmp_path):
+    said = problem_of(text, tmp_path)
+    line = 3 + text.count("\n")
+    assert f"recipe.yaml:{line}:" in said
+    assert f"did you mean {MISSPELT[text]}?" in said
+
+
+def test_kernels_of_adapters_are_switched_in_a_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE + "lora: {}\nkernels: {lora_mlp: false}\n")
+    assert load_recipe(path).recipe.kernels == {"lora_mlp": False}
+    said = problem_of("kernels: {lora_mlp: true}", tmp_path)
+    assert "recipe.yaml:3: lora_mlp is a kernel of adapters" in said
+
+
+REFUSED_IN_PYTHON = [
+    (lambda: LoraOptions(r=0), "lora.r: 0 must be at least 1"),
+    (lambda: LoraOptions(ranks=8), "lora.ranks: LoraOptions has no ranks"),
+    (lambda: LoraOptions(init_lora_weights="eva"), "needs a pass over the data"),
+    (lambda: ModelOptions("m", dtype="bf16"), "did you mean bfloat16?"),
+    (lambda: ModelOptions(), "ModelOptions needs name_or_path"),
+    (lambda: Source("a#3", max_samples=2), "already says how many samples"),
+    (lambda: Source("a").replace(epochs=0), "must be above 0"),
+    (lambda: DataSection(train=[{"path": "a", "format": "alpacca"}]), "did you mean alpaca?"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED_IN_PYTHON)
+def test_python_code_is_told_the_same_rules(make, message):
+    with pytest.raises(RecipeError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_a_file_whose_name_has_the_mark_is_that_file(tmp_path):
+    assert Source(str(tmp_path / "a#3")).max_samples == 3
+    (tmp_path / "a#3").touch()
+    assert Source(str(tmp_path / "a#3")).max_samples is None
+
+
+def test_sections_travel_between_processes():
+    import pickle
+
+    source = Source("a.jsonl#5", roles=("user",))
+    assert (
+        pickle.loads(pickle.dumps(source))
+        == source
+        == Source("a.jsonl", max_samples=5, roles=["user"])
+    )
