@@ -1,13 +1,12 @@
 """THE TABLE of objectives, and what a name in a recipe stands for."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
-from trainkit.data.options import Source
 from trainkit.data.read.formats import FORMATS
 from trainkit.errors import RecipeError
 from trainkit.objectives.objective import Objective
 from trainkit.objectives.sft import SFT
+from trainkit.options import Source
 
 OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in (SFT,)}
 """Every objective by its name."""
@@ -31,7 +30,7 @@ def sources_of(objective: Objective, sources: Iterable[Source]) -> tuple[Source,
     found = []
     for source in sources:
         alone = source.format == "auto" and len(taken) == 1
-        found.append(replace(source, format=next(iter(taken))) if alone else source)
+        found.append(source.replace(format=next(iter(taken))) if alone else source)
         if found[-1].format not in taken | {"auto"}:
             raise RecipeError(
                 f"{objective.name} cannot train on rows of the format {source.format}",
