@@ -13,6 +13,7 @@ from objectives.preference import BETA, PREFERENCE
 
 from trainkit.data.read import formats, row_fields
 from trainkit.objectives.table import OBJECTIVES
+from trainkit.options.data import ROW_FORMATS
 
 NUM_PAIRS = 12
 
@@ -22,6 +23,7 @@ def register(patch_item):
     patch_item(OBJECTIVES, "preference", PREFERENCE)
     patch_item(formats.FORMATS, "pairs", preference.parse_pairs)
     patch_item(row_fields.READS, "pairs", preference.READS)
+    patch_item(ROW_FORMATS, "pairs", "two answers to one prompt")
 
 
 def pair(number, *, rejected=None):
@@ -46,7 +48,8 @@ def make_data(root, rows, *, source_format="auto", objective=PREFERENCE, **optio
     """What a run prepares of these rows."""
     from tiny import make_tokenizer
 
-    from trainkit.data.options import DataOptions, Source
+    from trainkit.data.options import DataOptions
+    from trainkit.options import Source
     from trainkit.train.data import Feeding, prepare_run_data
 
     feeding = {name: options.pop(name) for name in ("packing", "stream_buffer") if name in options}
@@ -100,7 +103,7 @@ def train(root, *, stage=0, **options):
     from distributed.zero_cases import zero_file
 
     shard = zero_file(root, stage) if stage else "none"
-    tables = (OBJECTIVES, formats.FORMATS, row_fields.READS)
+    tables = (OBJECTIVES, formats.FORMATS, row_fields.READS, ROW_FORMATS)
     with contextlib.ExitStack() as stack:
         for table in tables:
             stack.enter_context(mock.patch.dict(table))

@@ -5,23 +5,34 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_core import PydanticKnownError
 
 from trainkit.options.section import Section, broken_rule
 
-RowFormat = Literal[
-    "auto",
-    "messages",
-    "sharegpt",
-    "belle",
-    "alpaca",
-    "moss",
-    "leetcode",
-    "prompt_completion",
-    "text",
-    "tokens",
-]
-"""``auto``, and the rows of ``trainkit.data.read.formats.FORMATS``."""
+ROW_FORMATS: dict[str, str] = {
+    "messages": "OpenAI's and trl's: {role, content} turns",
+    "sharegpt": "{from, value} turns",
+    "belle": "Belle's Human: and Assistant: in one text",
+    "alpaca": "instruction, input and output",
+    "moss": "MOSS's turns",
+    "leetcode": "a problem and its solution",
+    "prompt_completion": "a prompt and what follows it",
+    "text": "plain text, all of it trained",
+    "tokens": "input_ids, with labels or masks",
+}
+"""The names of ``trainkit.data.read.formats.FORMATS``, with what a row holds."""
+
+
+def _known_format(name: str) -> str:
+    known = ("auto", *ROW_FORMATS)
+    if name not in known:
+        expected = ", ".join(map(repr, known[:-1])) + f" or {known[-1]!r}"
+        raise PydanticKnownError("literal_error", {"expected": expected})
+    return name
+
+
+RowFormat = Annotated[str, AfterValidator(_known_format)]
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 """Who says a message, as trainkit holds conversations."""
