@@ -174,7 +174,9 @@ def _loaded(
     if convert is None or device is None:
         quantization = None
         if quantize is not None:
-            quantization = quantization_config(quantize, TORCH_DTYPES.get(source.dtype, torch.bfloat16))
+            quantization = quantization_config(
+                quantize, TORCH_DTYPES.get(source.dtype, torch.bfloat16)
+            )
         return load_model(source, attention=attention, quantization=quantization, device=device)
     # Read on the host and packed layer by layer: the device never holds it in 16 bits.
     model: Any = load_model(source, attention=attention)
