@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from lora_layers import adapted_layers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trainkit.errors import CheckpointError, ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach, load_adapter, quantization_config
-from trainkit.lora.adapter import adapted_layers, count_parameters
+from trainkit.lora.adapter import count_parameters
 
 
 def make_model(*, tied=True, dtype=torch.float32, seed=0):

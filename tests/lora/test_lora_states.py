@@ -4,11 +4,12 @@ import pytest
 import torch
 from families.family_models import DEVICE, exact, like_model, make, make_batch, run
 from lora.lora_models import adapt, largest_difference, lively
+from lora_layers import adapted_layers
 from torch import nn
 
 from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, fuse
-from trainkit.lora.adapter import adapted_layers, to_peft
+from trainkit.lora.adapter import to_peft
 from trainkit.lora.fused import why_unfused
 from trainkit.lora.targets import Targets
 from trainkit.models.families import FAMILIES

@@ -7,13 +7,11 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -159,8 +157,3 @@ def _cast_trainable(model: PeftModel, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
-
-
-def adapted_layers(model: nn.Module) -> Mapping[str, BaseTunerLayer]:
-    """The layers that carry adapters, by full module name."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}

@@ -78,7 +78,6 @@ def parse_belle(row: Mapping[str, Any]) -> Conversation:
 
 
 MOSS_MARK = re.compile(r"^\s*<\|[^|]*\|>:\s*|\s*<eo[a-z]+>\s*$")
-MOSS_ROLES = (("Human", "user"), ("Tool Responses", "tool"), ("MOSS", "assistant"))
 
 
 def parse_moss(row: Mapping[str, Any]) -> Conversation:
