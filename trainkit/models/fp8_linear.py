@@ -55,7 +55,7 @@ class Fp8Linear(nn.Linear):
     """A frozen linear layer whose weight is kept as e4m3 codes, uint8 (N, K).
 
     Both directions multiply in fp8 (`Fp8Weight`); on a CPU that is emulated, with the same numbers
-    but for the order of sums.
+    except the order of sums.
     """
 
     scale_bits: Tensor
@@ -109,7 +109,7 @@ def quantize_to_fp8(model: nn.Module, device: torch.device, kept: Collection[str
 
     Raises:
         ModelError: there is nothing to quantise; or a layer is further from what it was than
-            rounding explains: its weights are no numbers, or this device multiplies wrongly.
+            rounding explains: its weights are not numbers, or this device multiplies wrongly.
     """
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
