@@ -32,8 +32,9 @@ ON_TWO_RANKS = {
 def broken_and_whole(project, arguments, num_ranks=1):
     whole = project.sft(*arguments, "--output-dir", "whole", num_ranks=num_ranks)
     assert whole.code == 0, whole.err
-    project.sft(*arguments, "--output-dir", "parts", num_ranks=num_ranks, kill_at=3)
-    project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=6)
+    begin = (*arguments, "--output-dir", "parts")
+    assert project.sft(*begin, num_ranks=num_ranks, kill_at=3) is None
+    assert project.sft("--resume", "parts", num_ranks=num_ranks, kill_at=6) is None
     last = project.sft("--resume", "parts", num_ranks=num_ranks)
     assert last.code == 0, last.err
     return record(project.root / "parts"), record(project.root / "whole")
