@@ -27,7 +27,7 @@ TINY = Shape(
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if not mode.startswith("fp8")])
 def test_providers_train_the_same_model(mode):
     losses = {
         provider: measure(Cell("tiny", provider, mode, warmups=1, steps=1, shape=TINY), CPU)["loss"]
@@ -36,6 +36,15 @@ def test_providers_train_the_same_model(mode):
     # bf16: random tokens, so a loss of log(256) = 5.5 with roundings of a few thousandths.
     assert losses["trainkit"] == pytest.approx(losses["peft"], abs=5e-3)
     assert losses["frozen"] == pytest.approx(losses["peft"], abs=5e-3)  # B starts at zero
+
+
+def test_an_fp8_base_starts_near_bf16_and_is_trainkits_alone():
+    def loss(provider, mode):
+        return measure(Cell("tiny", provider, mode, warmups=1, steps=1, shape=TINY), CPU)["loss"]
+
+    assert loss("trainkit", "fp8") == pytest.approx(loss("trainkit", "lora"), abs=5e-2)
+    with pytest.raises(ValueError, match="peft has no fp8 base"):
+        loss("peft", "fp8")
 
 
 def test_quantising_in_place_packs_the_decoder_and_leaves_the_head():
