@@ -152,14 +152,7 @@ def prepare_run_data(
         return replace(made, sample_name=data.sample_id, has_equal_epochs=is_equal)
 
     if feeding.stream_buffer:
-        stream = SampleStream(
-            train,
-            tokenizer,
-            options,
-            packing=feeding.packing,
-            shuffle=feeding.shuffle,
-            buffer=feeding.stream_buffer,
-        )
+        stream = _stream(train, tokenizer, options, feeding)
         look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
         names = [source.label for source in stream.sources]
         shape = RowShape(options.max_length, pad_token_id, feeding.packing, feeding.labels(names))
@@ -189,6 +182,22 @@ def prepare_run_data(
         parts=parts,
         notes=tuple(notes),
         warnings=tuple(summary["warnings"]),
+    )
+
+
+def _stream(
+    train: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    feeding: Feeding,
+) -> SampleStream:
+    return SampleStream(
+        train,
+        tokenizer,
+        options,
+        packing=feeding.packing,
+        shuffle=feeding.shuffle,
+        buffer=feeding.stream_buffer,
     )
 
 
