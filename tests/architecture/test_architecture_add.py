@@ -6,11 +6,12 @@ A family and an op: ``tests/families/test_families_add.py``.
 import torch
 from torch import nn
 
-from trainkit.data.options import Source
 from trainkit.data.read import formats, row_fields
 from trainkit.data.read.messages import Conversation, Message
 from trainkit.data.read.rows import read_row
 from trainkit.models import linears
+from trainkit.options import Source
+from trainkit.options.data import ROW_FORMATS
 from trainkit.parallel import strategies
 from trainkit.parallel.engine import Engine
 from trainkit.parallel.layout import Layout
@@ -24,7 +25,8 @@ def parse_faq(row):
 def test_a_format_is_a_function_and_a_row(monkeypatch):
     monkeypatch.setitem(formats.FORMATS, "faq", parse_faq)
     monkeypatch.setitem(row_fields.READS, "faq", ("question", "reply"))
-    assert Source("a.jsonl", format="faq").format == "faq"
+    monkeypatch.setitem(ROW_FORMATS, "faq", "a question and its reply")
+    assert Source(path="a.jsonl", format="faq").format == "faq"
     parsed = read_row({"question": "2 + 2?", "reply": "4", "note": "easy"}, "faq")
     assert [message.content for message in parsed.messages] == ["2 + 2?", "4"]
     assert parsed.ignored == ("note",)

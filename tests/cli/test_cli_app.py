@@ -131,6 +131,8 @@ def test_what_the_user_can_mend_is_not_called_a_bug(capsys):
     assert report_failure(ImportError("You need to install `galore_torch`")) == 2
     assert capsys.readouterr().err == "error: You need to install `galore_torch`\n"
     assert report_failure(ImportError("cannot import name 'x'")) == 1
+    assert "do not fit each other" in capsys.readouterr().err
+    assert report_failure(ImportError("cannot import name 'x'", name="trainkit.run")) == 1
     assert "this is a bug" in capsys.readouterr().err
 
 

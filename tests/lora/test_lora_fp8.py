@@ -17,7 +17,7 @@ from trainkit.lora.adapter import count_parameters
 from trainkit.lora.quant import refuse_unfit_device
 from trainkit.models.fp8_linear import PRODUCT_LIMIT, Fp8Linear, describe_fp8, quantize_to_fp8
 from trainkit.models.linears import kind_of
-from trainkit.models.loading import ModelSource
+from trainkit.options import ModelOptions
 from trainkit.train.model import build_model
 
 BF16 = torch.bfloat16
@@ -143,7 +143,7 @@ def built(folder, *, kernels=True, checkpointing=False, dtype="bfloat16", **lora
     torch.manual_seed(0)
     options = LoraOptions(r=4, init_lora_weights=False, **lora)
     made = build_model(
-        ModelSource(str(folder), dtype=dtype),
+        ModelOptions(name_or_path=str(folder), dtype=dtype),
         attention="auto",
         packing=False,
         lora=options,

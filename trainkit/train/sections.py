@@ -3,6 +3,7 @@
 With ``build.py`` the only reader of recipe fields.
 """
 
+import contextlib
 import os
 
 import torch
@@ -10,6 +11,7 @@ from transformers import TrainingArguments
 
 from trainkit.data.options import DataOptions
 from trainkit.data.serve.streaming import BUFFER
+from trainkit.errors import ModelError
 from trainkit.models.loading import from_pretrained_arguments, load_config, stop_token_ids
 from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
 from trainkit.recipe import Recipe, resolve_accumulation
@@ -24,7 +26,11 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     seed = training.get("data_seed")
     # A GGUF file is slow to read for its configuration, and brings the tokenizer it was made with.
     is_gguf = "gguf_file" in from_pretrained_arguments(recipe.model)[1]
-    text = None if is_gguf else load_config(recipe.model).get_text_config()
+    text = None
+    if not is_gguf:
+        # A tokenizer's own directory is enough to look at data; a run reads the configuration again.
+        with contextlib.suppress(ModelError):
+            text = load_config(recipe.model).get_text_config()
     return DataOptions(
         **data.sample_options(),
         stop_token_ids=stop_token_ids(recipe.model),

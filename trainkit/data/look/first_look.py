@@ -115,7 +115,7 @@ def _num_trained(sample: Sample, index: int) -> int:
 
 
 def _fingerprint(stream: SampleStream, summary: dict[str, Any]) -> str:
-    chosen = ("max_length", "mask", "truncation", "thinking", "system", "roles", "seed")
+    chosen = ("max_length", "mask", "truncation", "thinking", "system_policy", "roles", "seed")
     parts = {
         "files": [
             (file.name, file.stat().st_size, number)
