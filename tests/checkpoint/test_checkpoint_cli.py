@@ -143,7 +143,7 @@ def test_verify(tmp_path, capsys):
             (staging / "x").write_text("x")
     both = [str(tmp_path / "a"), str(tmp_path / "b")]
     assert main(["checkpoint", "verify", *both]) == 0
-    assert "whole, 1 files" in capsys.readouterr().out
+    assert "complete, 1 files" in capsys.readouterr().out
     (tmp_path / "b" / "x").write_text("y")
     assert main(["checkpoint", "verify", *both, "--json"]) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

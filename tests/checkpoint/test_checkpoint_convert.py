@@ -469,7 +469,8 @@ def test_full_disk_leaves_nothing(glm_directory, tmp_path):
 def test_kill_half_way_leaves_nothing_that_looks_finished(glm_directory, tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from trainkit.checkpoint import convert, writer\n"
+        "from trainkit.checkpoint.convert import convert\n"
+        "from trainkit.checkpoint.weights import writer\n"
         "write = writer.WeightsWriter.write\n"
         "def dying(self, name, tensor):\n"
         "    if 'layers.1.mlp' in name: os.kill(os.getpid(), 9)\n"

@@ -75,7 +75,10 @@ def test_record_of_the_run_decides_prompts_and_stops(run_directory):
         }
     }
     (run_directory / "data.json").write_text(json.dumps(record))
-    assert training_options(run_directory) == {"system": "Be kind.", "frozen_date": "2020-01-01"}
+    assert training_options(run_directory) == {
+        "system_policy": "Be kind.",
+        "frozen_date": "2020-01-01",
+    }
     assert trained_stop_ids(run_directory) == (257,)
     assert training_options(None) == {}
     (run_directory / "data.json").write_text("[]")

@@ -60,7 +60,7 @@ def test_names_are_those_of_the_tables():
     assert set(ROW_FORMATS) == set(FORMATS)
     assert ROLES == KNOWN_ROLES
     assert tuple(STRATEGIES) == SHARDS
-    assert set(QUANTIZED) == {name for name, kind in LINEARS.items() if kind.loading}
+    assert set(QUANTIZED) == {name for name, kind in LINEARS.items() if kind.packs}
     assert {name: getattr(torch, name) for name in DTYPES} == TORCH_DTYPES
     assert FUSED == LORA_OPS
     assert all(set(family.ops) == set(OPS) for family in FAMILIES.values())

@@ -28,7 +28,7 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     is_gguf = "gguf_file" in from_pretrained_arguments(recipe.model)[1]
     text = None
     if not is_gguf:
-        # A tokenizer's own directory is enough to look at data; a run reads the configuration again.
+        # A tokenizer alone is enough to look at data; a run reads the configuration again.
         with contextlib.suppress(ModelError):
             text = load_config(recipe.model).get_text_config()
     return DataOptions(

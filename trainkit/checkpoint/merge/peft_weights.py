@@ -117,7 +117,7 @@ def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
         plain = wrapped.merge_and_unload()
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"peft cannot put the adapter over this base: {str(error).splitlines()[0]}",
+            f"peft cannot put the adapter over this base: {str(error).partition(chr(10))[0]}",
             where=str(adapter.directory),
             fix="the adapter belongs to another model",
         ) from error
