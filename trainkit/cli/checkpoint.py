@@ -37,7 +37,7 @@ def verify(
             is_damaged, reason = True, error.what
         row = {
             "path": str(directory),
-            "status": "damaged" if reason else "complete",
+            "status": "damaged" if reason else "whole",  # programs read it: it stays
             "reason": reason,
         }
         if as_json:
