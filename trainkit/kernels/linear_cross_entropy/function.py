@@ -30,9 +30,6 @@ _LOGITS_BYTES = int(1.65 * 2**30)
 """A chunk's logits. Every chunk reads and writes the weight's fp32 gradient once, so it must not be
 small; half as much again gains nothing (measured from 0.9 to 2.3 GiB on an H200)."""
 
-_FP16_GRAD_SCALE = 1024.0
-"""Lifts small probabilities over fp16's smallest number; the largest gradient stays near 1e3."""
-
 
 class CountedLoss(NamedTuple):
     """A loss and what came up on the way; only ``loss`` has a gradient.
@@ -283,7 +280,7 @@ def _compute(
     num_rows, vocab_size = rows.shape[0], weight.shape[0]
 
     wants_gradients = want_dhidden or want_dweight or want_dbias
-    grad_scale = _FP16_GRAD_SCALE if dtype == torch.float16 else 1.0
+    grad_scale = grad_scale_of(dtype)
     # One row more than computed: the zero row that untrained rows take their gradient from.
     dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=wide) if want_dhidden else None
     dweight = torch.empty_like(matrix, dtype=wide) if want_dweight else None
@@ -360,6 +357,11 @@ def _keep_trained(
     chosen = everyone.new_zeros(kept + 1).scatter_(0, slots, everyone)[:kept]
     labels = torch.where(everyone[:kept] < num_trained, labels[chosen], settings.ignore_index)
     return rows.index_select(0, chosen), labels, slots
+
+
+def grad_scale_of(dtype: torch.dtype) -> float:
+    """Lifts a chunk's gradients over fp16's smallest number; the largest one stays near 1e3."""
+    return 1024.0 if dtype == torch.float16 else 1.0
 
 
 def logits_buffer(rows: Tensor, chunk: int, vocab_size: int) -> Tensor:

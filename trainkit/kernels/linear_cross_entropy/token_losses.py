@@ -8,7 +8,6 @@ nothing of their size is kept.
 M rows of ``hidden``, H hidden, V vocabulary.
 """
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -23,12 +22,10 @@ from trainkit.kernels.linear_cross_entropy.function import (
     chunk_rows,
     compute_dtype_of,
     default_chunk_tokens,
+    grad_scale_of,
     logits_buffer,
     write_logits,
 )
-
-_GRAD_SCALE = defaultdict(lambda: 1.0, {torch.float16: 1024.0})
-"""Lifts small probabilities over fp16's smallest number."""
 
 
 @torch.compiler.disable(reason="a loop over chunks in one buffer is nothing to trace")
@@ -101,7 +98,7 @@ class _TokenLosses(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
             rows, matrix, offset = _cast(hidden, weight, bias, ctx.dtype)
             flat, factors = labels.reshape(-1), grad_output.reshape(-1).to(wide)
-            size = _power_of_2(factors) / _GRAD_SCALE[ctx.dtype]
+            size = _power_of_2(factors) / grad_scale_of(ctx.dtype)
             scales = factors / size
             if want_dhidden:
                 dhidden = rows.new_empty(rows.shape, dtype=wide)
