@@ -4,9 +4,9 @@
 Every cell is a run of its own, started as users start it: ``torchrun ... trainkit sft`` for
 trainkit, a plain Trainer script for the peers. All read the same rows of 2048 tokens, start from
 the same random weights and take the same global batch, so that their losses must agree. Cells on
-fewer GPUs than the host has run side by side.
+fewer GPUs than the host has run side by side, and the next cells import while these train.
 
-    python scripts/multi_gpu.py --output rows.jsonl [--cells qwen2-0.5b,...] [--deadline-seconds N]
+    python scripts/multi_gpu.py --output rows.jsonl [--cells 'qwen2-0.5b/*'] [--deadline-seconds N]
 
 One JSON row a cell goes to the output as soon as the cell is done, and a table is printed last.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import json
 import os
 import signal
@@ -27,9 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]
 LENGTH = 2048
 VOCABULARY = 50_000
-PEER = "--peer"
+HERE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)
@@ -41,68 +43,101 @@ class Cell:
         provider: ``trainkit``, ``hf`` or ``liger``.
         num_gpus: processes; 0 for all GPUs of the host.
         shard: a preset of trainkit's ``parallel.shard``.
-        global_batch: rows of a step over all processes.
+        batch: rows of a step on ``batch_gpus`` GPUs; on another number in proportion.
         micro_batch: rows of a process at once.
         overrides: of trainkit's recipe.
+        batch_gpus: 0 for all GPUs of the host.
     """
 
     model: str
     provider: str
     num_gpus: int
     shard: str
-    global_batch: int
+    batch: int
     micro_batch: int
     overrides: dict[str, Any] = field(default_factory=dict)
+    batch_gpus: int = 0
+
+    def gpus(self, total: int) -> int:
+        """Its processes on a host with so many GPUs."""
+        return self.num_gpus or total
+
+    def global_batch(self, total: int) -> int:
+        """Rows of a step over all its processes, on a host with so many GPUs."""
+        return self.batch * self.gpus(total) // (self.batch_gpus or total)
 
     @property
     def group(self) -> str:
-        """The cells that are compared with one another."""
-        return f"{self.model}{' LoRA' if 'lora.r' in self.overrides else ''}"
+        """What is trained: cells of one group and one batch are compared with one another."""
+        adapters = "-lora" if "lora.r" in self.overrides else ""
+        return f"{self.model}{adapters}{'-fp8' if 'lora.quantize' in self.overrides else ''}"
+
+    @property
+    def name(self) -> str:
+        """What ``--cells`` chooses by."""
+        return f"{self.group}/{self.provider}/{self.way}/{self.num_gpus or 'all'}"
 
     @property
     def way(self) -> str:
         """How it is spread: a strategy, or the schedule of a pipeline."""
         if "parallel.pipeline" not in self.overrides:
             return self.shard
-        return f"pipeline-{self.overrides['parallel.schedule']}"
+        return f"pipeline{self.pipeline}-{self.overrides['parallel.schedule']}"
 
     @property
-    def own_bubble(self) -> float | None:
+    def pipeline(self) -> int:
+        """Stages' ranks."""
+        return int(self.overrides.get("parallel.pipeline", 1))
+
+    def own_bubble(self, total: int) -> float | None:
         """The share of a step that the schedule itself has every rank wait."""
-        size = self.overrides.get("parallel.pipeline")
-        if size is None:
+        if self.pipeline == 1:
             return None
-        per_rank = {"1f1b": 1, "interleaved": 2}.get(self.overrides["parallel.schedule"])
-        turns = self.global_batch // self.micro_batch * (per_rank or 0)
-        return (size - 1) / (turns + size - 1) if per_rank else 0.0
+        per_rank = {"1f1b": 1, "interleaved": 2}.get(self.overrides["parallel.schedule"], 0)
+        replicas = self.gpus(total) // self.pipeline
+        turns = self.global_batch(total) // self.micro_batch // replicas * per_rank
+        return (self.pipeline - 1) / (turns + self.pipeline - 1) if per_rank else 0.0
 
 
 LORA = {"lora.r": 16, "lora.alpha": 32}
+FP8 = {**LORA, "lora.quantize": "fp8"}
 CHECKPOINTED = {"training.gradient_checkpointing": True}
-PIPELINES = tuple(
-    {**CHECKPOINTED, "parallel.pipeline": 2, "parallel.schedule": schedule}
-    for schedule in ("1f1b", "interleaved", "zbv")
-)
+
+
+def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
+    """The overrides of a pipeline."""
+    return {**CHECKPOINTED, "parallel.pipeline": ranks, "parallel.schedule": schedule}
+
+
 CELLS = (
     Cell("qwen2-0.5b", "trainkit", 0, "zero2", 256, 16),
     Cell("qwen2-0.5b", "hf", 0, "zero2", 256, 8),
     Cell("qwen2-0.5b", "liger", 0, "zero2", 256, 16),
+    Cell("qwen2-0.5b", "trainkit", 1, "none", 256, 16),
+    Cell("qwen2-0.5b", "trainkit", 2, "zero2", 256, 16),
+    Cell("qwen2-0.5b", "trainkit", 4, "zero2", 256, 16),
+    Cell("qwen2-7b", "trainkit", 0, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 1, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 2, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 4, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 0, "zero2", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 0, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 0, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "hf", 0, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 2, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 4, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 2, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 4, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 4, "none", 32, 1, pipeline(4, "interleaved"), 4),
     Cell("qwen2-0.5b", "trainkit", 0, "fsdp2", 256, 16),
     Cell("qwen2-0.5b", "hf", 0, "fsdp2", 256, 8),
-    Cell("qwen2-7b", "trainkit", 0, "none", 32, 4, LORA),
-    Cell("qwen2-7b", "trainkit", 0, "zero2", 32, 4, LORA),
-    Cell("qwen2-7b", "trainkit", 0, "zero3", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 0, "fsdp2", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "hf", 0, "zero3", 32, 4, CHECKPOINTED),
-    Cell("qwen2-0.5b", "trainkit", 1, "none", 64, 16),
-    Cell("qwen2-7b", "trainkit", 1, "none", 8, 4, LORA),
-    Cell("qwen2-7b", "trainkit", 2, "zero3", 16, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 2, "fsdp2", 16, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 2, "none", 16, 4, LORA),
-    Cell("qwen2-0.5b", "trainkit", 2, "zero2", 128, 16),
-    *(Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline) for pipeline in PIPELINES),
+    Cell("qwen2-7b", "hf", 0, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 0, "none", 8, 4, FP8, 1),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b"), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "interleaved"), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv"), 2),
 )
-"""In the order in which they run; the last ones, on fewer GPUs, side by side."""
+"""In the order in which they run; neighbours on fewer GPUs than the host has, side by side."""
 
 
 # ---------------------------------------------------------------------------------- the runs
@@ -136,10 +171,14 @@ def prepare(folder: Path, cells: list[Cell], num_rows: int) -> None:
             file.write(json.dumps({"input_ids": ids}) + "\n")
 
 
-def command(cell: Cell, folder: Path, run: Path, steps: int, num_gpus: int) -> list[str]:
-    """What starts a cell."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_gpus)]
-    start += ["--master_port", str(free_port())]
+def command(cell: Cell, folder: Path, run: Path, steps: int, total: int) -> list[str]:
+    """What starts a cell; it waits for ``GO`` beside its run directory."""
+    num_gpus = cell.gpus(total)
+    start = [sys.executable]
+    if num_gpus > 1 or cell.provider != "trainkit":
+        start += ["-m", "torch.distributed.run", "--nproc_per_node", str(num_gpus)]
+        start += ["--master_port", str(free_port())]
+    start += [str(HERE / "start_at_file.py"), str(gate(run))]
     if cell.provider != "trainkit":
         settings = {
             "provider": cell.provider,
@@ -149,17 +188,17 @@ def command(cell: Cell, folder: Path, run: Path, steps: int, num_gpus: int) -> l
             "shard": cell.shard,
             "steps": steps,
             "micro_batch": cell.micro_batch,
-            "accumulation": cell.global_batch // cell.micro_batch // num_gpus,
+            "accumulation": cell.global_batch(total) // cell.micro_batch // num_gpus,
             "checkpointing": bool(cell.overrides.get("training.gradient_checkpointing")),
         }
-        return [*start, str(Path(__file__).resolve()), PEER, json.dumps(settings)]
+        return [*start, str(HERE / "multi_gpu_peer.py"), json.dumps(settings)]
     recipe = {
         "name": "multi-gpu",
         "model": {"name_or_path": str(folder / cell.model), "dtype": "bfloat16"},
         "data": {"train": [str(folder / "rows.jsonl")], "max_length": LENGTH, "packing": False},
         "kernels": True,
         "parallel": {"shard": cell.shard},
-        "global_batch_size": cell.global_batch,
+        "global_batch_size": cell.global_batch(total),
         "training": {
             "per_device_train_batch_size": cell.micro_batch,
             "learning_rate": 1e-4,
@@ -173,9 +212,13 @@ def command(cell: Cell, folder: Path, run: Path, steps: int, num_gpus: int) -> l
     path = run.with_suffix(".json")
     path.write_text(json.dumps(recipe), encoding="utf-8")
     overrides = [f"{key}={json.dumps(value)}" for key, value in cell.overrides.items()]
-    launch = start if num_gpus > 1 else [sys.executable]
-    words = ["-m", "trainkit.cli.app", "sft", "--config", str(path), "--output-dir", str(run)]
-    return [*launch, *words, *overrides]
+    words = ["trainkit.cli.app", "sft", "--config", str(path), "--output-dir", str(run)]
+    return [*start, *words, *overrides]
+
+
+def gate(run: Path) -> Path:
+    """The file that lets a run go on from its imports."""
+    return run.with_suffix(".go")
 
 
 def free_port() -> int:
@@ -185,29 +228,25 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def figures(cell: Cell, run: Path, num_gpus: int) -> dict[str, Any]:
+def figures(cell: Cell, run: Path, total: int) -> dict[str, Any]:
     """Read a finished run's own log: medians of the second half of its steps."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "step_seconds" in row]
     settled = rows[len(rows) // 2 :]
     seconds = statistics.median(row["step_seconds"] for row in settled)
-    return {
+    tokens = cell.global_batch(total) * LENGTH
+    found = {
         "step_seconds": seconds,
-        "tokens_per_second_per_gpu": cell.global_batch * LENGTH / seconds / num_gpus,
+        "tokens_per_second_per_gpu": tokens / seconds / cell.gpus(total),
         "peak_memory_gib": settled[-1].get("peak_memory_gib"),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
         "steps": len(rows),
-        **waiting(cell, settled),
     }
-
-
-def waiting(cell: Cell, rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of a pipeline: the share of a step that ranks wait, and that of the schedule itself."""
-    if cell.own_bubble is None:
-        return {}
-    measured = statistics.median(row["pipeline_bubble"] for row in rows)
-    return {"pipeline_bubble": measured, "own_bubble": cell.own_bubble}
+    if cell.pipeline > 1:
+        found["pipeline_bubble"] = statistics.median(row["pipeline_bubble"] for row in settled)
+        found["own_bubble"] = cell.own_bubble(total)
+    return found
 
 
 def wait_for_steps(
@@ -218,6 +257,11 @@ def wait_for_steps(
         if metrics.exists() and metrics.read_text().count('"step_seconds"') >= steps:
             break
         time.sleep(0.5)
+    kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a run with all its processes."""
     for pid in (process.pid, *descendants(process.pid)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -234,44 +278,76 @@ def descendants(pid: int) -> list[int]:
     return found + [each for child in found for each in descendants(child)]
 
 
-def run_cells(
-    cells: list[Cell], folder: Path, steps: int, total: int, deadline: float, logs: Path
-) -> list[dict[str, Any]]:
-    """Run cells side by side, on GPUs of their own, and read their figures."""
-    started, first = [], 0
+@dataclass
+class Started:
+    """A cell whose processes import, or run."""
+
+    cell: Cell
+    run: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+def start_cells(
+    cells: list[Cell], folder: Path, steps: int, devices: list[str], logs: Path
+) -> list[Started]:
+    """Have cells import, each for GPUs of its own."""
+    started, free, total = [], list(devices), len(devices)
     for cell in cells:
-        num = cell.num_gpus or total
-        name = f"{cell.group}-{cell.provider}-{cell.way}-{num}".replace(" ", "-")
-        run = folder / name
-        environment = dict(os.environ)
-        if "CUDA_VISIBLE_DEVICES" in os.environ or total > 1:
-            devices = ",".join(map(str, range(first, first + num)))
-            environment["CUDA_VISIBLE_DEVICES"] = devices
-        first += num
-        log = (logs / f"{name}.log").open("w")
-        words = command(cell, folder, run, steps, num)
-        process = subprocess.Popen(
-            words, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-        started.append((cell, num, run, process, logs / f"{name}.log"))
+        num = cell.gpus(total)
+        name = f"{cell.name}-{num}".replace("/", "-")
+        run, log = folder / name, logs / f"{name}.log"
+        taken, free = free[:num], free[num:]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(taken)}
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command(cell, folder, run, steps, total),
+                stdout=file,
+                stderr=file,
+                env=environment if taken else None,
+                start_new_session=True,
+            )
+        started.append(Started(cell, run, log, process))
+    return started
+
+
+def measure(started: list[Started], steps: int, total: int, deadline: float) -> list[Row]:
+    """Let cells go on side by side, and read their figures."""
     found = []
-    for cell, num, run, process, log_path in started:
-        row: dict[str, Any] = {
+    for each in started:
+        gate(each.run).touch()
+    for each in started:
+        cell = each.cell
+        row: Row = {
             "bench": "multi_gpu",
-            "case": f"{cell.group}, {LENGTH} tokens a row, global batch {cell.global_batch}",
+            "case": f"{cell.group}, {LENGTH} tokens a row, global batch {cell.global_batch(total)}",
             "provider": cell.provider,
             "shard": cell.way,
-            "num_gpus": num,
+            "num_gpus": cell.gpus(total),
             "micro_batch": cell.micro_batch,
             "checkpointing": bool(cell.overrides.get("training.gradient_checkpointing")),
         }
         try:
-            wait_for_steps(process, run / "metrics.jsonl", steps, deadline)
-            row |= figures(cell, run, num)
+            wait_for_steps(each.process, each.run / "metrics.jsonl", steps, deadline)
+            row |= figures(cell, each.run, total)
         except (OSError, ValueError, IndexError, KeyError, statistics.StatisticsError):
-            row["error"] = " ".join(log_path.read_text(errors="replace").split()[-60:])
+            row["error"] = " ".join(each.log.read_text(errors="replace").split()[-60:])
         found.append(row)
     return found
+
+
+def choose(patterns: list[str], total: int) -> list[Cell]:
+    """The cells whose names match, in the patterns' order, that a host with so many GPUs can run.
+
+    A cell on a stated number of GPUs is left out where that is the whole host: another cell is
+    the same run. Pipelines have no such other cell.
+    """
+    fitting = [
+        cell for cell in CELLS if cell.num_gpus < total or total == cell.num_gpus == cell.pipeline
+    ]
+    names = {cell.name: cell for cell in fitting}
+    found = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+    return [names[name] for name in dict.fromkeys(found)]
 
 
 def batches_of_cells(cells: list[Cell], total: int) -> list[list[Cell]]:
@@ -279,7 +355,7 @@ def batches_of_cells(cells: list[Cell], total: int) -> list[list[Cell]]:
     groups: list[list[Cell]] = []
     free = 0
     for cell in cells:
-        num = cell.num_gpus or total
+        num = cell.gpus(total)
         if num <= free and num < total:
             groups[-1].append(cell)
             free -= num
@@ -289,86 +365,13 @@ def batches_of_cells(cells: list[Cell], total: int) -> list[list[Cell]]:
     return groups
 
 
-# --------------------------------------------------------------------------------- the peers
-def train_peer(settings: dict[str, Any]) -> None:
-    """Hugging Face's Trainer, as its users write it; its log goes to ``metrics.jsonl``."""
-    import torch
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-    run = Path(settings["run"])
-    options: dict[str, Any] = {}
-    if settings["shard"] == "fsdp2":
-        options["fsdp"] = "full_shard auto_wrap"
-        options["fsdp_config"] = {"version": 2, "fsdp_version": 2}
-    else:
-        presets = Path(__file__).resolve().parent.parent / "trainkit" / "configs" / "deepspeed"
-        options["deepspeed"] = str(presets / f"{settings['shard']}.json")
-    args = TrainingArguments(
-        output_dir=str(run),
-        per_device_train_batch_size=settings["micro_batch"],
-        gradient_accumulation_steps=settings["accumulation"],
-        gradient_checkpointing=settings["checkpointing"],
-        max_steps=settings["steps"],
-        learning_rate=1e-4,
-        lr_scheduler_type="constant",
-        weight_decay=0.0,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_liger_kernel=settings["provider"] == "liger",
-        **options,
-    )
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.bfloat16)
-    model.config.use_cache = False
-    with Path(settings["rows"]).open(encoding="utf-8") as file:
-        # Tensors: millions of Python numbers would slow every collection of garbage in a step.
-        rows = [torch.tensor(json.loads(line)["input_ids"]) for line in file]
-
-    on_gpu = torch.cuda.is_available()
-    synchronize = torch.cuda.synchronize if on_gpu else (lambda: None)
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Seconds from the start of a step to its end on the device, and the logged loss."""
-
-        begun = 0.0
-        seconds = 0.0
-
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            synchronize()
-            self.begun = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize()
-            self.seconds = time.perf_counter() - self.begun
-
-        def on_log(self, args: Any, state: Any, *_: Any, logs: Any = None, **__: Any) -> None:
-            if "loss" not in (logs or {}) or not state.is_world_process_zero:
-                return
-            peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-            row = {"loss": float(logs["loss"]), "step_seconds": self.seconds}
-            run.mkdir(parents=True, exist_ok=True)
-            with (run / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps({**row, "peak_memory_gib": peak}) + "\n")
-
-    def collate(samples: list[Any]) -> dict[str, Any]:
-        ids = torch.stack([sample["input_ids"] for sample in samples])
-        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-
-    data = [{"input_ids": ids} for ids in rows]
-    Trainer(
-        model=model, args=args, train_dataset=data, data_collator=collate, callbacks=[Clock()]
-    ).train()
-
-
 # ---------------------------------------------------------------------------------- the table
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each cell."""
     lines = []
     for row in rows:
         case = row["case"].split(",")[0]
-        who = f"{case:16} {row['provider']:9} {row['shard']:6} x{row['num_gpus']}"
+        who = f"{case:16} {row['provider']:9} {row['shard']:12} x{row['num_gpus']}"
         if "error" in row:
             lines.append(f"{who}  {row['error'][-300:]}")
             continue
@@ -383,14 +386,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run the chosen cells."""
-    if sys.argv[1:2] == [PEER]:
-        train_peer(json.loads(sys.argv[2]))
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/multi_gpu"))
-    parser.add_argument("--cells", default="", help="numbers of cells, with commas; default: all")
+    parser.add_argument("--cells", default="*", help="patterns of names, with commas")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--cell-seconds", type=float, default=150.0, help="of one group of cells")
     parser.add_argument("--commit", default=None, help="of the code that runs")
     parser.add_argument("--deadline-seconds", type=float, default=3600.0)
     chosen = parser.parse_args()
@@ -400,25 +401,31 @@ def main() -> None:
     from trainkit.bench.measure.record import environment
 
     deadline = time.monotonic() + chosen.deadline_seconds
-    numbers = [int(n) for n in chosen.cells.split(",") if n] or range(len(CELLS))
-    cells = [CELLS[number] for number in numbers]
-    total = torch.cuda.device_count()
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
+    total = len(devices)
+    cells = choose(chosen.cells.split(","), total)
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    rows_needed = max(cell.global_batch for cell in cells) * chosen.steps
-    prepare(chosen.folder, cells, rows_needed)
+    prepare(chosen.folder, cells, max(cell.global_batch(total) for cell in cells) * chosen.steps)
     torch.cuda.empty_cache()
-    sys.stdout.write(f"prepared, {deadline - time.monotonic():.0f} s left\n")
     common = environment(chosen.commit)
-    found: list[dict[str, Any]] = []
-    for group in batches_of_cells(cells, total):
+    found: list[Row] = []
+    waiting: list[Started] = []
+    for group in [*batches_of_cells(cells, total), []]:
+        coming = start_cells(group, chosen.folder, chosen.steps, devices, chosen.output.parent)
+        if waiting:
+            limit = min(deadline, time.monotonic() + chosen.cell_seconds)
+            rows = measure(waiting, chosen.steps, total, limit)
+            found += rows
+            with chosen.output.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({**row, **common}) + "\n" for row in rows)
+            sys.stdout.write(table(rows) + f"   ({deadline - time.monotonic():.0f} s left)\n")
+            sys.stdout.flush()
+        waiting = coming
         if time.monotonic() > deadline - 30:
             break
-        rows = run_cells(group, chosen.folder, chosen.steps, total, deadline, chosen.output.parent)
-        found += rows
-        with chosen.output.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps({**row, **common}) + "\n" for row in rows)
-        sys.stdout.write(table(rows) + f"   ({deadline - time.monotonic():.0f} s left)\n")
-        sys.stdout.flush()
+    for each in waiting:
+        kill(each.process)
     sys.stdout.write(table(found) + "\n")
 
 
