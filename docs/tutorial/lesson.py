@@ -17,8 +17,6 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 if not (ON_GPU or INTERPRETING):
     raise SystemExit("There is no GPU here: put TRITON_INTERPRET=1 before the command.")
 
-torch.manual_seed(0)
-
 
 def size(*, gpu: int, cpu: int) -> int:
     """A size that keeps a GPU busy, or one the interpreter finishes soon."""
@@ -66,6 +64,45 @@ def clock_host(case: str, ways: dict[str, Callable[[], object]], calls: int = 10
         torch.cuda.synchronize()
         print(f"| {case} | {name} | {microseconds:.1f} |")
         _keep(case, name, microseconds=microseconds)
+
+
+def clock_flops(
+    case: str,
+    flops: int,
+    ways: dict[str, Callable[[], object]],
+    facts: dict[str, dict[str, int]],
+) -> None:
+    """On a GPU: the median time of each way, its TFLOP/s, and what its kernel takes.
+
+    Args:
+        case: what is done.
+        flops: what it has to compute.
+        ways: named functions that do it.
+        facts: what `used_by` said of some of them.
+    """
+    if not ON_GPU:
+        return
+    print("| case | provider | us | TFLOP/s | registers | spills | shared KiB |")
+    for name, work in ways.items():
+        microseconds = _microseconds(work)
+        values = {"microseconds": microseconds, "tflops": flops / microseconds / 1e6}
+        used = facts.get(name, {})
+        _keep(case, name, **values, **used)
+        cells = [f"{each:.1f}" for each in values.values()] + [
+            f"{each:.0f}" for each in used.values()
+        ]
+        print(f"| {case} | {name} | {' | '.join(cells)} |")
+
+
+def used_by(compiled: object) -> dict[str, float]:
+    """What a compiled kernel takes: registers and spills of a thread, a program's shared memory."""
+    if not ON_GPU:
+        return {}
+    return {
+        "registers": compiled.n_regs,
+        "spills": compiled.n_spills,
+        "shared_kib": compiled.metadata.shared / 1024,
+    }
 
 
 def _keep(case: str, name: str, **values: float) -> None:

@@ -13,6 +13,10 @@ METRICS = {
     "of copy": "share_of_copy",
     "ms": "ms",
     "extra GiB": "extra_memory_gib",
+    "TFLOP/s": "tflops",
+    "registers": "registers",
+    "spills": "spills",
+    "shared KiB": "shared_kib",
 }
 
 

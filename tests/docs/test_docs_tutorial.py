@@ -14,10 +14,10 @@ TUTORIAL = ROOT / "docs" / "tutorial"
 PAGES = sorted(TUTORIAL.glob("[0-9]-*.md"))
 
 
-def run_page(number, **variables):
+def run_pages(numbers, **variables):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
     return subprocess.run(
-        [sys.executable, "docs/tutorial/run.py", str(number)],
+        [sys.executable, "docs/tutorial/run.py", *map(str, numbers)],
         cwd=ROOT,
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -31,19 +31,25 @@ def test_the_index_lists_the_pages_in_order():
     assert [path.name for path in PAGES] == re.findall(r"^\| \[.*?\]\((.*?)\)", index, re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs_under_the_interpreter_with_the_command_it_states(page):
-    number = page.name[0]
-    command = f"`TRITON_INTERPRET=1 python docs/tutorial/run.py {number}`"
-    assert command in page.read_text(encoding="utf-8")
-    ran = run_page(number, TRITON_INTERPRET="1")
+@pytest.fixture(scope="module")
+def outputs():
+    """What each page prints under the interpreter; one process, which loads torch once."""
+    ran = run_pages([page.name[0] for page in PAGES], TRITON_INTERPRET="1")
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
-    assert "error" in ran.stdout, "a page checks its results"
+    parts = re.split(r"^== (\S+)\n", ran.stdout, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_runs_under_the_interpreter_with_the_command_it_states(page, outputs):
+    command = f"`TRITON_INTERPRET=1 python docs/tutorial/run.py {page.name[0]}`"
+    assert command in page.read_text(encoding="utf-8")
+    assert "error" in outputs[page.name], "a page checks its results"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU needs no interpreter")
 def test_without_a_gpu_a_page_asks_for_the_interpreter():
-    ran = run_page(2)
+    ran = run_pages([2])
     assert ran.returncode != 0
     assert "TRITON_INTERPRET=1" in ran.stderr.splitlines()[-1]
 
@@ -52,7 +58,7 @@ def test_without_a_gpu_a_page_asks_for_the_interpreter():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_runs_on_a_gpu_and_prints_times(page):
-    ran = run_page(page.name[0])
+    ran = run_pages([page.name[0]])
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     assert "| provider |" in ran.stdout
 
@@ -63,6 +69,8 @@ def test_the_tables_hold_what_was_measured(page, monkeypatch):
     import tables
 
     text = page.read_text(encoding="utf-8")
+    if "<!-- table" in text:
+        pytest.skip("not measured yet")
     assert "| provider |" in text, "a page shows measurements"
     assert text == tables.updated(text, tables.measured()), "run docs/tutorial/tables.py"
 
@@ -90,3 +98,29 @@ def test_what_cites_the_log_stands_in_the_log(page):
     for paragraph in paragraphs:
         if "(../LOG.md)" in paragraph:
             assert figures(paragraph) <= logged, (paragraph, figures(paragraph) - logged)
+
+
+TERMS = {
+    "multiprocessor": "multiprocessor",
+    "warp": r"warps?\b",
+    "register": r"registers?\b",
+    "L2": r"L2\b",
+    "shared memory": "shared memory",
+    "stage": r"stages?\b",
+    "spill": r"spills?\b",
+    "tensor core": "tensor cores?",
+}
+
+
+def prose(page):
+    """A page without its code and its tables."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("|"))
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_word_of_the_hardware_is_explained_where_it_first_stands(term):
+    text = "\n".join(prose(page) for page in PAGES)
+    first = re.search(rf"(\*\*)?(?:\w+ )?({TERMS[term]})", text, re.IGNORECASE)
+    assert first, term
+    assert first[1] == "**", text[first.start() : first.end() + 60]
