@@ -39,6 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from forks import give_forks_their_own_threads  # noqa: E402
 from moments import PLAN, Kill, arm, children, differences, digest_of, plan_of  # noqa: E402
 
 KINDS = {
@@ -272,6 +273,7 @@ def prepare(folder: Path, *, real: bool) -> None:
         import trainkit.train.session
 
         torch.set_num_threads(1)
+        give_forks_their_own_threads()
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
         trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
     if (folder / "d.jsonl").exists():

@@ -87,8 +87,10 @@ def _serve():
 
     import trainkit.cli.commands.training.sft
     import trainkit.train.build  # noqa: F401
+    from forks import give_forks_their_own_threads
 
     torch.set_num_threads(1)
+    give_forks_their_own_threads()
     gc.freeze()  # what is imported stays: no collection walks over it, or copies it, again
     # Its C++ build takes a minute; gloo gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
