@@ -84,10 +84,10 @@ def _serve():
     import deepspeed
     import matplotlib.figure  # noqa: F401
     import torch
+    from forks import give_forks_their_own_threads
 
     import trainkit.cli.commands.training.sft
     import trainkit.train.build  # noqa: F401
-    from forks import give_forks_their_own_threads
 
     torch.set_num_threads(1)
     give_forks_their_own_threads()
