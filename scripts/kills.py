@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import ctypes
 import fnmatch
+import gc
 import json
 import os
 import random
@@ -274,6 +275,7 @@ def prepare(folder: Path, *, real: bool) -> None:
 
         torch.set_num_threads(1)
         give_forks_their_own_threads()
+        gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
         trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
     if (folder / "d.jsonl").exists():
