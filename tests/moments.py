@@ -99,7 +99,9 @@ class Counting:
     def leave(self) -> None:
         """What a run that nobody kills does in each phase."""
         if self.is_counting:
-            self._report.write_text(json.dumps(self._counts))
+            partial = self._report.with_name(f"{self._report.name}.partial")
+            partial.write_text(json.dumps(self._counts))
+            partial.replace(self._report)  # the process may end at any moment
 
 
 def strike(victim: str) -> None:
