@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,9 @@ class Starts:
         path = [str(self.folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         own = {"TRAINKIT_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
         command = [sys.executable, "-m", "trainkit", "launch", *arguments]
-        if num_ranks > 1 and self._number % 2:
+        if num_ranks == 1:
+            own["CUDA_VISIBLE_DEVICES"] = "0"  # else a process for each GPU
+        elif self._number % 2:
             command = ["bash", str(ROOT / "train.sh"), *arguments]
         return subprocess.Popen(
             command, cwd=self.folder, env={**environment, **own}, stdout=log, stderr=log
@@ -183,8 +186,8 @@ class Starts:
 class Cell:
     """One kind of training under one way to spread it."""
 
-    def __init__(self, name: str, starts: Starts) -> None:
-        self.name, self._starts = name, starts
+    def __init__(self, name: str, starts: Starts, overrides: Sequence[str] = ()) -> None:
+        self.name, self._starts, self._overrides = name, starts, overrides
         self.kind, _, spread = name.partition("/")
         self.num_ranks, shard = SPREADS[spread]
         stream = ", streaming: true" if self.kind == "streaming" else ""
@@ -197,7 +200,8 @@ class Cell:
         recipe, run = folder / f"{number}.yaml", folder / f"run{number}"
         recipe.write_text(self._text + DATA.format(cache=f"cache{number}", **self._data))
         arguments = ["--config", recipe.name, "--output-dir", run.name, "--resume"]
-        code = self._starts.start(arguments, run, self.num_ranks, kill)
+        given = [*arguments, *self._overrides]
+        code = self._starts.start(given, run, self.num_ranks, kill)
         return code, run
 
     def whole(self) -> tuple[dict[str, str], list[Counter[str]]]:
@@ -349,9 +353,11 @@ def main() -> int:
         return 0
     deadline = time.monotonic() + arguments.deadline_seconds
     patterns = arguments.cells.split(",")
-    names = [f"{kind}/{spread}" for kind in KINDS if kind != "qlora" for spread in SPREADS]
+    kinds = [kind for kind in KINDS if kind != "qlora" or shutil.which("nvidia-smi")]
+    names = [f"{kind}/{spread}" for kind in kinds for spread in SPREADS]
     names = [name for name in names if any(fnmatch.fnmatch(name, each) for each in patterns)]
-    kind_of_start = "real" if arguments.real else "forked"
+    words = ["real" if arguments.real else "forked", arguments.where, *arguments.set]
+    kind_of_start = ", ".join(word for word in words if word)
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
         folder = Path(arguments.work or scratch)
         folder.mkdir(exist_ok=True)
@@ -366,7 +372,7 @@ def main() -> int:
                 if row.kills >= arguments.kills:
                     names.remove(name)
                     continue
-                cell = Cell(name, starts)
+                cell = Cell(name, starts, arguments.set)
                 if name not in known:
                     known[name] = cell.whole()
                 cell.round(row, *known[name])
@@ -390,6 +396,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--work", type=Path, help="a folder to work in, and to keep what fails in")
     made.add_argument("--deadline-seconds", type=float, default=float("inf"))
     made.add_argument("--real", action="store_true", help="start programs, as a user does")
+    made.add_argument("--set", action="append", default=[], help="KEY=VALUE of the recipe; again")
+    made.add_argument("--where", default="", help="a word for the rows: two GPUs")
     made.add_argument("--table", action="store_true", help="print the rows' table, and no more")
     return made
 
