@@ -1,15 +1,28 @@
-"""BoolQ on a 0.5B model: trainkit's model class against the harness's own at batch auto.
+"""BoolQ on a 0.5B model: trainkit against the harness's own model class at batch auto.
 
-    python scripts/eval_speed.py --rows eval_speed.jsonl [--model DIR] [--data DIR]
+    python scripts/eval_speed.py ROWS.jsonl [--model DIR] [--data DIR] [--smoke]
 
-Without a model, one of Qwen2.5-0.5B's shape with random weights is timed; without data, 3270
-questions of about BoolQ's lengths, made of random words. Needs a GPU; two to four minutes. Writes a
-row for each class, and one that says how far the two agree.
+Without a model, one of Qwen2.5-0.5B's shape with random weights is taken; without data, 3270
+questions of about BoolQ's lengths. Both come with a tokenizer trained on the spot: nothing is
+fetched. Writes these rows:
+
+- ``in process``: seconds of an evaluation of the loaded model in bfloat16, from the task's name to
+  its samples, of the harness's class, of ours, and of ours with kernels.
+- ``command``: seconds of ``python -m lm_eval`` and ``trainkit eval``, start and loading included.
+- ``equal``: both in float32, where rounding cannot decide: the largest difference between two
+  log-likelihoods, and how many of the questions get the same choice. What each found in bfloat16
+  is held against that: the harness rounds log-probabilities to steps of 1/16 there, unless it is
+  told to take the softmax in float32.
+
+Three to four minutes on an H100 or H200. ``--smoke`` takes two layers and 40 questions on a CPU.
 """
 
 import argparse
 import json
+import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,7 +31,7 @@ from typing import Any
 import torch
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,21 +42,34 @@ from transformers import (
 
 from trainkit.evals.model import TrainedModel
 from trainkit.evals.prompts import PromptStyle
+from trainkit.evals.run import evaluate_model
 from trainkit.evals.tasks import TaskChoice, load_tasks, quiet_harness
 from trainkit.models.patch import patch_kernels
 
-WORDS = [f"word{number}" for number in range(20_000)]
+HARNESS = "lm-eval HFLM"
+WIDE = "lm-eval HFLM, softmax in float32"
+SIZES = {
+    False: {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+    True: {"hidden_size": 112, "intermediate_size": 64, "num_hidden_layers": 2},
+}
 
 
-def write_boolq(directory: Path, count: int = 3270) -> None:
-    """Questions with passages of 35 to 250 words."""
+def words(draw: random.Random, count: int = 20_000) -> list[str]:
+    """Words of one to four syllables."""
+    syllables = [a + b for a in "bcdfghklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er")]
+    return ["".join(draw.choices(syllables, k=draw.randint(1, 4))) for _ in range(count)]
+
+
+def write_boolq(directory: Path, count: int) -> None:
+    """Questions with passages of 35 to 250 words, in the format of BoolQ's makers."""
     draw = random.Random(0)
     (directory / "boolq").mkdir(parents=True)
+    known = words(draw)
     rows = [
         {
-            "question": " ".join(draw.choices(WORDS, k=9)),
+            "question": " ".join(draw.choices(known, k=9)),
             "passage": " ".join(
-                draw.choices(WORDS, k=min(35 + int(draw.expovariate(1 / 75)), 250))
+                draw.choices(known, k=min(35 + int(draw.expovariate(1 / 75)), 250))
             ),
             "answer": draw.random() < 0.62,
         }
@@ -53,91 +79,201 @@ def write_boolq(directory: Path, count: int = 3270) -> None:
     (directory / "boolq" / "dev.jsonl").write_text(text)
 
 
-def make_model() -> tuple[Any, Any]:
-    """Qwen2.5-0.5B's shape with random weights, and a tokenizer of words."""
-    names = ["<unk>", "<eos>", "Question:", "Answer:", "no", "yes", "?", *WORDS]
-    core = Tokenizer(models.WordLevel({name: n for n, name in enumerate(names)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+def make_model(directory: Path, data: Path, *, small: bool) -> None:
+    """A model with random weights in bfloat16, and a byte-level BPE trained on the questions."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    texts = [" yes", " no", *(data / "boolq" / "dev.jsonl").read_text().split("\n")]
+    core.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=8000,
+            special_tokens=["<eos>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
     )
+    core.add_tokens(["yes", "no"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(directory)
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
+        vocab_size=8192 if small else 151_936,
         num_attention_heads=14,
         num_key_value_heads=2,
         tie_word_embeddings=True,
+        max_position_embeddings=32_768,
+        eos_token_id=0,
+        bos_token_id=None,
+        **SIZES[small],
     )
-    return Qwen2ForCausalLM(config).to(torch.bfloat16), tokenizer
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
-def timed(model: Any, data: Path) -> tuple[float, dict[int, list[float]]]:
-    """Seconds of an evaluation, questions read before, and each question's log-likelihoods."""
-    tasks = load_tasks(TaskChoice(["boolq"], data=str(data)))
-    torch.cuda.synchronize()
+def synchronise() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def asked(lm: Any, data: Path) -> tuple[float, dict[int, list[float]]]:
+    """Seconds of an evaluation, and each question's log-likelihoods."""
+    synchronise()
     started = time.perf_counter()
-    with quiet_harness():
-        found = evaluate(model, dict(tasks.loaded), bootstrap_iters=0)
-    torch.cuda.synchronize()
+    tasks = load_tasks(TaskChoice(["boolq"], data=str(data)))
+    if isinstance(lm, TrainedModel):
+        found = evaluate_model(lm, tasks, limit=None, chat=False, settings={})
+        assert found is not None
+        rows = found.samples["boolq"]
+    else:
+        with quiet_harness():
+            rows = evaluate(lm, dict(tasks.loaded))["samples"]["boolq"]
+    synchronise()
     seconds = time.perf_counter() - started
-    rows = found["samples"]["boolq"]
     return seconds, {row["doc_id"]: [each[0][0] for each in row["resps"]] for row in rows}
+
+
+def asker(name: str, model: Any, tokenizer: Any) -> Any:
+    """The model as the harness's class or as ours."""
+    if name in (HARNESS, WIDE):
+        wide = {"softmax_dtype": "float32"} if name == WIDE else {}
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size="auto", **wide)
+    return TrainedModel(
+        model,
+        PromptStyle(tokenizer),
+        stop_ids=[tokenizer.eos_token_id],
+        max_length=model.config.max_position_embeddings,
+    )
+
+
+def in_process(directory: Path, data: Path, device: str) -> list[dict[str, Any]]:
+    """Rows ``in process`` and ``equal``."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    rows: list[dict[str, Any]] = []
+    answers: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for dtype in ("bfloat16", "float32"):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+        model.to(device).eval()
+        for name in (HARNESS, WIDE, "trainkit", "trainkit, kernels"):
+            if name == WIDE and dtype == "float32":
+                continue  # it is the same
+            if name == "trainkit, kernels":
+                if device == "cpu":
+                    continue
+                patch_kernels(model)
+            times = []
+            # The first compiles and warms up.
+            for _ in range(3 if dtype == "bfloat16" and name != WIDE else 1):
+                seconds, answers[name, dtype] = asked(asker(name, model, tokenizer), data)
+                times.append(round(seconds, 3))
+            row = {"row": "in process", "model": name, "dtype": dtype, "seconds": times}
+            rows.append({**row, "questions": len(answers[name, dtype])})
+            print(json.dumps(rows[-1]), flush=True)
+        del model
+    truth = answers[HARNESS, "float32"]
+    return rows + [
+        {"row": "equal", "model": name, "dtype": dtype, **agreement(truth, found)}
+        for (name, dtype), found in answers.items()
+        if found is not truth
+    ]
+
+
+def agreement(truth: dict[int, list[float]], found: dict[int, list[float]]) -> dict[str, Any]:
+    """How far log-likelihoods are from others, and how many choices are the same."""
+    gaps = [abs(a - b) for doc in truth for a, b in zip(truth[doc], found[doc], strict=True)]
+    same = sum(
+        (found[doc][0] >= found[doc][1]) == (first >= second)
+        for doc, (first, second) in truth.items()
+    )
+    closest = min(abs(first - second) for first, second in truth.values())
+    return {
+        "max_difference": max(gaps),
+        "mean_difference": sum(gaps) / len(gaps),
+        "same_choice": same,
+        "questions": len(truth),
+        "closest_choice": closest,
+    }
+
+
+TASK = """task: boolq_here
+dataset_path: json
+dataset_kwargs: {data_files: {validation: FILE}}
+output_type: multiple_choice
+validation_split: validation
+doc_to_text: "{{passage}}\\nQuestion: {{question}}?\\nAnswer:"
+doc_to_target: "{{answer|int}}"
+doc_to_choice: ["no", "yes"]
+metric_list: [{metric: acc}]
+metadata: {version: 2.0}
+"""
+"""The harness's own definition, from a file: its command line needs the hub for others."""
+
+
+def commands(directory: Path, data: Path, folder: Path) -> list[dict[str, Any]]:
+    """Rows ``command``: each in a process of its own, as people start them."""
+    (folder / "tasks").mkdir()
+    file = (data / "boolq" / "dev.jsonl").absolute()
+    (folder / "tasks" / "boolq_here.yaml").write_text(TASK.replace("FILE", str(file)))
+    calls = {
+        "python -m lm_eval": (
+            f"-m lm_eval --model hf --model_args pretrained={directory} --tasks boolq_here "
+            f"--include_path {folder / 'tasks'} --batch_size auto --log_samples "
+            f"--output_path {folder / 'theirs'}"
+        ).split(),
+        "trainkit eval": (
+            f"-m trainkit eval {directory} --tasks boolq --data {data} -o {folder / 'ours'} --json"
+        ).split(),
+    }
+    rows = []
+    for name, arguments in calls.items():
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        seconds = round(time.perf_counter() - started, 2)
+        row: dict[str, Any] = {"row": "command", "model": name, "seconds": seconds}
+        if done.returncode:
+            row["error"] = done.stderr[-2000:]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    ours, theirs = folder / "ours" / "results.json", [*(folder / "theirs").rglob("results*.json")]
+    if ours.is_file() and theirs:
+        score = next(s for s in json.loads(ours.read_text())["scores"] if s["metric"] == "acc")
+        figures = json.loads(theirs[0].read_text())["results"]["boolq_here"]
+        rows[0]["acc"], rows[1]["acc"] = figures["acc,none"], score["value"]
+    return rows
 
 
 def main() -> None:
     """Time both, and compare."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, required=True)
-    parser.add_argument("--model")
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--model", type=Path)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        data = given.data or Path(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = given.data or folder / "data"
         if given.data is None:
-            write_boolq(data)
-        if given.model:
-            tokenizer = AutoTokenizer.from_pretrained(given.model)
-            model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
-        else:
-            model, tokenizer = make_model()
-        model.to("cuda").eval()
-        length = model.config.max_position_embeddings
-        rows, answers = [], {}
-        for name in ("harness", "trainkit", "trainkit, kernels"):
-            if name == "trainkit, kernels":
-                patch_kernels(model)
-            lm: Any = (
-                HFLM(pretrained=model, tokenizer=tokenizer, batch_size="auto")
-                if name == "harness"
-                else TrainedModel(
-                    model,
-                    PromptStyle(tokenizer),
-                    stop_ids=[tokenizer.eos_token_id],
-                    max_length=length,
-                )
-            )
-            times = []
-            for _ in range(2):  # the first compiles and warms up
-                seconds, answers[name] = timed(lm, data)
-                times.append(seconds)
-            rows.append({"model": name, "first_seconds": times[0], "seconds": times[1]})
-        for name in ("trainkit", "trainkit, kernels"):
-            pairs = [(answers["harness"][doc], answers[name][doc]) for doc in answers[name]]
-            rows.append(
-                {
-                    "model": name,
-                    "max_difference": max(
-                        abs(a - b) for own in pairs for a, b in zip(*own, strict=True)
-                    ),
-                    "same_choice": sum((a[0] >= a[1]) == (b[0] >= b[1]) for a, b in pairs)
-                    / len(pairs),
-                    "device": torch.cuda.get_device_name(),
-                }
-            )
-    given.rows.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_boolq(data, 40 if given.smoke else 3270)
+        directory = given.model or folder / "model"
+        if given.model is None:
+            make_model(directory, data, small=given.smoke)
+        rows = in_process(directory, data, device)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        rows += commands(directory, data, folder)
+    about = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    given.rows.write_text("".join(json.dumps({**row, **about}) + "\n" for row in rows))
     print(given.rows.read_text(), end="")
 
 

@@ -133,3 +133,25 @@ def test_the_model_is_left_as_it_was(loud_model, tiny_tokenizer):
     head = loud_model.get_output_embeddings()
     ours(loud_model, tiny_tokenizer)._loglikelihood_tokens([(None, [1, 2, 3], [4])])
     assert not head._forward_pre_hooks
+
+
+def test_a_template_is_compiled_once_and_not_for_every_question(
+    sets, loud_model, tiny_tokenizer, monkeypatch
+):
+    import lm_eval.utils
+
+    compiled = []
+    compile_template = lm_eval.utils.env.compile
+    monkeypatch.setattr(
+        lm_eval.utils.env,
+        "compile",
+        lambda source, *rest, **more: (
+            compiled.append(source),
+            compile_template(source, *rest, **more),
+        )[1],
+    )
+    tasks = load_tasks(TaskChoice(["boolq"], data=str(sets)))
+    before = len(compiled)
+    evaluate_model(ours(loud_model, tiny_tokenizer), tasks, limit=None, chat=False, settings={})
+    assert len(compiled) - before == len(set(compiled[before:])) > 0
+    assert "from_string" not in vars(lm_eval.utils.env)
