@@ -1,331 +1,317 @@
 #!/usr/bin/env python3
-"""What fp8 costs a trained model, on one GPU: loss curves and held-out loss, policy by policy.
+"""What fp8 costs a trained model: runs of `trainkit sft` side by side on a GPU, policy by policy.
 
-usage: fp8_accuracy.py MODEL OUTPUT [--steps 300] [--cases NAME,...] [--speed SHAPE] [--tiny]
+usage: fp8_accuracy.py MODEL OUTPUT [--cases NAME;...] [--workers 4] [--seconds 460] [--tiny]
 
-MODEL is a directory in Hugging Face's format; SmolLM2-135M is the hardest case there is a number
-for. The text is Python's own standard library, shuffled by file, cut into rows of 1024 tokens;
-96 rows are held out. Each case starts from the same weights and sees the same batches of 16 rows.
-A JSON line for each goes to OUTPUT, losses of every step included. `--speed qwen2-7b` times a step
-of that shape under the policies found (fp8_speed.py: under given ones), `--tiny` checks the script
-on a CPU.
+MODEL is a directory in Hugging Face's format, or a .gguf file; SmolLM2-135M is the hardest case
+there is a number for. The text is Python's standard library: the model goes on with pieces of its
+files, and names the parameters of its functions, which has one right answer. Every twelfth file is
+held out. All cases see the same rows in the same order; `noise` begins from weights that are moved
+by less than bf16 resolves.
 
-Cases: bf16, noise1, noise2 (weights moved by less than bf16 resolves), all, all_powers (activations
-with scales that are powers of two), all_best (each row of W with the best of eight scales),
-forward, backward, budget=X, skip=NAME+NAME, an ending @STEPS or x10 (ten times the rate);
-lora, lora_fp8, lora_fp8_budget=X, lora_fp8_best, lora_nf4.
+The riskiest cases come first. None begins that would not end in --seconds, and one whose rows are
+in OUTPUT already is not run again. OUTPUT gets a JSON line for each figure, OUTPUT.policies.json
+which products each case had in fp8: `fp8_speed.py` times those. On a model as narrow as this one
+fp8 saves no time, and would choose nothing: milliseconds are modelled as those of wide products.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
 import json
 import os
-import random
+import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from fp8_speed import BACKWARD, BOTH, DEVICE, loss_of, speed
-from torch import Tensor, nn
+from fp8_text import TINY, Size, make_starts, of_text
 
-from trainkit.kernels.fp8 import linear as fp8_linear
-from trainkit.kernels.fp8.function import fp8_quantize
-from trainkit.kernels.fp8.reference import FP8
-from trainkit.models.fp8 import decide, trained
-from trainkit.models.fp8.budget import Probe
-from trainkit.models.fp8.choice import Fp8Choice, choose
-from trainkit.models.fp8.groups import find_candidates
-from trainkit.models.fp8.savings import measure_savings
-from trainkit.models.fp8.trained import KeptCodes, swap_in
-from trainkit.models.fp8_linear import Fp8Linear
-from trainkit.options import Fp8Options, LoraOptions, ModelOptions
-from trainkit.train.model import build_model
-from trainkit.train.optimizer.optim import MasterWeightOptimizer
-
-CPU = torch.device("cpu")
-FORWARD = (True, False)
-CASES = "bf16,noise1,noise2,all,all_powers,all_best,forward,backward,budget=0.002,budget=0.004"
-BATCH = 16
+ROOT = Path(__file__).resolve().parents[1]
+LORA = {"r": 16, "alpha": 32}
+FULL_RATE, LORA_RATE = 1e-4, 1e-3
 
 
-def rows_of(model: str, number: int, length: int) -> Tensor:
-    """(number, length) tokens of Python's standard library."""
-    from transformers import AutoTokenizer
+@dataclass(frozen=True)
+class Case:
+    """One run.
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    place = Path(os.__file__).parent
-    files = [*sorted(place.glob("*.py")), *sorted(place.glob("*/*.py"))]
-    files = [f for f in files if "site-packages" not in str(f) and "test" not in str(f)]
-    random.Random(0).shuffle(files)
-    ids: list[int] = []
-    for file in files:
-        with contextlib.suppress(UnicodeDecodeError):
-            ids += [*tokenizer(file.read_text("utf-8"))["input_ids"], tokenizer.eos_token_id]
-        if len(ids) > number * length:
-            break
-    count = len(ids) // length
-    rows = torch.tensor(ids[: count * length]).view(count, length)
-    return rows[torch.randperm(count, generator=torch.Generator().manual_seed(1))].to(DEVICE)
+    Attributes:
+        fp8: ``model.fp8``.
+        lora: adapters over a base quantised so; empty for a bf16 base, None for no adapters.
+        start: the weights it begins from: the model's, moved a little, or random ones.
+        times: of the usual steps.
+        rate: of the usual learning rate.
+    """
 
-
-def best_scales(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales with 3 bits behind the point: of eight a row, the least square error."""
-    values = weight.detach().float()
-    _, exponent = torch.frexp(values.abs().amax(1, keepdim=True).clamp_min(2.0**-100) / 448)
-    found: tuple[Tensor, Tensor, Tensor] | None = None
-    for step in range(9):  # from just too small, in eighths of an octave and up
-        mantissa = 1 + step / 8 if step < 8 else 2.0
-        scales = torch.ldexp(torch.full_like(values[:, :1], mantissa), exponent - 1)
-        codes = (values / scales).clamp(-448, 448).to(FP8)
-        error = (codes.float() * scales - values).square().sum(1, keepdim=True)
-        if found is None:
-            found = codes, scales, error
-            continue
-        better = error < found[2]
-        old = found[0].view(torch.uint8)
-        codes = torch.where(better, codes.view(torch.uint8), old).view(FP8)
-        found = codes, torch.where(better, scales, found[1]), torch.minimum(error, found[2])
-    assert found is not None
-    return found[0], found[1]
+    fp8: Any = False
+    lora: str | None = None
+    start: str = "model"
+    times: float = 1.0
+    rate: float = 1.0
 
 
-@contextlib.contextmanager
-def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    """Within, an attribute is another."""
-    before = getattr(place, name)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        setattr(place, name, before)
+CASES = {
+    "full: default budget": Case(fp8=True),
+    "full: all, 1000 steps": Case(fp8="all", times=10 / 3),
+    "lora: fp8 base, default budget": Case(lora="fp8"),
+    "full: bf16": Case(),
+    "lora: bf16": Case(lora=""),
+    "full: all": Case(fp8="all"),
+    "full: bf16, noise 1": Case(start="noise1"),
+    "lora: fp8 base, all": Case(fp8="all", lora="fp8"),
+    "lora: nf4 base": Case(lora="nf4"),
+    "full: bf16, noise 2": Case(start="noise2"),
+    "full: default budget, ten times the rate": Case(fp8=True, rate=10),
+    "full: bf16, ten times the rate": Case(rate=10),
+    "lora: bf16, noise 1": Case(lora="", start="noise1"),
+    "scratch: all": Case(fp8="all", start="scratch", rate=10),
+    "scratch: bf16": Case(start="scratch", rate=10),
+    "full: budget 0.008": Case(fp8={"loss_budget": 0.008}),
+    "lora: fp8 base, budget 0.008": Case(fp8={"loss_budget": 0.008}, lora="fp8"),
+    "full: budget 0.0005": Case(fp8={"loss_budget": 0.0005}),
+    "lora: fp8 base, budget 0.0005": Case(fp8={"loss_budget": 0.0005}, lora="fp8"),
+    "lora: fp8 base, default budget, ten times the rate": Case(lora="fp8", rate=10),
+    "full: bf16, 1000 steps": Case(times=10 / 3),
+    "scratch: all, noise": Case(fp8="all", start="scratch2", rate=10),
+    "scratch: bf16, noise": Case(start="scratch2", rate=10),
+}
 
 
-def built(model: str, **options: Any) -> nn.Module:
-    """A model as a run has it, kernels in."""
-    made = build_model(
-        ModelOptions(name_or_path=model),
-        attention="auto",
-        packing=False,
-        kernels=DEVICE.type == "cuda",
-        reentrant=False,
-        device=DEVICE,
-        **{"lora": None, "quantize": None, **options},
+def recipe_of(case: Case, folder: Path, size: Size) -> dict[str, Any]:
+    """What `trainkit sft` gets."""
+    steps = round(size.steps * case.times)
+    rate = (FULL_RATE if case.lora is None else LORA_RATE) * case.rate
+    recipe: dict[str, Any] = {
+        "model": {"name_or_path": str(folder / case.start), "fp8": case.fp8},
+        "data": {
+            "train": [str(folder / "train.jsonl")],
+            "eval": [str(folder / "held_out.jsonl")],
+            "max_length": size.length,
+            "packing": True,
+            "cache_dir": str(folder / "cache"),
+        },
+        "generation_eval": {
+            "data": [str(folder / "questions.jsonl")],
+            "max_new_tokens": 48,
+            "batch_size": 100,
+        },
+        "kernels": True,
+        "training": {
+            "learning_rate": rate,
+            "lr_scheduler_type": "linear",
+            "warmup_steps": min(20, steps // 2),
+            "max_grad_norm": 1.0,
+            "max_steps": steps,
+            "per_device_train_batch_size": size.batch,
+            "logging_steps": 1,
+            "eval_strategy": "steps",
+            "eval_steps": steps,
+            "eval_on_start": True,
+            "save_strategy": "no",
+        },
+    }
+    if case.lora is not None:
+        recipe["lora"] = {**LORA, **({"quantize": case.lora} if case.lora else {})}
+    return recipe
+
+
+def as_trainkit(arguments: list[str]) -> int:
+    """`trainkit ARGUMENTS` with fp8's milliseconds as those of wide products."""
+    import torch
+
+    from trainkit.cli.app import main as trainkit
+    from trainkit.models.fp8 import decide
+    from trainkit.models.fp8.savings import measure_savings
+
+    decide.measure_savings = lambda shapes, tokens, _, trained: measure_savings(  # type: ignore[assignment]
+        shapes, tokens, torch.device("cpu"), trained=trained
     )
-    made.model.config.use_cache = False
-    return made
+    sys.argv[1:] = arguments
+    return trainkit() or 0
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, held: Tensor) -> float:
-    """The held-out loss."""
-    model.eval()
-    parts = [loss_of(model, rows).float() for rows in held.split(8)]
-    model.train()
-    return torch.stack(parts).mean().item()
+def read_run(run: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A run's figures, and its choice of products."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    held_out = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    figures: dict[str, Any] = {
+        "held_out_loss": held_out[-1],
+        "held_out_before": held_out[0],
+        "first_loss": losses[0],
+        "last_50_loss": sum(losses[-50:]) / len(losses[-50:]),
+        "losses": [round(loss, 4) for loss in losses],
+    }
+    answers = run / "generation_eval.json"
+    if answers.exists():
+        figures["exact_answers"] = json.loads(answers.read_text())["accuracy"]
+    kernels = json.loads((run / "kernels.json").read_text())
+    choice = next((each for each in choices_in(kernels) if each.get("groups")), None)
+    if choice is not None:
+        figures["saved_share"] = choice["saved_ms"] / choice["most_ms"]
+        if choice["loss_increase"] is not None:
+            figures["cost_before_training"] = choice["loss_increase"]
+    return figures, choice
 
 
-def train(model: nn.Module, data: Tensor, steps: int, peak: float, warm_up: int) -> list[float]:
-    """AdamW with fp32 masters, as a run has it; the loss of every step."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    adam = {"lr": peak, "weight_decay": 0.01, "betas": (0.9, 0.95)}
-    optimizer = MasterWeightOptimizer(
-        [{"params": weights}], lambda groups: torch.optim.AdamW(groups, fused=True, **adam)
-    )
-    kept = KeptCodes(model)
-    losses = []
-    model.train()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (step + 1) / warm_up) * (1.0 - 0.9 * step / steps)
-        first = step * BATCH % (len(data) - BATCH + 1)
-        loss = loss_of(model, data[first : first + BATCH])
-        loss.backward()
-        optimizer.gather_gradients()
-        torch.nn.utils.clip_grad_norm_(list(optimizer.parameters()), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        kept.weights_changed()
-        losses.append(loss.detach())
-    kept.stop()
-    return torch.stack(losses).tolist()
+def choices_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Every choice of products in a record."""
+    if isinstance(value, dict):
+        if {"groups", "policy", "saved_ms"} <= set(value):
+            yield value
+        for each in value.values():
+            yield from choices_in(each)
 
 
-def chosen(model: nn.Module, probe_rows: Tensor, budget: float) -> Fp8Choice:
-    """What a run would choose, if the products saved time as large ones do."""
-    options = Fp8Options(loss_budget=budget)
-    candidates = find_candidates(model, options)
-    shapes = {(m.out_features, m.in_features) for m in candidates.layers.values()}
-    savings, timing = measure_savings(shapes, 16384, CPU, trained=True)
-    model.eval()
-    with torch.no_grad():
-        rows = [{"input_ids": part, "labels": part} for part in probe_rows.split(2)]
-        probe = Probe(model, rows)
-        probe.begin()
-        found = choose(candidates, options, savings, timing, probe)
-    model.train()
-    return found
+def directions_of(choice: Mapping[str, Any]) -> dict[str, list[bool]]:
+    """By layer, whether its forward and its backward products are in fp8."""
+    sys.path.insert(0, str(ROOT))
+    from trainkit.models.fp8.choice import Fp8Choice
+
+    found = Fp8Choice.of(choice)
+    names = [name for group in found.groups for name in group.layers]
+    return {name: list(found.directions.get(name, (False, False))) for name in names}
 
 
-def directions_of(policy: str, model: nn.Module, probe_rows: Tensor) -> tuple[dict, dict]:
-    """Layers and directions of a policy; and what to record of it."""
-    name, _, value = policy.partition("=")
-    names = list(find_candidates(model, Fp8Options()).layers)
-    if name == "budget":
-        found = chosen(model, probe_rows, float(value))
-        return found.directions, {"choice": found.to_dict()}
-    if name == "skip":
-        parts = value.split("+")
-        left = [each for each in names if not any(f".{p}." in f".{each}." for p in parts)]
-        return dict.fromkeys(left, BOTH), {}
-    which = {"forward": FORWARD, "backward": BACKWARD}.get(name, BOTH)
-    return ({} if name in ("bf16", "noise1", "noise2") else dict.fromkeys(names, which)), {}
+class Runs:
+    """The cases that run now, and the file that gets their figures."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, size: Size) -> None:
+        self.args, self.folder, self.size = args, folder, size
+        self.begin = time.perf_counter()
+        self.now: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
+        self.slowest = 30.0
+        self.turn = 0
+        self.policies = args.output.with_name(args.output.name + ".policies.json")
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.perf_counter() - self.begin
+
+    def start(self, name: str) -> None:
+        """Start a case."""
+        place = self.folder / "runs" / name.replace(" ", "_").replace(":", "").replace(",", "")
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        recipe = place.with_suffix(".yaml")
+        recipe.write_text(json.dumps(recipe_of(CASES[name], self.folder, self.size)))
+        command = [sys.executable, __file__, "--as-trainkit", "sft", "--config", str(recipe)]
+        command += ["--output-dir", str(place), "--force"]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        threads = str(max(1, (os.cpu_count() or 4) // self.args.workers))
+        env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+        if self.args.gpus:
+            self.turn = (self.turn + 1) % self.args.gpus
+            env["CUDA_VISIBLE_DEVICES"] = str(self.turn)
+        log = place.with_suffix(".log").open("wb")
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+        self.now[name] = process, self.seconds
+
+    def collect(self) -> None:
+        """Take the figures of the cases that have ended."""
+        for name, (process, started) in list(self.now.items()):
+            if process.poll() is None:
+                continue
+            del self.now[name]
+            took = self.seconds - started
+            place = Path(str(process.args[process.args.index("--output-dir") + 1]))  # type: ignore[union-attr]
+            if process.returncode:
+                log = place.with_suffix(".log").read_text(errors="replace")
+                print(name, "FAILED", log[-1500:], flush=True)
+                continue
+            self.slowest = max(self.slowest, took / CASES[name].times)
+            figures, choice = read_run(place)
+            self.record(name, {**figures, "seconds": took}, choice)
+            shutil.rmtree(place / "final", ignore_errors=True)
+
+    def record(self, name: str, figures: Mapping[str, Any], choice: Any) -> None:
+        """Write the rows of a case."""
+        units = {"losses": "nats", "seconds": "s"}
+        base = {"bench": "fp8_accuracy", "case": name, "provider": "trainkit"}
+        about = {"steps": len(figures["losses"]), "model": self.args.name, **versions()}
+        if self.args.commit:
+            about["commit"] = self.args.commit
+        with self.args.output.open("a") as file:
+            for metric, value in figures.items():
+                unit = units.get(metric, "nats" if "loss" in metric else "share")
+                row = {**base, "metric": metric, "value": value, "unit": unit, **about}
+                file.write(json.dumps(row) + "\n")
+        if choice is not None:
+            known = json.loads(self.policies.read_text()) if self.policies.exists() else {}
+            known[name] = directions_of(choice)
+            self.policies.write_text(json.dumps(known))
+        shown = {k: round(v, 5) for k, v in figures.items() if k != "losses"}
+        print(f"{name:40s} {shown} at {self.seconds:.0f} s", flush=True)
+
+    def run(self, cases: list[str]) -> None:
+        """Run cases until they are done or the time is over."""
+        waiting = list(cases)
+        while waiting or self.now:
+            self.collect()
+            if self.seconds > self.args.seconds:
+                for name, (process, _) in self.now.items():
+                    process.kill()
+                    print("stopped:", name, flush=True)
+                break
+            if waiting and len(self.now) < self.args.workers:
+                name = waiting.pop(0)
+                if self.seconds + self.slowest * CASES[name].times > self.args.seconds:
+                    print("no time left for", name, flush=True)
+                    continue
+                self.start(name)
+                if not self.seconds > 5:
+                    time.sleep(2)  # the first one begins to prepare the data
+                continue
+            time.sleep(0.5)
 
 
-def full(case: str, args: argparse.Namespace, base: nn.Module, data: Tensor, held: Tensor) -> dict:
-    """One run that trains all weights."""
-    policy, _, ending = case.partition("@")
-    steps = int(ending) if ending else args.steps
-    peak = 1e-4
-    if policy.endswith("x10"):
-        policy, peak = policy.removesuffix("x10"), 1e-3
-    model = copy.deepcopy(base)
-    if policy.startswith("noise"):
-        generator = torch.Generator(DEVICE).manual_seed(int(policy[-1]))
-        with torch.no_grad():
-            for p in model.parameters():
-                shift = torch.randn(p.shape, generator=generator, device=DEVICE, dtype=p.dtype)
-                p.mul_(1 + 0.004 * shift)
-    directions, notes = directions_of(policy, model, data[:8])
-    tricks = contextlib.ExitStack()
-    if policy == "all_powers":
-        tricks.enter_context(replaced(fp8_linear, "fp8_quantize", without_keeping))
-    if policy == "all_best":
-        tricks.enter_context(replaced(trained, "fp8_quantize", best_scales))
-    with tricks:
-        swaps = swap_in(model, directions)
-        losses = train(model, data, steps, peak, 20)
-        plain = evaluate(model, held)
-        swaps.revert()
-        swaps = swap_in(model, directions, in_evaluation=True)
-        own = evaluate(model, held) if directions else plain
-    return {"steps": steps, "held_out": plain, "as_trained": own, "losses": losses, **notes}
+def versions() -> dict[str, Any]:
+    """What ran it."""
+    from importlib.metadata import version
 
+    import torch
 
-def without_keeping(x: Tensor, factor: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor]:
-    """`fp8_quantize` with powers of two."""
-    return fp8_quantize(x, factor)
-
-
-def lora(case: str, args: argparse.Namespace, data: Tensor, held: Tensor) -> dict:
-    """One run over a frozen base, at 1e-3 as in the prototype's measurement."""
-    steps = args.steps // 2
-    options = LoraOptions(r=16, alpha=32)
-    quantize = {"lora": None, "lora_nf4": "nf4"}.get(case, "fp8")
-    setup = None
-    if quantize == "fp8":
-        _, _, budget = case.partition("=")
-        samples = ({"input_ids": row[None], "labels": row[None]} for row in data[:16].cpu())
-        policy = Fp8Options(loss_budget=float(budget) if budget else "all")
-        setup = decide.Fp8Setup(policy, samples, 16384)
-    tricks = contextlib.ExitStack()
-    if case == "lora_fp8_best":
-        import trainkit.models.fp8_linear as base_linear
-
-        tricks.enter_context(replaced(base_linear, "fp8_quantize", best_scales))
-    with tricks:
-        torch.manual_seed(4)
-        made = built(args.model, lora=options, quantize=quantize, fp8=setup)
-    model = made.model
-    losses = train(model, data, steps, 1e-3, 10)
-    own = evaluate(model, held)
-    plain = own
-    if quantize is not None:
-        over = built(args.model, lora=options).model
-        theirs = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, parameter in over.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(theirs[name])
-        plain = evaluate(over, held)
-    notes = {} if made.fp8_base is None else {"choice": made.fp8_base.to_dict()}
-    packed = sum(isinstance(module, Fp8Linear) for module in model.modules())
-    notes["packed"] = packed
-    return {"steps": steps, "held_out": plain, "as_trained": own, "losses": losses, **notes}
+    names = ("torch", "transformers", "peft")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"gpu": gpu, "versions": {name: version(name) for name in names}}
 
 
 def main() -> None:
     """Run the cases."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("output", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--cases", default=CASES)
-    parser.add_argument("--speed", default="")
-    parser.add_argument("--seconds", type=float, default=1e9, help="no case begins later")
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--cases", default=";".join(CASES), help="names, with ; between them")
+    parser.add_argument("--workers", type=int, default=4, help="runs at a time")
+    parser.add_argument("--gpus", type=int, default=0, help="to spread them over; 0: as they come")
+    parser.add_argument("--seconds", type=float, default=460, help="when to stop")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/fp8_accuracy"))
+    parser.add_argument("--name", default="SmolLM2-135M-Instruct (from Q4_1)")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--tiny", action="store_true", help="check the script on a CPU")
     args = parser.parse_args()
-    begin = time.perf_counter()
-    decide.measure_savings = lambda shapes, num, device, trained: measure_savings(
-        shapes, num, CPU, trained=trained
-    )
-    length, held_rows = (64, 8) if args.tiny else (1024, 96)
-    rows = rows_of(args.model, BATCH * (args.steps + 8) + held_rows, length)
-    held, data = rows[:held_rows], rows[held_rows:]
-    base = built(args.model).model
-    shown = f"{len(rows)} rows; held out before {evaluate(base, held):.5f}"
-    print(shown, f"{time.perf_counter() - begin:.0f} s", flush=True)
-    policies: dict[str, dict] = {"bf16": {}}
-    with args.output.open("a") as file:
-
-        def record(row: dict) -> None:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-
-        for case in args.cases.split(","):
-            if time.perf_counter() - begin > args.seconds:
-                print("no time left for", case, flush=True)
-                continue
-            started = time.perf_counter()
-            try:
-                if case.startswith("lora"):
-                    row = lora(case, args, data, held)
-                else:
-                    row = full(case, args, base, data, held)
-            except Exception as error:  # the other cases still count
-                print(case, "FAILED", type(error).__name__, str(error)[:500], flush=True)
-                continue
-            record({"case": case, "seconds": time.perf_counter() - started, **row})
-            tail = row["losses"][-50:]
-            if case.startswith("budget"):
-                policies[case] = {
-                    n: d
-                    for g in Fp8Choice.of(row["choice"]).groups
-                    for n in g.layers
-                    for d in [Fp8Choice.of(row["choice"]).directions.get(n, (False, False))]
-                }
-            saved = row.get("choice", {})
-            part = f" saves {saved['saved_ms'] / saved['most_ms']:.0%}" if saved else ""
-            part += f" costs {saved['loss_increase']}" if saved else ""
-            print(
-                f"{case:24s} first {row['losses'][0]:.4f} last50 {sum(tail) / len(tail):.4f} "
-                f"held-out {row['held_out']:.5f} as trained {row['as_trained']:.5f}{part} "
-                f"{time.perf_counter() - begin:.0f} s",
-                flush=True,
-            )
-        if args.speed:
-            everything = list(find_candidates(base, Fp8Options()).layers)
-            policies["all"] = dict.fromkeys(everything, BOTH)
-            policies["backward"] = dict.fromkeys(everything, BACKWARD)
-            del base
-            for row in speed(args.speed, policies, args.tiny):
-                record(row)
-                print(row, flush=True)
+    size = TINY if args.tiny else Size()
+    cases = [each.strip() for each in args.cases.split(";")]
+    if args.output.exists():
+        rows = [json.loads(line) for line in args.output.read_text().splitlines()]
+        done = {row["case"] for row in rows}
+        cases = [name for name in cases if name not in done]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    runs = Runs(args, args.folder, size)
+    make_starts(args.model, args.folder, size, {CASES[name].start for name in cases})
+    of_text(args.folder, size)
+    print(f"weights and text at {runs.seconds:.0f} s", flush=True)
+    runs.run(cases)
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-trainkit"]:
+        sys.path.insert(0, str(ROOT))
+        sys.exit(as_trainkit(sys.argv[2:]))
     main()
