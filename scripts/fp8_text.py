@@ -105,6 +105,8 @@ def make_starts(model: str, folder: Path, size: Size, wanted: set[str]) -> None:
     plain.generation_config = loaded.generation_config
     save("model", plain)
     for seed in (1, 2):
+        if f"noise{seed}" not in wanted:
+            continue
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, each in plain.named_parameters():
@@ -116,5 +118,7 @@ def make_starts(model: str, folder: Path, size: Size, wanted: set[str]) -> None:
         shape["layer_types"] = shape["layer_types"][: size.scratch_layers]
     config = type(loaded.config).from_dict(shape)
     for seed, name in enumerate(("scratch", "scratch2")):
+        if name not in wanted:
+            continue
         torch.manual_seed(seed)
         save(name, type(loaded)(config).to(torch.bfloat16))
