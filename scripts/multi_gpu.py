@@ -209,7 +209,7 @@ def command(cell: Cell, folder: Path, run: Path, steps: int, total: int) -> list
             "max_grad_norm": 1.0,
         },
     }
-    path = run.with_suffix(".json")
+    path = run.with_name(run.name + ".json")
     path.write_text(json.dumps(recipe), encoding="utf-8")
     overrides = [f"{key}={json.dumps(value)}" for key, value in cell.overrides.items()]
     words = ["trainkit.cli.app", "sft", "--config", str(path), "--output-dir", str(run)]
@@ -218,7 +218,7 @@ def command(cell: Cell, folder: Path, run: Path, steps: int, total: int) -> list
 
 def gate(run: Path) -> Path:
     """The file that lets a run go on from its imports."""
-    return run.with_suffix(".go")
+    return run.with_name(run.name + ".go")
 
 
 def free_port() -> int:
