@@ -4,7 +4,7 @@
 Every cell is a run of its own, started as users start it: ``torchrun ... trainkit sft`` for
 trainkit, a plain Trainer script for the peers. All read the same rows of 2048 tokens, start from
 the same random weights and take the same global batch, so that their losses must agree. Cells on
-fewer GPUs than the host has run side by side, and the next cells import while these train.
+fewer GPUs than the host has run side by side. All import at the start, and then take turns.
 
     python scripts/multi_gpu.py --output rows.jsonl [--cells 'qwen2-0.5b/*'] [--deadline-seconds N]
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import json
 import os
 import signal
@@ -24,120 +23,17 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from multi_gpu_cells import Cell, batches_of_cells, choose
+
 Row = dict[str, Any]
 LENGTH = 2048
+IMPORT_SECONDS = 120.0
 VOCABULARY = 50_000
 HERE = Path(__file__).resolve().parent
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run.
-
-    Args:
-        model: a key of `trainkit.bench.providers.MODELS`.
-        provider: ``trainkit``, ``hf`` or ``liger``.
-        num_gpus: processes; 0 for all GPUs of the host.
-        shard: a preset of trainkit's ``parallel.shard``.
-        batch: rows of a step on ``batch_gpus`` GPUs; on another number in proportion.
-        micro_batch: rows of a process at once.
-        overrides: of trainkit's recipe.
-        batch_gpus: 0 for all GPUs of the host.
-    """
-
-    model: str
-    provider: str
-    num_gpus: int
-    shard: str
-    batch: int
-    micro_batch: int
-    overrides: dict[str, Any] = field(default_factory=dict)
-    batch_gpus: int = 0
-
-    def gpus(self, total: int) -> int:
-        """Its processes on a host with so many GPUs."""
-        return self.num_gpus or total
-
-    def global_batch(self, total: int) -> int:
-        """Rows of a step over all its processes, on a host with so many GPUs."""
-        return self.batch * self.gpus(total) // (self.batch_gpus or total)
-
-    @property
-    def group(self) -> str:
-        """What is trained: cells of one group and one batch are compared with one another."""
-        adapters = "-lora" if "lora.r" in self.overrides else ""
-        return f"{self.model}{adapters}{'-fp8' if 'lora.quantize' in self.overrides else ''}"
-
-    @property
-    def name(self) -> str:
-        """What ``--cells`` chooses by."""
-        return f"{self.group}/{self.provider}/{self.way}/{self.num_gpus or 'all'}"
-
-    @property
-    def way(self) -> str:
-        """How it is spread: a strategy, or the schedule of a pipeline."""
-        if "parallel.pipeline" not in self.overrides:
-            return self.shard
-        return f"pipeline{self.pipeline}-{self.overrides['parallel.schedule']}"
-
-    @property
-    def pipeline(self) -> int:
-        """Stages' ranks."""
-        return int(self.overrides.get("parallel.pipeline", 1))
-
-    def own_bubble(self, total: int) -> float | None:
-        """The share of a step that the schedule itself has every rank wait."""
-        if self.pipeline == 1:
-            return None
-        per_rank = {"1f1b": 1, "interleaved": 2}.get(self.overrides["parallel.schedule"], 0)
-        replicas = self.gpus(total) // self.pipeline
-        turns = self.global_batch(total) // self.micro_batch // replicas * per_rank
-        return (self.pipeline - 1) / (turns + self.pipeline - 1) if per_rank else 0.0
-
-
-LORA = {"lora.r": 16, "lora.alpha": 32}
-FP8 = {**LORA, "lora.quantize": "fp8"}
-CHECKPOINTED = {"training.gradient_checkpointing": True}
-
-
-def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
-    """The overrides of a pipeline."""
-    return {**CHECKPOINTED, "parallel.pipeline": ranks, "parallel.schedule": schedule}
-
-
-CELLS = (
-    Cell("qwen2-0.5b", "trainkit", 0, "zero2", 256, 16),
-    Cell("qwen2-0.5b", "hf", 0, "zero2", 256, 8),
-    Cell("qwen2-0.5b", "liger", 0, "zero2", 256, 16),
-    Cell("qwen2-0.5b", "trainkit", 1, "none", 256, 16),
-    Cell("qwen2-0.5b", "trainkit", 2, "zero2", 256, 16),
-    Cell("qwen2-0.5b", "trainkit", 4, "zero2", 256, 16),
-    Cell("qwen2-7b", "trainkit", 0, "none", 8, 4, LORA, 1),
-    Cell("qwen2-7b", "trainkit", 1, "none", 8, 4, LORA, 1),
-    Cell("qwen2-7b", "trainkit", 2, "none", 8, 4, LORA, 1),
-    Cell("qwen2-7b", "trainkit", 4, "none", 8, 4, LORA, 1),
-    Cell("qwen2-7b", "trainkit", 0, "zero2", 8, 4, LORA, 1),
-    Cell("qwen2-7b", "trainkit", 0, "fsdp2", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 0, "zero3", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "hf", 0, "zero3", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 2, "zero3", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 4, "zero3", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 2, "fsdp2", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 4, "fsdp2", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 4, "none", 32, 1, pipeline(4, "interleaved"), 4),
-    Cell("qwen2-0.5b", "trainkit", 0, "fsdp2", 256, 16),
-    Cell("qwen2-0.5b", "hf", 0, "fsdp2", 256, 8),
-    Cell("qwen2-7b", "hf", 0, "fsdp2", 32, 4, CHECKPOINTED),
-    Cell("qwen2-7b", "trainkit", 0, "none", 8, 4, FP8, 1),
-    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b"), 2),
-    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "interleaved"), 2),
-    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv"), 2),
-)
-"""In the order in which they run; neighbours on fewer GPUs than the host has, side by side."""
 
 
 # ---------------------------------------------------------------------------------- the runs
@@ -311,6 +207,17 @@ def start_cells(
     return started
 
 
+def wait_for_imports(started: list[Started], total: int) -> None:
+    """Until every cell's processes are ready: importing would slow the runs that are measured."""
+    patience = time.monotonic() + IMPORT_SECONDS
+    for each in started:
+        files = f"{gate(each.run).name}.*"
+        while len(list(each.run.parent.glob(files))) < each.cell.gpus(total):
+            if time.monotonic() > patience or each.process.poll() is not None:
+                break
+            time.sleep(0.2)
+
+
 def measure(started: list[Started], steps: int, total: int, deadline: float) -> list[Row]:
     """Let cells go on side by side, and read their figures."""
     found = []
@@ -334,35 +241,6 @@ def measure(started: list[Started], steps: int, total: int, deadline: float) -> 
             row["error"] = " ".join(each.log.read_text(errors="replace").split()[-60:])
         found.append(row)
     return found
-
-
-def choose(patterns: list[str], total: int) -> list[Cell]:
-    """The cells whose names match, in the patterns' order, that a host with so many GPUs can run.
-
-    A cell on a stated number of GPUs is left out where that is the whole host: another cell is
-    the same run. Pipelines have no such other cell.
-    """
-    fitting = [
-        cell for cell in CELLS if cell.num_gpus < total or total == cell.num_gpus == cell.pipeline
-    ]
-    names = {cell.name: cell for cell in fitting}
-    found = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
-    return [names[name] for name in dict.fromkeys(found)]
-
-
-def batches_of_cells(cells: list[Cell], total: int) -> list[list[Cell]]:
-    """Cells that fit side by side run together."""
-    groups: list[list[Cell]] = []
-    free = 0
-    for cell in cells:
-        num = cell.gpus(total)
-        if num <= free and num < total:
-            groups[-1].append(cell)
-            free -= num
-        else:
-            groups.append([cell])
-            free = total - num
-    return groups
 
 
 # ---------------------------------------------------------------------------------- the table
@@ -409,22 +287,23 @@ def main() -> None:
     prepare(chosen.folder, cells, max(cell.global_batch(total) for cell in cells) * chosen.steps)
     torch.cuda.empty_cache()
     common = environment(chosen.commit)
+    groups = [
+        start_cells(group, chosen.folder, chosen.steps, devices, chosen.output.parent)
+        for group in batches_of_cells(cells, total)
+    ]
+    every = [started for group in groups for started in group]
+    wait_for_imports(every, total)
     found: list[Row] = []
-    waiting: list[Started] = []
-    for group in [*batches_of_cells(cells, total), []]:
-        coming = start_cells(group, chosen.folder, chosen.steps, devices, chosen.output.parent)
-        if waiting:
+    for group in groups:
+        if time.monotonic() < deadline - 30:
             limit = min(deadline, time.monotonic() + chosen.cell_seconds)
-            rows = measure(waiting, chosen.steps, total, limit)
+            rows = measure(group, chosen.steps, total, limit)
             found += rows
             with chosen.output.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({**row, **common}) + "\n" for row in rows)
             sys.stdout.write(table(rows) + f"   ({deadline - time.monotonic():.0f} s left)\n")
             sys.stdout.flush()
-        waiting = coming
-        if time.monotonic() > deadline - 30:
-            break
-    for each in waiting:
+    for each in every:
         kill(each.process)
     sys.stdout.write(table(found) + "\n")
 

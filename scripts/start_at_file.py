@@ -3,14 +3,15 @@
 
     python scripts/start_at_file.py GATE MODULE_OR_SCRIPT [ARGUMENT...]
 
-On a host with many GPUs most of a short run is imports; a bench that has the next run do its own
-while this one trains gets about twice as many runs into the same time. No GPU is touched before
-the gate is there.
+On a host with many GPUs most of a short run is imports; a bench that has all its runs import at
+once, and then takes turns, gets about twice as many of them into the same time. Beside the gate a
+file ``GATE.PID`` says that the imports are done. No GPU is touched before the gate is there.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import runpy
 import sys
 import time
@@ -25,6 +26,7 @@ def main() -> None:
     script = target.endswith(".py")
     for name in HEAVY if script else (*HEAVY, "trainkit.train.build"):
         importlib.import_module(name)
+    Path(f"{gate}.{os.getpid()}").touch()
     while not Path(gate).exists():
         time.sleep(0.05)
     sys.argv = [target, *arguments]

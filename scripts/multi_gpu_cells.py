@@ -1,0 +1,142 @@
+"""What `multi_gpu.py` measures: the runs, and which of them run side by side."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Args:
+        model: a key of `trainkit.bench.providers.MODELS`.
+        provider: ``trainkit``, ``hf`` or ``liger``.
+        num_gpus: processes; 0 for all GPUs of the host.
+        shard: a preset of trainkit's ``parallel.shard``.
+        batch: rows of a step on ``batch_gpus`` GPUs; on another number in proportion.
+        micro_batch: rows of a process at once.
+        overrides: of trainkit's recipe.
+        batch_gpus: 0 for all GPUs of the host.
+    """
+
+    model: str
+    provider: str
+    num_gpus: int
+    shard: str
+    batch: int
+    micro_batch: int
+    overrides: dict[str, Any] = field(default_factory=dict)
+    batch_gpus: int = 0
+
+    def gpus(self, total: int) -> int:
+        """Its processes on a host with so many GPUs."""
+        return self.num_gpus or total
+
+    def global_batch(self, total: int) -> int:
+        """Rows of a step over all its processes, on a host with so many GPUs."""
+        return self.batch * self.gpus(total) // (self.batch_gpus or total)
+
+    @property
+    def group(self) -> str:
+        """What is trained: cells of one group and one batch are compared with one another."""
+        adapters = "-lora" if "lora.r" in self.overrides else ""
+        return f"{self.model}{adapters}{'-fp8' if 'lora.quantize' in self.overrides else ''}"
+
+    @property
+    def name(self) -> str:
+        """What ``--cells`` chooses by."""
+        return f"{self.group}/{self.provider}/{self.way}/{self.num_gpus or 'all'}"
+
+    @property
+    def way(self) -> str:
+        """How it is spread: a strategy, or the schedule of a pipeline."""
+        if "parallel.pipeline" not in self.overrides:
+            return self.shard
+        return f"pipeline{self.pipeline}-{self.overrides['parallel.schedule']}"
+
+    @property
+    def pipeline(self) -> int:
+        """Stages' ranks."""
+        return int(self.overrides.get("parallel.pipeline", 1))
+
+    def own_bubble(self, total: int) -> float | None:
+        """The share of a step that the schedule itself has every rank wait."""
+        if self.pipeline == 1:
+            return None
+        per_rank = {"1f1b": 1, "interleaved": 2}.get(self.overrides["parallel.schedule"], 0)
+        replicas = self.gpus(total) // self.pipeline
+        turns = self.global_batch(total) // self.micro_batch // replicas * per_rank
+        return (self.pipeline - 1) / (turns + self.pipeline - 1) if per_rank else 0.0
+
+
+LORA = {"lora.r": 16, "lora.alpha": 32}
+FP8 = {**LORA, "lora.quantize": "fp8"}
+CHECKPOINTED = {"training.gradient_checkpointing": True}
+
+
+def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
+    """The overrides of a pipeline."""
+    return {**CHECKPOINTED, "parallel.pipeline": ranks, "parallel.schedule": schedule}
+
+
+CELLS = (
+    Cell("qwen2-0.5b", "trainkit", 0, "zero2", 256, 16),
+    Cell("qwen2-0.5b", "hf", 0, "zero2", 256, 8),
+    Cell("qwen2-0.5b", "liger", 0, "zero2", 256, 16),
+    Cell("qwen2-0.5b", "trainkit", 1, "none", 256, 16),
+    Cell("qwen2-0.5b", "trainkit", 2, "zero2", 256, 16),
+    Cell("qwen2-0.5b", "trainkit", 4, "zero2", 256, 16),
+    Cell("qwen2-7b", "trainkit", 0, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 1, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 2, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 4, "none", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 0, "zero2", 8, 4, LORA, 1),
+    Cell("qwen2-7b", "trainkit", 0, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 0, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "hf", 0, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 2, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 4, "zero3", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 2, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 4, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 4, "none", 32, 1, pipeline(4, "interleaved"), 4),
+    Cell("qwen2-0.5b", "trainkit", 0, "fsdp2", 256, 16),
+    Cell("qwen2-0.5b", "hf", 0, "fsdp2", 256, 8),
+    Cell("qwen2-7b", "hf", 0, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 0, "none", 8, 4, FP8, 1),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b"), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "interleaved"), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv"), 2),
+)
+"""In the order in which they run; neighbours on fewer GPUs than the host has, side by side."""
+
+
+def choose(patterns: list[str], total: int) -> list[Cell]:
+    """The cells whose names match, in the patterns' order, that a host with so many GPUs can run.
+
+    A cell on a stated number of GPUs is left out where that is the whole host: another cell is
+    the same run. Pipelines have no such other cell.
+    """
+    fitting = [
+        cell for cell in CELLS if cell.num_gpus < total or total == cell.num_gpus == cell.pipeline
+    ]
+    names = {cell.name: cell for cell in fitting}
+    found = [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+    return [names[name] for name in dict.fromkeys(found)]
+
+
+def batches_of_cells(cells: list[Cell], total: int) -> list[list[Cell]]:
+    """Cells that fit side by side run together."""
+    groups: list[list[Cell]] = []
+    free = 0
+    for cell in cells:
+        num = cell.gpus(total)
+        if num <= free and num < total:
+            groups[-1].append(cell)
+            free -= num
+        else:
+            groups.append([cell])
+            free = total - num
+    return groups
