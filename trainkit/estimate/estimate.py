@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.estimate.advice import Suggestion, suggest
@@ -117,6 +117,7 @@ def estimate(
         tokens: of the whole run, and how they were counted.
         notes: what the plan leaves out.
     """
+    plan = replace(plan, gpu_gib=gpu.memory_gib)
     found = peak(plan)
     time_band, basis = band(plan, gpu)
     fits = found.needed_gib <= gpu.memory_gib

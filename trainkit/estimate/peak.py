@@ -69,11 +69,14 @@ def peak(plan: Plan) -> Peak:
         "buffers": state.buffers(plan),
     }
     worst, moment = max(
-        (({**fixed, **owners}, name) for name, owners in _moments(plan)),
+        (
+            ({owner: fixed.get(owner, 0.0) + owners.get(owner, 0.0) for owner in OWNERS}, name)
+            for name, owners in _moments(plan)
+        ),
         key=lambda each: sum(each[0].values()),
     )
     worst["fragmentation"] = FRAGMENTATION * sum(worst.values())
-    return Peak(moment, {owner: worst.get(owner, 0.0) / GIB for owner in OWNERS})
+    return Peak(moment, {owner: worst[owner] / GIB for owner in OWNERS})
 
 
 def _moments(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
@@ -112,7 +115,12 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     kept = sum(layers) + its_head.kept
     yield (
         "the loss",
-        {"activations": kept, "logits": its_head.forward, "gradients": earlier},
+        {
+            "activations": kept,
+            "logits": its_head.forward,
+            "gradients": earlier,
+            "buffers": state.gathered(plan, shape.layers),
+        },
     )
     moving = activations.backward_per_token(plan) * tokens + activations.backward_of_weights(plan)
     per_layer = state.gradient_bytes(plan) * _trained_per_layer(plan)
@@ -126,6 +134,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
             "activations": sum(layers[: layer + 1]) + again + moving,
             "gradients": max(earlier, done),
             "logits": its_head.after,
+            "buffers": state.gathered(plan, layer),
         }
         yield f"the backward pass of layer {layer}", owners
         done += per_layer
@@ -136,6 +145,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
             "gradients": max(earlier, all_gradients),
             "logits": table if shape.tied else 0.0,
             "activations": table + plan.stream * shape.hidden * tokens,
+            "buffers": plan.element * shape.table if plan.fsdp else 0.0,
         },
     )
     if plan.optimizer is not None:
@@ -143,6 +153,8 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
         if plan.stage and not plan.fsdp and not plan.offloads_optimizer:
             # DeepSpeed's fp32 gradients of its share.
             step = 4 * plan.trained / plan.gpus
+            if plan.stage == 3:
+                step = min(step, 4 * state.SUB_GROUP)
         yield "the optimizer's step", {"gradients": all_gradients + step}
 
 

@@ -60,6 +60,7 @@ class Plan:
         offloads_optimizer: masters and optimizer states wait in host memory.
         offloads_weights: weights wait there, too.
         gpus: ranks.
+        gpu_gib: memory of each; FSDP2 keeps a small model whole where there is room.
         trainer: trainkit's Trainer drives it, with fp32 masters; else a bare step.
         keeps_masters: trained half-precision weights have fp32 copies.
         in_backward: each weight steps in the backward pass, and its gradient is gone.
@@ -86,6 +87,7 @@ class Plan:
     offloads_optimizer: bool = False
     offloads_weights: bool = False
     gpus: int = 1
+    gpu_gib: float = 79.2
     trainer: bool = True
     keeps_masters: bool = True
     in_backward: bool = False

@@ -119,6 +119,9 @@ LINK = 0.5
 """Share of a link's datasheet that collectives reach; half of it hides behind computing."""
 ENGINE = 1.04
 """DeepSpeed's own copies, on top of a step."""
+FETCH = 3.5e-3
+"""Seconds that DeepSpeed's ZeRO-3 takes to fetch and let go of a layer's weights in one pass; 7B
+on 2, 4 and 8 H200s."""
 HOST_LAYER, HOST_STEP = 2.1e-3, 25e-3
 """Seconds that Python takes to launch a layer both ways, and a step: small models wait for it."""
 HOST_BYTES = 25e9
@@ -147,6 +150,9 @@ def seconds(plan: Plan, gpu: Gpu) -> float:
     update = rates.optimizer * each.optimizer / moved
     total += max(update, HOST_STEP) if micro_batch < host else update
     total += 0.5 * each.traffic / (LINK * gpu.link * 1e9)
+    if plan.stage == 3 and not plan.fsdp and plan.gpus > 1:
+        passes = 2 + plan.recomputed_share
+        total += plan.accumulation * FETCH * passes * plan.shape.layers
     if plan.offloads_optimizer:
         total += plan.trained / plan.gpus * (1 / HOST_ADAM + 6 / HOST_BYTES)
     if plan.offloads_weights:

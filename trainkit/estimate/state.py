@@ -6,6 +6,9 @@ from trainkit.estimate.plan import Plan
 from trainkit.estimate.shape import ModelShape
 from trainkit.options.optimizers import Optimizer
 
+SUB_GROUP = 1e9
+"""Numbers that DeepSpeed's ZeRO-3 gathers ahead, and steps at a time."""
+
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: blocks of 64 with 8-bit scales, these in blocks of 256."""
 
@@ -120,26 +123,40 @@ def buffers(plan: Plan) -> float:
     if plan.stage == 0:  # DDP's buckets hold every gradient once more
         return total + element * plan.trained
     if plan.fsdp:
-        return total + _gathered(plan)
+        return total
     bucket = min(plan.shape.hidden**2, plan.trained)
     total += 2 * element * bucket
     if plan.stage == 3:
-        live = 2 * plan.shape.layer_matrices + plan.shape.table
-        total += MATRIX_BYTES[plan.base] * min(live, 1e9)
+        live = min(2 * plan.shape.layer_matrices + plan.shape.table, SUB_GROUP)
+        total += MATRIX_BYTES[plan.base] * (live + plan.shape.table)
     return total
 
 
-STAYS_WHOLE_GIB = 10
-"""A model that FSDP2 keeps gathered from forward to backward: an eighth of 80 GiB, as in
-``parallel.fsdp``."""
+STAYS_WHOLE = 1 / 8
+"""Share of a GPU's memory: a smaller model stays gathered from forward to backward under FSDP2, as
+in ``parallel.fsdp``."""
 
 
-def _gathered(plan: Plan) -> float:
-    """FSDP2: weights that are whole for a while, and a layer's gradient before it is shared out."""
-    whole = MATRIX_BYTES[plan.base] * plan.shape.parameters
-    if whole > STAYS_WHOLE_GIB * 2**30:
+def gathered(plan: Plan, layer: int) -> float:
+    """FSDP2: weights that are whole in the backward pass of a layer, and its whole gradient.
+
+    Args:
+        plan: the step.
+        layer: from 0; their number is the moment of the loss.
+    """
+    if not plan.fsdp:
+        return 0.0
+    shape, each = plan.shape, MATRIX_BYTES[plan.base] * plan.shape.layer_matrices
+    at_loss = layer == shape.layers
+    tables = plan.element * (shape.outside if at_loss else shape.table)
+    if MATRIX_BYTES[plan.base] * shape.parameters > STAYS_WHOLE * plan.gpu_gib * 2**30:
         # Two layers: one that computes, and the one that is fetched meanwhile.
-        layers = 2 * MATRIX_BYTES[plan.base] * plan.shape.layer_matrices
-        whole = layers + plan.element * plan.shape.outside
-    layer = plan.shape.layer_matrices if plan.adapters is None else plan.adapter_numbers_per_layer
-    return whole + 4 * layer
+        layers, tables = 0.0 if at_loss else 2 * each, plan.element * shape.table
+    else:
+        layers = each * min(layer + 1, shape.layers)
+        if at_loss and not shape.tied:  # what the head's weight was gathered into
+            tables += plan.element * shape.table
+    if at_loss:
+        return layers + tables
+    numbers = shape.layer_matrices if plan.adapters is None else plan.adapter_numbers_per_layer
+    return layers + tables + 4 * numbers
