@@ -91,6 +91,7 @@ def _serve():
 
     torch.set_num_threads(1)
     give_forks_their_own_threads()
+    _warm()
     gc.freeze()  # what is imported stays: no collection walks over it, or copies it, again
     # Its C++ build takes a minute; gloo gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -98,6 +99,17 @@ def _serve():
     for line in sys.stdin:
         answers.write(json.dumps(_run_case(json.loads(line), next(ports))) + "\n")
         answers.flush()
+
+
+def _warm():
+    """What every case would compute anew, and the same: its process begins with it."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from trainkit.recipe.fields.training_fields import training_fields
+    from trainkit.train.resume.surroundings import code_digest
+
+    get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
+    training_fields(), code_digest()
 
 
 def _ports():

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from importlib import metadata
 
 from trainkit.run import capture_environment, command_script
 
@@ -50,7 +51,8 @@ def test_git_state_and_machine(tmp_path):
     assert found["git"]["dirty"]
     assert "+two" in found["git"]["diff"]
     assert len(found["git"]["commit"]) == 40
-    assert found["packages"]["rich"]
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    assert found["packages"] == installed
     assert found["machine"]["memory_gib"] > 0
     assert capture_environment(tmp_path.parent / "x" / "..")["git"] is None
 

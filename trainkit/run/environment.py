@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,13 @@ def _launcher(environ: Mapping[str, str]) -> list[str]:
 
 
 def _packages() -> dict[str, str]:
+    """Names and versions, of the headers alone: what follows them is a README, slow to parse."""
     found = {}
     for distribution in importlib.metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found[name] = distribution.version
+        texts = (distribution.read_text(name) for name in ("METADATA", "PKG-INFO", ""))
+        headers = HeaderParser().parsestr(next(filter(None, texts), "").partition("\n\n")[0])
+        if headers["Name"]:
+            found[headers["Name"]] = headers["Version"]
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

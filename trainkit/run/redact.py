@@ -66,7 +66,11 @@ def secret_values(environ: Mapping[str, str] | None = None) -> list[str]:
 
 def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
     """Return ``text`` with every secret replaced by ``<redacted>``."""
-    for value in secret_values(environ):
+    return _redact_text(text, secret_values(environ))
+
+
+def _redact_text(text: str, secrets: Sequence[str]) -> str:
+    for value in secrets:
         text = text.replace(value, REDACTED)
     text = _SECRET_SHAPE.sub(REDACTED, text)
     text = _URL_CREDENTIALS.sub(lambda m: f"{m['scheme']}{REDACTED}@", text)
@@ -85,17 +89,21 @@ def _redact_assignment(match: re.Match[str]) -> str:
 
 def redact(value: Any, environ: Mapping[str, str] | None = None) -> Any:
     """Redact a JSON-like value: mappings by key name, strings by content, recursively."""
+    return _redact(value, secret_values(environ))
+
+
+def _redact(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, str):
-        return redact_text(value, environ)
+        return _redact_text(value, secrets)
     if isinstance(value, Mapping):
         return {
             key: REDACTED
             if isinstance(item, str) and item and is_secret_name(str(key))
-            else redact(item, environ)
+            else _redact(item, secrets)
             for key, item in value.items()
         }
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [redact(item, environ) for item in value]
+        return [_redact(item, secrets) for item in value]
     return value
 
 
