@@ -102,14 +102,25 @@ def _serve():
 
 
 def _warm():
-    """What every case would compute anew, and the same: its process begins with it."""
+    """What every case would import or compute anew, and the same: its process begins with it."""
+    import deepspeed.runtime.superoffload.superoffload_stage3
+    import deepspeed.runtime.zero.muon.muon_optimizer  # compiles, which loads a table of torch's
+    import deepspeed.utils.numa
+    import peft.tuners.lora.bnb
+    import peft.utils.transformers_weight_conversion
+    import transformers.models.llama.modeling_llama
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import trainkit.parallel.deepspeed
     from trainkit.recipe.fields.training_fields import training_fields
     from trainkit.train.resume.surroundings import code_digest
 
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
     training_fields(), code_digest()
+    # DeepSpeed's CPU accelerator starts a program for each bucket of gradients to count its nodes.
+    cores = deepspeed.utils.numa.get_numa_cores()
+    deepspeed.utils.numa.get_numa_cores = lambda: cores
 
 
 def _ports():
