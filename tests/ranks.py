@@ -106,13 +106,11 @@ def _warm():
     import deepspeed.runtime.superoffload.superoffload_stage3
     import deepspeed.runtime.zero.muon.muon_optimizer  # compiles, which loads a table of torch's
     import deepspeed.utils.numa
-    import peft.tuners.lora.bnb
-    import peft.utils.transformers_weight_conversion
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import trainkit.parallel.deepspeed
+    import trainkit.parallel.deepspeed  # noqa: F401
     from trainkit.recipe.fields.training_fields import training_fields
     from trainkit.train.resume.surroundings import code_digest
 
