@@ -1,25 +1,38 @@
-"""Measure the optimizers that need a GPU to judge: flat_adamw, and 8B parameters in 18 GiB.
+"""Measure what of the optimizers needs a GPU to judge: flat_adamw, 8B in 18 GiB, gradient memory.
 
-    python scripts/optimizer_gpu.py ROWS.jsonl [--only flat|8b] [--steps N]
+    python scripts/optimizer_gpu.py ROWS.jsonl [--only 8b flat reuse each] [--seconds N] [--tiny]
 
-Writes a row each. ``flat``: milliseconds of clip, step and clear at Qwen2.5-0.5B's shapes and at
-the 392 small tensors of a 7B LoRA, of torch's fused AdamW, its for-loop AdamW and flat_adamw.
-``8b``: peak GiB and tokens/s of full steps of Llama-3.1-8B's shape, 2 x 2048 tokens, random
-weights, of the shipped recipe's parts and of a stand-in for torchtune's single-device recipe: plain
-transformers, bitsandbytes' PagedAdamW8bit in the backward pass, no masters, full recompute. About
-6 minutes on an H100.
+A row is written as soon as it is measured, each in a process of its own. ``8b``: peak GiB and
+tokens/s of full steps of Llama-3.1-8B's shape, 2 x 2048 tokens, random weights, of the shipped
+recipe's parts and of a stand-in for torchtune's single-device recipe, its technique from plain
+transformers and bitsandbytes: PagedAdamW8bit in the backward pass, no masters, full recompute, the
+loss in eight chunks of the sequence. ``flat``: milliseconds of clip, step and clear at
+Qwen2.5-0.5B's shapes and at the 392 small tensors of a 7B LoRA, of torch's fused AdamW, its
+for-loop AdamW and flat_adamw. ``reuse``: full steps of Qwen2-7B's shape with Lion, whose one fp32
+moment leaves room for it, as trainkit has them and with a second fp32 copy of all gradients.
+``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer.
 """
 
 import argparse
-import gc
 import json
 import statistics
+import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
+
+from trainkit.bench import memory
+from trainkit.bench.measure.processes import Fresh
+from trainkit.bench.measure.record import environment
+from trainkit.bench.providers import Shape, build
+from trainkit.options.optimizers import OPTIMIZERS, SERVED
+from trainkit.train.optimizer.optim import MasterWeightOptimizer
 
 H, F, LAYERS, RANK = 896, 4864, 24, 16
 FULL = [
@@ -48,99 +61,111 @@ WIDTHS = [
 SHAPES = {
     "0.5b": [(151936, H), (H,)] + FULL * LAYERS,
     "7b lora": [s for i, o in WIDTHS * 28 for s in ((RANK, i), (o, RANK))],
+    "tiny": [(8, 4), (4,)],
 }
+PROVIDERS = ("torch fused", "torch for-loop", "flat_adamw")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TINY = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 512,
+}  # fmt: skip
+
+
+def wait() -> None:
+    """Until the GPU is done."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def milliseconds(call: Any, repeats: int = 20) -> float:
     """Median time of a call on the GPU."""
     times = []
     for _ in range(repeats + 5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
+        wait()
+        begun = time.perf_counter()
         call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        wait()
+        times.append(1e3 * (time.perf_counter() - begun))
     return statistics.median(times[5:])
 
 
-def flat_rows(case: str) -> list[dict[str, Any]]:
-    """Clip, step and clear of fp32 parameters, as each provider does it."""
+def flat(case: str, provider: str) -> dict[str, Any]:
+    """Clip, step and clear of fp32 parameters, as a provider does it."""
     from trainkit.train.optimizer.flat import FlatAdamW
 
-    found = []
-    for provider in ("torch fused", "torch for-loop", "flat_adamw"):
-        parameters = [nn.Parameter(torch.randn(s, device="cuda")) for s in SHAPES[case]]
-        if provider == "flat_adamw":
-            flat = FlatAdamW([{"params": parameters}], lr=1e-4)
-            for hook in flat._hooks:
-                hook.remove()
-            flat._hooks.clear()
-            flat.begin_micro_batch(nn.Module(), accumulates=False)
+    parameters = [nn.Parameter(torch.randn(s, device=DEVICE)) for s in SHAPES[case]]
+    if provider == "flat_adamw":
+        all_in_one = FlatAdamW([{"params": parameters}], lr=1e-4)
+        for hook in all_in_one._hooks:
+            hook.remove()
+        all_in_one._hooks.clear()
 
-            def call(flat: Any = flat) -> None:
-                flat.clip(1.0)
-                flat.step()
-        else:
-            fused = provider == "torch fused"
-            plain = torch.optim.AdamW(parameters, lr=1e-4, fused=fused, foreach=False)
-            for parameter in parameters:
-                parameter.grad = torch.randn_like(parameter)
+        def call() -> None:
+            all_in_one.begin_micro_batch(nn.Module(), accumulates=False)
+            all_in_one.clip(1.0)
+            all_in_one.step()
+            all_in_one.zero_grad()
+    else:
+        fused = provider == "torch fused"
+        plain = torch.optim.AdamW(parameters, lr=1e-4, fused=fused, foreach=False)
 
-            def call(plain: Any = plain, parameters: Any = parameters, fused: bool = fused) -> None:
-                nn.utils.clip_grad_norm_(parameters, 1.0, foreach=fused)
-                plain.step()
-                plain.zero_grad(set_to_none=False)
+        def call() -> None:
+            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=fused)
+            plain.step()
+            plain.zero_grad(set_to_none=False)
 
-        numel = sum(p.numel() for p in parameters)
-        row = {"bench": "flat", "case": case, "provider": provider, "tensors": len(parameters)}
-        found.append({**row, "numel": numel, "milliseconds": milliseconds(call)})
-        del parameters, call
-        gc.collect()
-        torch.cuda.empty_cache()
-    return found
+    for parameter in parameters:
+        gradient = torch.randn_like(parameter)
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.copy_(gradient)
+    numel = sum(p.numel() for p in parameters)
+    found = {"tensors": len(parameters), "numel": numel, "milliseconds": milliseconds(call)}
+    return {"bench": "flat", "case": case, "provider": provider, **found}
 
 
-def llama(provider: str) -> Any:
-    """The 8B shape with random weights in bfloat16, on the GPU."""
+def llama(tiny: bool) -> Any:
+    """The 8B shape with random weights in bfloat16, on the GPU, checkpointed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-        rope_theta=500000.0, use_cache=False,
+        use_cache=False,
     )  # fmt: skip
+    if tiny:
+        config.update(TINY)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with DEVICE:
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    if provider == "trainkit":
-        import trainkit
-        from trainkit.models.loss.loss_head import LossOptions, configure
-        from trainkit.models.recompute.layers import Recomputed, every
-
-        trainkit.patch(model)
-        configure(model, LossOptions(chunk_tokens=512, keeps_gradient=False))
-        layers = Recomputed(model)
-        layers.apply(every(len(layers.layers), 1, "offload"))
     return model.train()
 
 
-def step_in_backward(model: Any, provider: str) -> Any:
-    """Hooks that step each weight, and what ends a step."""
+def ours(model: Any) -> Any:
+    """The shipped recipe's parts; what ends a step."""
     import bitsandbytes
 
-    if provider == "trainkit":
-        from trainkit.train.optimizer.arrival import Arrivals
-        from trainkit.train.optimizer.rounding import RoundedWeightOptimizer
+    import trainkit
+    from trainkit.models.loss.loss_head import LossOptions, configure
+    from trainkit.models.recompute.layers import Recomputed, every
+    from trainkit.train.optimizer.arrival import Arrivals
+    from trainkit.train.optimizer.rounding import RoundedWeightOptimizer
 
-        return RoundedWeightOptimizer(
-            [{"params": list(model.parameters())}],
-            lambda groups: bitsandbytes.optim.PagedAdamW8bit(groups, lr=1e-5),
-            seed=0, in_pieces=True, arrivals=Arrivals(torch.device("cuda")),
-        ).step  # fmt: skip
+    trainkit.patch(model)
+    configure(model, LossOptions(chunk_tokens=512, keeps_gradient=False))
+    layers = Recomputed(model)
+    layers.apply(every(len(layers.layers), 1, "offload"))
+    return RoundedWeightOptimizer(
+        [{"params": list(model.parameters())}],
+        lambda groups: bitsandbytes.optim.PagedAdamW8bit(groups, lr=1e-5),
+        seed=0, in_pieces=True, arrivals=Arrivals(DEVICE),
+    ).step  # fmt: skip
+
+
+def torchtunes(model: Any) -> Any:
+    """An optimizer for each weight that steps in the backward pass."""
+    import bitsandbytes
+
     for parameter in model.parameters():
         own = bitsandbytes.optim.PagedAdamW8bit([parameter], lr=1e-5)
 
@@ -152,45 +177,173 @@ def step_in_backward(model: Any, provider: str) -> Any:
     return lambda: None
 
 
-def big_row(provider: str, steps: int) -> dict[str, Any]:
+def chunked_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """As torchtune's: logits of an eighth of the sequence at a time, their loss in fp32."""
+    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+    total = torch.zeros((), device=ids.device)
+    for states, labels in zip(hidden.chunk(8, 1), ids[:, 1:].chunk(8, 1), strict=True):
+        logits = model.lm_head(states).float().flatten(0, 1)
+        total = total + cross_entropy(logits, labels.flatten(), reduction="sum")
+    return total / ids[:, 1:].numel()
+
+
+def big(provider: str, steps: int, tiny: bool) -> dict[str, Any]:
     """Peak memory and speed of full steps at 8B."""
-    model = llama(provider)
-    end = step_in_backward(model, provider)
-    ids = torch.randint(128256, (2, 2048), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    times = []
+    model = llama(tiny)
+    end = ours(model) if provider == "trainkit" else torchtunes(model)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    size = (2, 2048) if not tiny else (2, 64)
+    ids = torch.randint(model.config.vocab_size, size, device=DEVICE, generator=generator)
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times, losses = [], []
     for _ in range(steps):
-        torch.cuda.synchronize()
+        wait()
         begun = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+        if provider == "trainkit":
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        else:
+            loss = chunked_loss(model, ids)
         loss.backward()
         end()
-        torch.cuda.synchronize()
+        wait()
         times.append(time.perf_counter() - begun)
-    row = {"bench": "8b", "provider": provider, "loss": float(loss.detach())}
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    return {**row, "peak_gib": peak, "tokens_per_second": 4096 / statistics.median(times[1:])}
+        losses.append(loss.detach())
+    row = {
+        "bench": "8b", "provider": provider, "losses": torch.stack(losses).tolist(),
+        "seconds": times, "tokens_per_second": ids.numel() / statistics.median(times[2:]),
+    }  # fmt: skip
+    if DEVICE.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        row |= {
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "with_pages_gib": (total - free) / 2**30,
+        }
+    return row
+
+
+class SecondCopy(MasterWeightOptimizer):
+    """Sums gradients in fp32, and has the optimizer step with a copy of the sums."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        super().__init__(*args, **more)
+
+    def _add_gradient(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        if parameter not in self._sums:
+            self._sums[parameter] = torch.zeros_like(parameter, dtype=torch.float32)
+        self._sums[parameter].add_(gradient)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> float | None:  # type: ignore[override]
+        """Copy the sums, step, and begin them anew."""
+        self.gather_gradients()
+        for parameter, total in self._sums.items():
+            self._masters[parameter].grad = total.clone()
+        found = super().step(closure)
+        for total in self._sums.values():
+            total.zero_()
+        return found
+
+
+def reuse(way: str, steps: int, tiny: bool) -> dict[str, Any]:
+    """Full steps at 7B with fp32 gradients once or twice."""
+    import bitsandbytes
+
+    import trainkit
+
+    shape = memory.SHAPES["qwen2-7b"]
+    if tiny:
+        shape = Shape("qwen2", {**shape.config, **TINY}, 1, 64)
+    model: Any = build(shape, DEVICE, "sdpa")
+    trainkit.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    kind = SecondCopy if way == "second copy" else MasterWeightOptimizer
+    optimizer = kind(
+        [{"params": list(model.parameters())}],
+        lambda groups: bitsandbytes.optim.Lion(groups, lr=1e-5, optim_bits=32),
+    )
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    length, vocab = min(shape.length, 1024), shape.config["vocab_size"]
+    losses, times = [], []
+    for _ in range(steps):
+        ids = torch.randint(vocab, (1, length), device=DEVICE, generator=generator)
+        wait()
+        begun = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        wait()
+        times.append(time.perf_counter() - begun)
+    row = {"bench": "reuse", "way": way, "losses": torch.stack(losses).tolist()}
+    row["seconds"] = statistics.median(times[2:])
+    if DEVICE.type == "cuda":
+        row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def points() -> Iterator[memory.Point]:
+    """Steps of Qwen2-0.5B with every optimizer there is, and with what replaces masters."""
+    plain = memory.Point("qwen2-0.5b", "full", 4)
+    same = {"adamw_torch", "adamw_bnb_8bit", "rmsprop_bnb", "paged_ademamix_32bit"}
+    for name in SERVED:
+        if name not in same and not OPTIMIZERS[name].name.startswith(("paged_lion", "rmsprop_bnb")):
+            yield replace(plain, optim=name)
+    for name in ("adamw_torch_fused", "paged_adamw_8bit", "adafactor"):
+        yield replace(plain, optim=name, keeps_masters=False)
+        yield replace(plain, optim=name, keeps_masters=False, in_backward=True)
+
+
+def calls(wanted: set[str], steps: int, tiny: bool) -> Iterator[tuple[Any, ...]]:
+    """A function and its arguments for each row."""
+    if "8b" in wanted:
+        for provider in ("trainkit", "torchtune's technique"):
+            yield big, provider, steps, tiny
+    if "flat" in wanted:
+        for case in ("tiny",) if tiny else ("0.5b", "7b lora"):
+            for provider in PROVIDERS:
+                yield flat, case, provider
+    if "reuse" in wanted:
+        for way in ("trainkit", "second copy"):
+            yield reuse, way, 2 * steps, tiny
+    if "each" in wanted and not tiny:
+        for point in points():
+            yield memory.row_of, point
+
+
+KINDS = ("8b", "flat", "reuse", "each")
 
 
 def main() -> None:
     """Write the rows."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--only", choices=("flat", "8b"))
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after these")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to check the script")
     given = parser.parse_args()
-    gpu = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-    with given.rows.open("a", encoding="utf-8") as file:
-        if given.only != "8b":
-            for case in SHAPES:
-                for row in flat_rows(case):
-                    print(json.dumps(row | gpu), file=file, flush=True)
-        if given.only != "flat":
-            for provider in ("trainkit", "torchtune's technique"):
-                row = big_row(provider, given.steps)
-                print(json.dumps(row | gpu), file=file, flush=True)
-                gc.collect()
-                torch.cuda.empty_cache()
+    end = time.monotonic() + given.seconds
+    listed = list(calls(set(given.only), given.steps, given.tiny))
+    with given.rows.open("a", encoding="utf-8") as file, Fresh(len(listed), memory.imports) as each:
+        for function, *arguments in listed:
+            left = end - time.monotonic()
+            if left < 0:
+                break
+            row = each.call(function, *arguments, seconds=min(left, 100.0))
+            if function is memory.row_of:
+                row = {"bench": "each", "case": arguments[0].name, **row}
+            asked = [str(argument) for argument in arguments if isinstance(argument, str)]
+            line = json.dumps({"asked": asked, **row, **environment()})
+            file.write(line + "\n")
+            file.flush()
+            sys.stdout.write(line[:300] + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

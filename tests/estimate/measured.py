@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainkit.bench.memory import Point, plan_of
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.plan import Adapters, Plan
 from trainkit.estimate.shape import find_shape
@@ -146,22 +148,9 @@ def memories() -> Iterator[Measured]:
         row = json.loads(line)
         if "peak_memory_gib" not in row:
             continue
-        mode = row["mode"]
-        plan = Plan(
-            find_shape(row["model"]),
-            row["batch_size"],
-            row["length"],
-            accumulation=row["accumulation"],
-            base={"qlora": "nf4", "fp8": "fp8"}.get(mode, "bfloat16"),
-            adapters=None
-            if mode == "full"
-            else Adapters(rank=row["lora_rank"], offload=row["offload"]),
-            recompute=int(row["recompute"]),
-            trainer=row["provider"] == "trainkit",
-            optimizer=8.0 if mode != "full" or row["provider"] == "trainkit" else None,
-        )
-        if row["provider"] == "hf":
-            plan = _with(_as_hf(plan), upcast=mode == "qlora")
+        known = {field.name: row[field.name] for field in fields(Point) if field.name in row}
+        known["recompute"] = int(row["recompute"])
+        plan = plan_of(Point(**known))
         yield _measured(f"memory.jsonl {row['case']}", row, plan)
 
 
@@ -170,8 +159,6 @@ def _as_hf(plan: Plan) -> Plan:
 
 
 def _with(plan: Plan, **values: Any) -> Plan:
-    from dataclasses import replace
-
     return replace(plan, **values)
 
 

@@ -5,12 +5,15 @@ optimizer steps of the real Trainer, with fp32 masters, clipping and fused AdamW
 a bare step of plain transformers (and peft), a ``bare`` point one of trainkit's model: forward and
 backward, and AdamW where there are adapters. Weights and tokens are random.
 
-    python -m trainkit.bench.memory [--only WORD ...] [--output FILE]
+Beside what was measured a row has what the estimate said, before the point was run.
+
+    python -m trainkit.bench.memory [--only WORD ...] [--output FILE] [--seconds N]
 """
 
 import argparse
+import contextlib
+import importlib
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
@@ -23,9 +26,24 @@ import torch
 from torch import nn
 
 from trainkit.bench import lora
+from trainkit.bench.measure.processes import Fresh
 from trainkit.bench.measure.record import append, environment
 from trainkit.bench.providers import Shape, build, provide
 from trainkit.bench.through_trainer import Cell, make_trainer
+from trainkit.estimate.gpus import GPUS, gpu_named
+from trainkit.estimate.peak import peak
+from trainkit.estimate.plan import Adapters, Plan
+from trainkit.estimate.shape import find_shape
+from trainkit.estimate.speed import seconds as step_seconds
+from trainkit.estimate.state import optimizer_bytes
+from trainkit.models.fp8.groups import find_candidates
+from trainkit.models.fp8.trained import swap_in
+from trainkit.models.fp8_rows import let_norms_quantize
+from trainkit.options import Fp8Options, RecomputeOptions
+from trainkit.options.optimizers import optimizer_row
+from trainkit.train.callbacks import KeepFp8Codes
+from trainkit.train.optimizer.make import OptimizerPlan
+from trainkit.train.recompute.callback import RecomputeLayers, Wanted
 
 STEPS = 6
 GIB = 2**30
@@ -63,14 +81,19 @@ class Point:
 
     Args:
         model: a key of `SHAPES`.
-        mode: "full", or a mode of `trainkit.bench.lora`.
+        mode: "full", "full_fp8" (all products in fp8), or a mode of `trainkit.bench.lora`.
         batch_size: sequences in a micro-batch.
         length: tokens in each.
         provider: "trainkit" through the Trainer, "bare" trainkit, or "hf".
-        recompute: whether layers are recomputed.
-        offload: whether checkpointed activations wait on the host.
+        recompute: every so many layers are recomputed; 0 keeps all.
+        selective: of these, matrix products and attention are kept.
+        offload: inputs of recomputed layers wait on the host.
         lora_rank: of every adapter.
         accumulation: micro-batches in a step.
+        optim: a name of ``training.optim``.
+        keeps_masters: half-precision weights have fp32 copies.
+        in_backward: weights step in the backward pass.
+        chunk_tokens: tokens whose logits exist at a time; None is the default.
     """
 
     model: str
@@ -78,48 +101,105 @@ class Point:
     batch_size: int
     length: int = 2048
     provider: str = "trainkit"
-    recompute: bool = False
+    recompute: int = 0
+    selective: bool = False
     offload: bool = False
     lora_rank: int = 16
     accumulation: int = 1
+    optim: str = "adamw_torch_fused"
+    keeps_masters: bool = True
+    in_backward: bool = False
+    chunk_tokens: int | None = None
 
     @property
     def name(self) -> str:
         """For a line of output."""
+        how = "selective" if self.selective else "recompute"
         return (
             f"{self.provider} {self.model} {self.mode} {self.batch_size}x{self.length}"
-            + (" recompute" if self.recompute else "")
+            + (f" {how}" if self.recompute == 1 else "")
+            + (f" every {self.recompute}" if self.recompute > 1 else "")
             + (" offload" if self.offload else "")
             + (f" accumulation {self.accumulation}" if self.accumulation > 1 else "")
+            + (f" {self.optim}" if self.optim != "adamw_torch_fused" else "")
+            + ("" if self.keeps_masters else " without masters")
+            + (" in backward" if self.in_backward else "")
         )
 
+    @property
+    def options(self) -> RecomputeOptions | None:
+        """As ``recompute`` has it."""
+        if not self.recompute:
+            return None
+        return RecomputeOptions(every=self.recompute, selective=self.selective)
+
+
+def plan_of(point: Point) -> Plan:
+    """What the estimate is asked for a point."""
+    shape, is_full = find_shape(point.model), point.mode.startswith("full")
+    row = optimizer_row(point.optim)
+    state: float | None = optimizer_bytes(row, shape, full=is_full)
+    if is_full and point.provider != "trainkit":
+        state = None
+    plan = Plan(
+        shape,
+        point.batch_size,
+        point.length,
+        accumulation=point.accumulation,
+        base={"qlora": "nf4", "fp8": "fp8"}.get(point.mode, "bfloat16"),
+        adapters=None if is_full else Adapters(rank=point.lora_rank, offload=point.offload),
+        fp8="all" if point.mode == "full_fp8" else "none",
+        recompute=point.recompute,
+        selective=point.selective,
+        offload=point.offload,
+        trainer=point.provider == "trainkit",
+        keeps_masters=point.keeps_masters,
+        in_backward=point.in_backward,
+        flat=point.optim == "flat_adamw",
+        optimizer=state,
+        chunk_tokens=point.chunk_tokens,
+    )
+    if point.provider == "hf":
+        plan = replace(plan, ops=frozenset(), upcast=point.mode == "qlora")
+    return plan
+
+
+LEAST = Point(
+    "llama-3.1-8b",
+    "full",
+    2,
+    recompute=1,
+    offload=True,
+    optim="paged_adamw_8bit",
+    keeps_masters=False,
+    in_backward=True,
+    chunk_tokens=512,
+)
+"""The shipped recipe for 18 GiB."""
 
 POINTS: tuple[Point, ...] = (
-    Point("qwen2-0.5b", "full", 4),
+    LEAST,
     Point("qwen2-0.5b", "full", 8, 4096),
-    Point("qwen2-0.5b", "full", 16, recompute=True),
     Point("qwen2-0.5b", "full", 2, 1024, accumulation=4),
-    Point("qwen2-1.5b", "full", 4),
-    Point("qwen2-1.5b", "full", 8, recompute=True),
-    Point("llama-3.2-1b", "full", 8, 1024),
-    Point("llama-3.2-3b", "full", 2),
-    Point("qwen2.5-3b", "full", 4, recompute=True),
-    Point("qwen3-1.7b", "full", 4),
+    Point("qwen2-1.5b", "full", 4, selective=True, recompute=1),
+    Point("qwen2-1.5b", "full", 8, recompute=1),
+    Point("qwen2-1.5b", "full", 4, optim="flat_adamw"),
+    Point("llama-3.2-1b", "full", 8, 1024, optim="adamw_8bit"),
+    Point("llama-3.2-1b", "full_fp8", 4),
+    Point("llama-3.2-3b", "full", 2, recompute=2),
+    Point("qwen2.5-3b", "full", 4, recompute=1, optim="adafactor"),
+    Point("qwen3-1.7b", "full", 4, optim="muon"),
     Point("qwen2-0.5b", "lora", 8, lora_rank=8),
     Point("llama-3.1-8b", "lora", 2),
-    Point("llama-3.1-8b", "lora", 4, recompute=True),
-    Point("llama-3.1-8b", "qlora", 4, recompute=True),
-    Point("mistral-7b", "lora", 1, 4096, lora_rank=64),
+    Point("llama-3.1-8b", "qlora", 4, recompute=1),
+    Point("mistral-7b", "lora", 1, 4096, lora_rank=64, recompute=3),
     Point("mistral-7b", "qlora", 2),
     Point("glm4-9b", "lora", 2),
-    Point("llama-3.1-8b", "fp8", 2),
-    Point("qwen2.5-3b", "lora", 8, recompute=True, offload=True),
-    Point("llama-3.1-8b", "full", 1, provider="bare"),
+    Point("llama-3.1-8b", "fp8", 2, recompute=1, offload=True),
+    Point("qwen2.5-3b", "lora", 8, recompute=1, offload=True),
     Point("qwen2-1.5b", "full", 4, provider="hf"),
-    Point("llama-3.2-1b", "full", 4, 1024, provider="hf"),
     Point("llama-3.1-8b", "lora", 1, provider="hf"),
-    Point("mistral-7b", "qlora", 2, provider="hf", recompute=True),
-    Point("qwen2-0.5b", "full", 8, provider="hf", recompute=True),
+    Point("mistral-7b", "qlora", 2, provider="hf", recompute=1),
 )
 """Sizes from 0.5B to 9B, none of them a row of the other benchmarks."""
 
@@ -179,15 +259,14 @@ def measure(point: Point, device: torch.device) -> dict[str, Any]:
 
 
 def model_of(point: Point, shape: Shape, device: torch.device) -> Any:
-    """The model of a point, with adapters, kernels and checkpointing."""
-    if point.mode != "full":
-        mode = point.mode + ("_checkpointed" if point.recompute else "")
+    """The model of a point, with adapters and kernels; the Trainer checkpoints its own."""
+    is_checkpointed = bool(point.recompute) and point.provider != "trainkit"
+    if not point.mode.startswith("full"):
         cell = lora.Cell(
             point.model,
             "peft" if point.provider == "hf" else "trainkit",
-            mode,
+            point.mode + ("_checkpointed" if is_checkpointed else ""),
             lora_rank=point.lora_rank,
-            offload=point.offload,
             shape=shape,
         )
         model: Any = lora.build_cell(cell, device).train()
@@ -199,25 +278,45 @@ def model_of(point: Point, shape: Shape, device: torch.device) -> Any:
     if point.provider == "hf":
         model = build(shape, device, "sdpa")
     else:
-        model = provide("trainkit", shape, device).model
-    if point.recompute:
+        model = provide("trainkit", shape, device, loss_chunk_tokens=point.chunk_tokens).model
+    if point.mode == "full_fp8":
+        names = find_candidates(model, Fp8Options()).layers
+        swap_in(model, dict.fromkeys(names, (True, True)))
+        let_norms_quantize(model)
+    if is_checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def _trained(point: Point, shape: Shape, model: Any, device: torch.device) -> list[float]:
     cell = Cell(point.model, steps=STEPS, num_workers=0, shape=shape)
-    more: dict[str, Any] = {"gradient_accumulation_steps": point.accumulation}
-    if point.mode != "full":
+    more: dict[str, Any] = {
+        "gradient_accumulation_steps": point.accumulation,
+        "optim": point.optim,
+        "optimizer_plan": OptimizerPlan(
+            in_backward=point.in_backward,
+            keeps_masters=point.keeps_masters,
+            loss_chunk_tokens=point.chunk_tokens,
+        ),
+    }
+    if not point.mode.startswith("full"):
         more["bf16"] = True  # as a recipe with adapters does
+    if point.in_backward:
+        more["max_grad_norm"] = 0.0
+    if point.recompute:
+        more["gradient_checkpointing"] = True
+        more["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     with tempfile.TemporaryDirectory() as directory:
         trainer = make_trainer(cell, shape, model, device, Path(directory), **more)
+        trainer.add_callback(RecomputeLayers(model, Wanted(point.options, point.offload)))
+        if point.mode == "full_fp8":
+            trainer.add_callback(KeepFp8Codes(model))
         trainer.train()
     return [row["step_seconds"] for row in trainer.state.log_history if "step_seconds" in row]
 
 
 def _bare(point: Point, shape: Shape, model: Any, device: torch.device) -> list[float]:
-    has_adapters = point.mode != "full"
+    has_adapters = not point.mode.startswith("full")
     trained = [each for each in model.parameters() if each.requires_grad]
     is_fused = device.type == "cuda"
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=is_fused) if has_adapters else None
@@ -240,27 +339,53 @@ def _bare(point: Point, shape: Shape, model: Any, device: torch.device) -> list[
     return seconds
 
 
-def run(points: Sequence[Point]) -> Iterator[dict[str, Any]]:
+def run(points: Sequence[Point], seconds: float = 3600.0) -> Iterator[dict[str, Any]]:
     """Measure the points one after another, each in a process of its own.
 
-    A process ends with all its memory, which a Trainer in a longer one keeps in part. A failure is
-    a row, and the next point goes on.
+    A failure is a row, and the next point goes on.
+
+    Args:
+        points: what is measured.
+        seconds: after which no other point is begun.
     """
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1, maxtasksperchild=1) as pool:
-        yield from pool.imap(row_of, points, chunksize=1)
+    end = time.monotonic() + seconds
+    with Fresh(len(points), imports) as processes:
+        for point in points:
+            if time.monotonic() > end:
+                return
+            started = time.perf_counter()
+            row = {"bench": "memory", "case": point.name, **asdict(point)}
+            row |= processes.call(row_of, point, seconds=min(90.0, end - time.monotonic()))
+            row["measured_in_seconds"] = round(time.perf_counter() - started, 1)
+            yield row
+
+
+def imports() -> None:
+    """What takes long to import."""
+    for name in ("peft", "bitsandbytes", "trainkit.lora", "transformers.models.llama"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
 
 
 def row_of(point: Point) -> dict[str, Any]:
-    """A point's row, or its error."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    started = time.perf_counter()
+    """What the estimate says of a point, and what was measured or its error."""
+    on_gpu = torch.cuda.is_available()
+    gpu = (gpu_named(torch.cuda.get_device_name()) if on_gpu else None) or GPUS["h200"]
+    plan = plan_of(point)
+    said = {
+        "estimated_gib": peak(plan).gib,
+        "estimated_tokens_per_second": plan.tokens * plan.accumulation / step_seconds(plan, gpu),
+    }
     try:
-        values = measure(point, device)
-    except (RuntimeError, ValueError, ImportError, AttributeError, TypeError, KeyError) as error:
+        values = measure(point, torch.device("cuda" if on_gpu else "cpu"))
+    except Exception as error:  # whatever it is, it is this point's row
         values = {"error": f"{type(error).__name__}: {error}"[:500]}
-    values["measured_in_seconds"] = round(time.perf_counter() - started, 1)
-    return {"bench": "memory", "case": point.name, **asdict(point), **values, **environment()}
+    if "peak_memory_gib" in values:
+        values["off_memory"] = said["estimated_gib"] / values["peak_memory_gib"] - 1
+    if "tokens_per_second" in values:
+        speed = said["estimated_tokens_per_second"] / values["tokens_per_second"]
+        values["off_speed"] = speed - 1
+    return {**said, **values, **environment()}
 
 
 def main() -> None:
@@ -268,9 +393,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="points whose name has one of these words")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no point after these")
     options = parser.parse_args()
     chosen = [p for p in POINTS if not options.only or any(w in p.name for w in options.only)]
-    for row in run(chosen):
+    for row in run(chosen, options.seconds):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
         if options.output is not None:

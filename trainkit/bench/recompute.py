@@ -6,23 +6,26 @@ where its peak lies (``share``, of the budget) and its time over that of a mixtu
 with the same peak (``over_mixture``; at most 1 is the aim).
 
     python -m trainkit.bench.recompute [--model NAME] [--mode full|lora] [--batch N] [--output FILE]
+        [--seconds N]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainkit.bench.measure.processes import Fresh
 from trainkit.bench.measure.record import append, environment
-from trainkit.bench.memory import SHAPES, Point, model_of
+from trainkit.bench.memory import SHAPES, Point, imports, model_of
 from trainkit.bench.through_trainer import Cell, make_trainer
 from trainkit.options.recompute import RecomputeOptions
 from trainkit.train.faults.shortage import num_tokens
@@ -41,7 +44,9 @@ def measure(point: Point, said: str | float) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = replace(SHAPES[point.model], batch_size=point.batch_size, length=point.length)
     model = model_of(point, shape, device)
-    more: dict[str, Any] = {"bf16": True} if point.mode != "full" else {}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    more: dict[str, Any] = {} if point.mode == "full" else {"bf16": True}
     if said != "none":
         more |= {
             "gradient_checkpointing": True,
@@ -67,13 +72,49 @@ def measure(point: Point, said: str | float) -> dict[str, Any]:
             trainer.add_callback(KeepToBudget(model, setup))
         trainer.train()
         chosen = json.loads(record.read_text()) if record.exists() else {}
-    rows = [row for row in trainer.state.log_history if "step_seconds" in row][SETTLED:]
+    steps = [row for row in trainer.state.log_history if "step_seconds" in row][SETTLED:]
     return {
-        "step_seconds": sorted(row["step_seconds"] for row in rows)[len(rows) // 2],
+        "step_seconds": sorted(row["step_seconds"] for row in steps)[len(steps) // 2],
         "peak_memory_gib": torch.cuda.max_memory_allocated() / GIB,
-        "loss": rows[-1].get("loss"),
+        "loss": steps[-1].get("loss"),
         "recomputed": chosen.get("recomputed"),
         "num_measured": len(chosen.get("measured", ())),
+    }
+
+
+def rows(point: Point, deadline: float) -> Iterator[dict[str, Any]]:
+    """Each way's row as soon as it is measured.
+
+    Args:
+        point: the model and its batch.
+        deadline: of ``time.monotonic``, after which nothing is begun.
+    """
+    found: dict[str | float, dict[str, Any]] = {}
+    ways: list[str | float] = ["none", "full"]
+    with Fresh(3 + len(SHARES), imports) as processes:
+        while ways and time.monotonic() < deadline:
+            said = ways.pop(0)
+            values = processes.call(measure, point, said, seconds=deadline - time.monotonic())
+            found[said] = values
+            low, high = (found.get(way, {}).get("peak_memory_gib") for way in ("full", "none"))
+            if said == "full" and low is not None and high is not None:
+                # The aim first: what a budget makes of the step; what is known of old comes last.
+                ways = [*(round(low + share * (high - low), 2) for share in SHARES), "selective"]
+            if isinstance(said, float) and "error" not in values:
+                values |= _beside_mixture(said, values, found["none"], found["full"])
+            yield {"bench": "recompute", "recompute": said, "case": point.name, **values}
+
+
+def _beside_mixture(
+    said: float, values: Mapping[str, Any], none: Mapping[str, Any], full: Mapping[str, Any]
+) -> dict[str, float]:
+    """How much of its budget a step takes, and its time beside that of a mixture."""
+    low, high = full["peak_memory_gib"], none["peak_memory_gib"]
+    part = (high - values["peak_memory_gib"]) / max(high - low, 1e-9)
+    mixture = none["step_seconds"] + part * (full["step_seconds"] - none["step_seconds"])
+    return {
+        "share": values["peak_memory_gib"] / said,
+        "over_mixture": values["step_seconds"] / mixture,
     }
 
 
@@ -81,36 +122,18 @@ def main() -> None:
     """Measure and print one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="qwen2-1.5b", choices=SHAPES)
-    parser.add_argument("--mode", default="full", choices=("full", "lora"))
+    parser.add_argument("--mode", default="full", choices=("full", "lora", "qlora"))
     parser.add_argument("--batch", type=int, default=8, help="rows of 2048 tokens")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after these")
     options = parser.parse_args()
-    found: dict[str | float, dict[str, Any]] = {}
-
-    def run(said: str | float) -> dict[str, Any]:
-        point = Point(options.model, options.mode, options.batch)
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found[said] = pool.apply(measure, (point, said))
-        row: dict[str, Any] = {"recompute": said, "case": point.name, **found[said]}
-        if isinstance(said, float):
-            none, full = found["none"], found["full"]
-            low, high = full["peak_memory_gib"], none["peak_memory_gib"]
-            part = (high - row["peak_memory_gib"]) / max(high - low, 1e-9)
-            mixture = none["step_seconds"] + part * (full["step_seconds"] - none["step_seconds"])
-            row["share"] = row["peak_memory_gib"] / said
-            row["over_mixture"] = row["step_seconds"] / mixture
-        line = {"bench": "recompute", **row, **environment()}
+    point = Point(options.model, options.mode, options.batch)
+    for row in rows(point, time.monotonic() + options.seconds):
+        line = {**row, **environment()}
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
         if options.output is not None:
             append(options.output, [line])
-        return row
-
-    high = run("none")["peak_memory_gib"]
-    low = run("full")["peak_memory_gib"]
-    run("selective")
-    for share in SHARES:
-        run(round(low + share * (high - low), 2))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ from trainkit.bench.providers import MODELS, Shape, answer_cell, provide
 from trainkit.data.serve.collator import PaddingCollator
 from trainkit.objectives import SFT
 from trainkit.objectives.batches import CountingCollator, TrainingData
+from trainkit.options.optimizers import DEFAULT, OURS
 from trainkit.parallel import STRATEGIES, Layout, ProcessRank
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.faults.signals import StopRequest
+from trainkit.train.optimizer.make import OptimizerPlan
 from trainkit.train.trainer import ObjectiveTrainer
 
 
@@ -89,7 +91,15 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
 
 
 def make_trainer(
-    cell: Cell, shape: Shape, model: Any, device: torch.device, directory: Path, **training: Any
+    cell: Cell,
+    shape: Shape,
+    model: Any,
+    device: torch.device,
+    directory: Path,
+    *,
+    optim: str = DEFAULT,
+    optimizer_plan: OptimizerPlan | None = None,
+    **training: Any,
 ) -> ObjectiveTrainer:
     """The Trainer over rows of random tokens.
 
@@ -99,6 +109,8 @@ def make_trainer(
         model: what is trained.
         device: where it is.
         directory: for what the Trainer writes.
+        optim: a name of ``training.optim``.
+        optimizer_plan: what ``training`` does not know.
         training: more of ``TrainingArguments``.
     """
     args = TrainingArguments(
@@ -107,7 +119,7 @@ def make_trainer(
         max_steps=cell.steps,
         logging_steps=cell.logging_steps,
         logging_nan_inf_filter=False,
-        optim="adamw_torch_fused",
+        optim=DEFAULT if optim in OURS else optim,
         learning_rate=1e-5,
         dataloader_num_workers=cell.num_workers,
         remove_unused_columns=False,
@@ -117,6 +129,8 @@ def make_trainer(
         use_cpu=device.type == "cpu",
         **training,
     )
+    if optim in OURS:
+        args.optim = optim
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_no_tokenizer(), pad_token="<pad>")
     trainer = ObjectiveTrainer(
         objective=SFT,
@@ -132,6 +146,7 @@ def make_trainer(
         eval_data=None,
         checkpoints=CheckpointWriter(directory, {"data": "random"}),
         stop=StopRequest(),
+        optimizer_plan=optimizer_plan,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 
@@ -64,3 +67,99 @@ def _send(payload: Mapping[str, Any], process: subprocess.Popen[str]) -> None:
         if process.stdin is not None:
             process.stdin.write(json.dumps(payload) + "\n")
             process.stdin.flush()
+
+
+AHEAD = 3
+"""Processes that have imported and wait while another one measures."""
+
+TO_IMPORT = 180.0
+"""Seconds in which a process has imported what it needs."""
+
+
+class Fresh:
+    """Calls, each in a process of its own that has imported everything before its turn comes.
+
+    A process ends with all its memory, of which a longer one keeps a part.
+
+    Args:
+        count: calls that will be made.
+        imports: what a process does before it waits.
+    """
+
+    def __init__(self, count: int, imports: Callable[[], None]) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._imports = imports
+        self._left = count
+        self._waiting: deque[tuple[Any, Any]] = deque()
+
+    def __enter__(self) -> "Fresh":
+        self._fill()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process, _ in self._waiting:
+            process.kill()
+
+    def _fill(self) -> None:
+        while self._left and len(self._waiting) <= AHEAD:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_answer, args=(theirs, self._imports))
+            process.start()
+            theirs.close()
+            self._waiting.append((process, ours))
+            self._left -= 1
+
+    def call(
+        self, function: Callable[..., dict[str, Any]], *args: Any, seconds: float
+    ) -> dict[str, Any]:
+        """What a function returns, or ``{"error": why it has not}``.
+
+        Args:
+            function: of a module, so that another process finds it.
+            args: its arguments.
+            seconds: after which the process is ended; they begin when it has imported.
+        """
+        if not self._waiting:
+            self._left += 1
+            self._fill()
+        process, pipe = self._waiting.popleft()
+        self._fill()
+        try:
+            if not pipe.poll(TO_IMPORT):
+                return {"error": f"not imported after {TO_IMPORT:.0f} s"}
+            pipe.recv()
+            pipe.send((function, args))
+            if not pipe.poll(max(seconds, 0.0)):
+                process.kill()
+                return {"error": f"not done after {seconds:.0f} s"}
+            found: dict[str, Any] = pipe.recv()
+        except (EOFError, BrokenPipeError):
+            process.join(5)
+            return {"error": f"the process died (exit code {process.exitcode})"}
+        finally:
+            if process.exitcode is None:
+                process.join(5)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        return found
+
+
+def _answer(pipe: Any, imports: Callable[[], None]) -> None:
+    """A process: import, wait, call, send what came out."""
+    imports()
+    pipe.send("ready")
+    try:
+        function, args = pipe.recv()
+    except EOFError:
+        return
+    try:
+        found = function(*args)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"[:800]}
+    pipe.send(found)
