@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from trainkit.bench import memory
+from trainkit.bench import memory, memory_points
 from trainkit.bench.measure.processes import Fresh
 from trainkit.bench.measure.record import environment
 from trainkit.bench.providers import Shape, build
@@ -253,7 +253,7 @@ def reuse(way: str, steps: int, tiny: bool) -> dict[str, Any]:
 
     import trainkit
 
-    shape = memory.SHAPES["qwen2-7b"]
+    shape = memory_points.SHAPES["qwen2-7b"]
     if tiny:
         shape = Shape("qwen2", {**shape.config, **TINY}, 1, 64)
     model: Any = build(shape, DEVICE, "sdpa")
@@ -287,9 +287,9 @@ def reuse(way: str, steps: int, tiny: bool) -> dict[str, Any]:
     return row
 
 
-def points() -> Iterator[memory.Point]:
+def points() -> Iterator[memory_points.Point]:
     """Steps of Qwen2-0.5B with every optimizer there is, and with what replaces masters."""
-    plain = memory.Point("qwen2-0.5b", "full", 4)
+    plain = memory_points.Point("qwen2-0.5b", "full", 4)
     same = {"adamw_torch", "adamw_bnb_8bit", "rmsprop_bnb", "paged_ademamix_32bit"}
     for name in SERVED:
         if name not in same and not OPTIMIZERS[name].name.startswith(("paged_lion", "rmsprop_bnb")):

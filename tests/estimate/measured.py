@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit.bench.memory import Point, plan_of
+from trainkit.bench.memory_points import Point, plan_of
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.plan import Adapters, Plan
 from trainkit.estimate.shape import find_shape

@@ -25,7 +25,8 @@ import torch
 
 from trainkit.bench.measure.processes import Fresh
 from trainkit.bench.measure.record import append, environment
-from trainkit.bench.memory import SHAPES, Point, imports, model_of
+from trainkit.bench.memory import imports, model_of
+from trainkit.bench.memory_points import SHAPES, Point
 from trainkit.bench.through_trainer import Cell, make_trainer
 from trainkit.options.recompute import RecomputeOptions
 from trainkit.train.faults.shortage import num_tokens
@@ -101,14 +102,14 @@ def rows(point: Point, deadline: float) -> Iterator[dict[str, Any]]:
                 # The aim first: what a budget makes of the step; what is known of old comes last.
                 ways = [*(round(low + share * (high - low), 2) for share in SHARES), "selective"]
             if isinstance(said, float) and "error" not in values:
-                values |= _beside_mixture(said, values, found["none"], found["full"])
+                values |= _against_mixture(said, values, found["none"], found["full"])
             yield {"bench": "recompute", "recompute": said, "case": point.name, **values}
 
 
-def _beside_mixture(
+def _against_mixture(
     said: float, values: Mapping[str, Any], none: Mapping[str, Any], full: Mapping[str, Any]
 ) -> dict[str, float]:
-    """How much of its budget a step takes, and its time beside that of a mixture."""
+    """How much of its budget a step takes, and its time over that of a mixture."""
     low, high = full["peak_memory_gib"], none["peak_memory_gib"]
     part = (high - values["peak_memory_gib"]) / max(high - low, 1e-9)
     mixture = none["step_seconds"] + part * (full["step_seconds"] - none["step_seconds"])
