@@ -1,4 +1,4 @@
-"""What `trainkit.bench.memory` measures: shapes, points, and what the estimate is asked for them."""
+"""What `trainkit.bench.memory` measures: shapes, points, and what the estimate is asked for."""
 
 from dataclasses import dataclass, replace
 from typing import Any
