@@ -99,6 +99,7 @@ def make_trainer(
     *,
     optim: str = DEFAULT,
     optimizer_plan: OptimizerPlan | None = None,
+    samples: Any = None,
     **training: Any,
 ) -> ObjectiveTrainer:
     """The Trainer over rows of random tokens.
@@ -111,6 +112,7 @@ def make_trainer(
         directory: for what the Trainer writes.
         optim: a name of ``training.optim``.
         optimizer_plan: what ``training`` does not know.
+        samples: the rows; None makes random ones.
         training: more of ``TrainingArguments``.
     """
     args = TrainingArguments(
@@ -120,18 +122,18 @@ def make_trainer(
         logging_steps=cell.logging_steps,
         logging_nan_inf_filter=False,
         optim=DEFAULT if optim in OURS else optim,
-        learning_rate=1e-5,
         dataloader_num_workers=cell.num_workers,
         remove_unused_columns=False,
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=device.type == "cpu",
-        **training,
+        **{"learning_rate": 1e-5, **training},
     )
     if optim in OURS:
         args.optim = optim
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_no_tokenizer(), pad_token="<pad>")
+    rows = cell.steps * shape.batch_size * args.gradient_accumulation_steps
     trainer = ObjectiveTrainer(
         objective=SFT,
         model=model,
@@ -139,7 +141,7 @@ def make_trainer(
         layout=Layout.of(STRATEGIES["none"], ProcessRank.from_environment()),
         tokenizer=tokenizer,
         train_data=TrainingData(
-            samples=_Rows(cell.steps * shape.batch_size * args.gradient_accumulation_steps, shape),
+            samples=samples or _Rows(rows, shape),
             collator=CountingCollator(PaddingCollator(0), lambda rows: len(rows) * shape.length),
             without_training=lambda sample: sample,
         ),
