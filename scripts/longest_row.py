@@ -1,134 +1,223 @@
 #!/usr/bin/env python3
 """The longest row that trains: on one GPU, and shared by several (``parallel.sequence``).
 
-    python scripts/longest_row.py --output rows.jsonl --gpus 1,2 [--guess 65536]
+    python scripts/longest_row.py --output rows.jsonl [--cases lora,full] [--gpus 1,2]
 
-Every try is ``trainkit sft`` of two steps on one row of random tokens a step, LoRA on a model with
-random weights, checkpointed, with kernels. From the guess (tokens for each GPU) it goes up or down
-by a quarter until one length trains and the next does not, and halves what is between them. One
-JSON row a try.
+A case is one ``trainkit sft`` for each number of GPUs, on rows of random tokens, one a step, each
+longer than the one before it by a part, until one does not fit. The last one that trained is the
+answer. The weights are random; layers are checkpointed, kernels are on. So that steps take seconds
+and not minutes, the allocator may use a part of the GPU only (``--memory-gib``, by case); how much
+a row takes grows linearly with its length, so the same ratio holds for all of the memory. Runs on
+fewer GPUs than there are go side by side. One JSON row for each run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from multi_gpu import VOCABULARY, free_port, wait_for_steps
 
-STEPS, UNIT = 2, 1024
+UNIT = 512
+QWEN2_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+}
 
 
-def prepare(folder: Path, model: str, longest: int) -> None:
-    """The model's configuration and a tokenizer; the weights are random ones."""
+@dataclass(frozen=True)
+class Case:
+    """A model and how it trains.
+
+    Attributes:
+        family: transformers' ``model_type``.
+        shape: of its configuration.
+        memory_gib: that a GPU may use.
+        shortest: tokens of the first row, for each GPU.
+        recipe: what it trains with, besides rows and model.
+        model: likewise, of ``model``.
+    """
+
+    family: str
+    shape: dict[str, Any]
+    memory_gib: float
+    shortest: int
+    recipe: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "lora": Case("qwen2", QWEN2_7B, 40, 24 * 1024, {"lora": {"r": 16}}),
+    # All of an 8B, its gradients and AdamW's states in bf16: what one GPU can hold.
+    "full": Case("llama", LLAMA_8B, 80, 12 * 1024, model={"master_weights": False}),
+}
+
+
+def prepare(folder: Path, case: Case, lengths: list[int]) -> None:
+    """The model's configuration, a tokenizer and the rows."""
+    import numpy as np
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, PreTrainedTokenizerFast
 
-    from trainkit.bench.providers import MODELS
-
-    shape = MODELS[model]
-    given = {**shape.config, "max_position_embeddings": longest}
-    config = AutoConfig.for_model(shape.family, **given, eos_token_id=1, pad_token_id=0)
+    longest = {**case.shape, "max_position_embeddings": lengths[-1]}
+    config = AutoConfig.for_model(case.family, **longest, eos_token_id=1, pad_token_id=0)
     config.save_pretrained(folder / "model")
-    words = {f"<{index}>": index for index in range(VOCABULARY)}
+    words = {f"<{index}>": index for index in range(min(VOCABULARY, config.vocab_size))}
     core = Tokenizer(models.WordLevel(words, unk_token="<0>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<0>", eos_token="<1>")
     tokenizer.save_pretrained(folder / "model")
-
-
-def train(folder: Path, length: int, gpus: int, shard: str, deadline: float) -> dict[str, Any]:
-    """Two steps on rows of this many tokens; what they took, or how it ended."""
-    import numpy as np
-
-    name = f"{gpus}x{length}"
-    rows = folder / f"{name}.jsonl"
     random = np.random.default_rng(0)
-    text = [json.dumps({"input_ids": random.integers(2, VOCABULARY, length).tolist()})] * 4
-    rows.write_text("\n".join(text), encoding="utf-8")
+    with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
+        for length in lengths:
+            ids = random.integers(2, len(words), length).tolist()
+            file.write(json.dumps({"input_ids": ids}) + "\n")
+
+
+def start(
+    folder: Path, case: Case, lengths: list[int], gpus: list[int], log: Path, *, on_cpu: bool
+) -> subprocess.Popen[bytes]:
+    """One run over rows of these lengths, on these GPUs."""
+    prepare(folder, case, lengths)
     recipe = {
-        "model": {"name_or_path": str(folder / "model"), "dtype": "bfloat16", "init": "random"},
-        "data": {"train": [str(rows)], "max_length": length, "packing": False},
-        "lora": {"r": 16},
+        "data": {"train": [str(folder / "rows.jsonl")], "max_length": lengths[-1]},
         "kernels": True,
-        "parallel": {"shard": shard if gpus > 1 else "none", "sequence": gpus},
+        "parallel": {"sequence": len(gpus)},
         "global_batch_size": 1,
-        "training": {
-            "per_device_train_batch_size": 1,
-            "gradient_checkpointing": True,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "save_strategy": "no",
-        },
+        **case.recipe,
     }
-    path, run, log = folder / f"{name}.json", folder / name, folder / f"{name}.log"
+    recipe["data"]["packing"] = False
+    recipe["model"] = {"name_or_path": str(folder / "model"), "init": "random", **case.model}
+    recipe["model"]["dtype"] = "bfloat16"
+    recipe["training"] = {
+        "per_device_train_batch_size": 1,
+        "gradient_checkpointing": True,
+        "train_sampling_strategy": "sequential",
+        "max_steps": len(lengths),
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
+    path = folder / "recipe.json"
     path.write_text(json.dumps(recipe), encoding="utf-8")
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(gpus)]
+    environment = dict(os.environ)
+    if not on_cpu:
+        import torch
+
+        whole = torch.cuda.get_device_properties(0).total_memory / 2**30
+        part = min(case.memory_gib / whole, 1)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = (
+            f"expandable_segments:True,per_process_memory_fraction:{part:.4f}"
+        )
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(len(gpus))]
     launch += ["--master_port", str(free_port()), "-m", "trainkit.cli.app", "sft", "--force"]
-    words = [sys.executable, *launch, "--config", str(path), "--output-dir", str(run)]
+    words = [sys.executable, *launch, "--config", str(path), "--output-dir", str(folder / "run")]
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT)
-        wait_for_steps(process, run / "metrics.jsonl", STEPS, deadline)
-    found = {"gpus": gpus, "shard": recipe["parallel"], "length": length, "trains": False}
-    metrics = run / "metrics.jsonl"
-    logged = (
-        [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    )
-    if len(logged) < STEPS:
-        return {**found, "said": log.read_text(errors="replace")[-400:]}
-    last = logged[-1]
-    kept = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "peak_memory_gib")
-    return {**found, "trains": True, **{key: last.get(key) for key in kept}}
+        return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
 
 
-def search(folder: Path, gpus: int, chosen: argparse.Namespace, deadline: float) -> int:
-    """The longest row that trains, to a sixteenth of itself."""
-    fits, fails, length = 0, 0, chosen.guess * gpus
-    while time.monotonic() < deadline and not (fits and fails and fails - fits <= fits // 16):
-        length = length // (UNIT * gpus) * UNIT * gpus
-        row = train(folder, length, gpus, chosen.shard, deadline)
-        with chosen.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-        sys.stdout.write(json.dumps(row) + "\n")
-        sys.stdout.flush()
-        if row["trains"]:
-            fits = length
-        else:
-            fails = length
-        if fits and fails:
-            length = (fits + fails) // 2
-        else:
-            length = fits * 5 // 4 if fits else fails * 4 // 5
-        if fits >= chosen.longest:
-            break
-    return fits
+def figures(folder: Path, lengths: list[int], log: Path) -> dict[str, Any]:
+    """The longest row that trained, and what a token takes, of what the run has logged."""
+    metrics = folder / "run" / "metrics.jsonl"
+    text = metrics.read_text() if metrics.exists() else ""
+    logged = [row for row in map(json.loads, text.splitlines()) if "step_seconds" in row]
+    said = log.read_text(errors="replace")
+    found: dict[str, Any] = {
+        "longest": lengths[len(logged) - 1] if logged else None,
+        "next_failed": lengths[len(logged)] if 0 < len(logged) < len(lengths) else None,
+        "ended_for_memory": "out of memory" in said.lower(),
+    }
+    if not found["ended_for_memory"] and len(logged) < len(lengths):
+        found["said"] = said[said.find("error") :][:600]
+    if logged:
+        last = logged[-1]
+        kept = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "peak_memory_gib")
+        found |= {key: last.get(key) for key in kept}
+    peaks = [row["peak_memory_gib"] for row in logged if row.get("peak_memory_gib")]
+    if len(peaks) > 2:
+        slope, _ = statistics.linear_regression(lengths[: len(peaks)][1:], peaks[1:])
+        found["kib_per_token"] = slope * 2**20
+    return found
+
+
+def growing(first: int, last: int, part: float, unit: int) -> list[int]:
+    """Lengths from one to another, each longer by a part of itself and a multiple of a unit."""
+    lengths = [first // unit * unit]
+    while lengths[-1] < last:
+        lengths.append(max(int(lengths[-1] * (1 + part)) // unit, lengths[-1] // unit + 1) * unit)
+    return lengths
 
 
 def main() -> None:
-    """Search for each number of GPUs."""
+    """All cases, each on every number of GPUs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
-    parser.add_argument("--gpus", default="1,2")
-    parser.add_argument("--model", default="qwen2-7b")
-    parser.add_argument("--shard", default="none")
-    parser.add_argument("--guess", type=int, default=65536, help="tokens for each GPU")
-    parser.add_argument("--longest", type=int, default=1 << 20, help="stop at this length")
+    parser.add_argument("--cases", default="lora,full")
+    parser.add_argument("--gpus", default="1,2", help="numbers of them")
+    parser.add_argument("--part", type=float, default=0.06, help="that a row is longer by")
+    parser.add_argument("--memory-gib", type=float, help="instead of the case's own")
+    parser.add_argument("--shortest", type=int, help="instead of the case's own")
+    parser.add_argument("--longest", type=int, default=1 << 18, help="tokens for each GPU")
+    parser.add_argument("--shape", type=json.loads, default={}, help="of the model, instead")
     parser.add_argument("--deadline-seconds", type=float, default=560.0)
     chosen = parser.parse_args()
-    numbers = [int(number) for number in chosen.gpus.split(",")]
-    share = chosen.deadline_seconds / len(numbers)
+    import torch
+
+    on_cpu, total = not torch.cuda.is_available(), torch.cuda.device_count() or 8
+    deadline = time.monotonic() + chosen.deadline_seconds
+    waiting = [(case, int(n)) for n in chosen.gpus.split(",") for case in chosen.cases.split(",")]
     with tempfile.TemporaryDirectory() as scratch:
-        prepare(Path(scratch), chosen.model, chosen.longest)
-        longest = {
-            number: search(Path(scratch), number, chosen, time.monotonic() + share)
-            for number in numbers
-        }
-    sys.stdout.write(json.dumps({"longest": longest}) + "\n")
+        while waiting and time.monotonic() < deadline:
+            going, free = [], list(range(total))
+            while waiting and waiting[0][1] <= len(free):
+                name, number = waiting.pop(0)
+                gpus, free = free[:number], free[number:]
+                case = CASES[name]
+                case = Case(
+                    case.family,
+                    {**case.shape, **chosen.shape},
+                    chosen.memory_gib or case.memory_gib,
+                    chosen.shortest or case.shortest,
+                    case.recipe,
+                    case.model,
+                )
+                first, last = case.shortest * number, chosen.longest * number
+                lengths = growing(first, last, chosen.part, UNIT * number)
+                folder = Path(scratch, f"{name}-{number}")
+                folder.mkdir()
+                log = chosen.output.parent / f"longest-{name}-{number}.log"
+                process = start(folder, case, lengths, gpus, log, on_cpu=on_cpu)
+                going.append((name, number, case, lengths, folder, log, process))
+            for name, number, case, lengths, folder, log, process in going:
+                wait_for_steps(process, folder / "run" / "metrics.jsonl", len(lengths), deadline)
+                about = {"case": name, "gpus": number, "memory_gib": case.memory_gib}
+                row = {"bench": "longest_row", **about, **figures(folder, lengths, log)}
+                row["gpu"] = None if on_cpu else torch.cuda.get_device_name(0)
+                with chosen.output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+                sys.stdout.write(json.dumps(row) + "\n")
+                sys.stdout.flush()
 
 
 if __name__ == "__main__":

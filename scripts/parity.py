@@ -5,8 +5,10 @@
 
 Every cell is ``trainkit sft`` on a tiny model: rows of uneven length with uneven masks, several
 micro-batches a step, clipping. In fp32 the first gradient norm may differ by 1e-6 of itself and
-each loss by 1e-5; with ``--bf16`` (GPUs, NCCL) by 1e-2 and 2e-2. Cells that the table of refusals
-names are recorded with their reason. One JSON row a cell; the exit status is 1 if a cell is off.
+each loss by 1e-5. With ``--bf16`` runs of one process differ, too, that should not: with rows
+taken one, two or four at a time, with kernels and without. Twice their largest difference is what
+a cell may differ by. Cells that the table of refusals names are recorded with their reason.
+One JSON row a cell; the exit status is 1 if a cell is off.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +58,14 @@ class Cell:
     packed: bool
     checkpointed: bool
     ranks: int
+    rows: int = 1
 
     @property
     def name(self) -> str:
         """Of its folder."""
         marks = [f"k{int(self.kernels)}", f"p{int(self.packed)}", f"c{int(self.checkpointed)}"]
-        return "-".join([self.way, self.kind, *marks, f"x{self.ranks}"])
+        rows = [] if self.rows == 1 else [f"b{self.rows}"]
+        return "-".join([self.way, self.kind, *marks, f"x{self.ranks}", *rows])
 
     @property
     def reference(self) -> Cell:
@@ -70,12 +74,23 @@ class Cell:
             "none", self.kind, kernels=False, packed=self.packed, checkpointed=False, ranks=1
         )
 
+    @property
+    def likes(self) -> tuple[Cell, ...]:
+        """Runs of one process that equal the reference but for rounding."""
+        ways = [(False, 2), (False, 4), (True, 1), (True, 4)]
+        return tuple(replace(self.reference, kernels=on, rows=rows) for on, rows in ways)
 
-def cells(ranks: int, only: str, quick: bool) -> Iterator[Cell]:
-    """The table: every strategy with every kind, and each switch on and off."""
-    switches = [(True, True, True), (False, False, False)]
-    if not quick:
-        switches = list(itertools.product((True, False), repeat=3))
+
+SWITCHES = {
+    "once": [(True, True, True)],
+    "quick": [(True, True, True), (False, False, False)],
+    "all": list(itertools.product((True, False), repeat=3)),
+}
+"""Kernels, packed, checkpointed; by name."""
+
+
+def cells(ranks: int, only: str, switches: list[tuple[bool, bool, bool]]) -> Iterator[Cell]:
+    """The table: every strategy with every kind, and with the switches."""
     for way, kind, (kernels, packed, checkpointed) in itertools.product(WAYS, KINDS, switches):
         if ranks % math.prod(n for n in WAYS[way].values() if isinstance(n, int)):
             continue
@@ -143,7 +158,7 @@ def recipe(cell: Cell, *, bf16: bool) -> dict[str, Any]:
         "parallel": WAYS[cell.way],
         "global_batch_size": 8,
         "training": {
-            "per_device_train_batch_size": 1,
+            "per_device_train_batch_size": cell.rows,
             "learning_rate": 1e-3,
             "max_steps": STEPS,
             "logging_steps": 1,
@@ -156,65 +171,129 @@ def recipe(cell: Cell, *, bf16: bool) -> dict[str, Any]:
     }
 
 
-def run(words: list[str], root: Path, ranks: int, log: Path, timeout: float = 1200) -> bool:
-    """``trainkit WORDS`` on forked ranks; whether all of them ended well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = [_fork(words, root, rank, ranks, port, log) for rank in range(ranks)]
-    deadline, left, good = time.monotonic() + timeout, set(pids), True
-    while left and time.monotonic() < deadline:
-        for pid in list(left):
+@dataclass
+class Started:
+    """A run that goes on."""
+
+    name: str
+    pids: set[int]
+    deadline: float
+    went_well: bool = True
+
+
+class Runs:
+    """``trainkit`` runs under one folder, several at a time, each on ranks of its own.
+
+    Args:
+        root: what their words are relative to; each has a log there by its name.
+        at_once: how many.
+        timeout: seconds of each.
+    """
+
+    def __init__(self, root: Path, at_once: int, timeout: float) -> None:
+        self.root, self._at_once, self._timeout = root, at_once, timeout
+        self.went: dict[str, bool] = {}
+        self._count = 0
+        self._forks = _can_fork()
+
+    def all(self, wanted: Iterable[tuple[str, list[str], int]]) -> Iterator[str]:
+        """Run each (name, words, ranks), and tell the names as they end."""
+        waiting, going = list(wanted), list[Started]()
+        while waiting or going:
+            while waiting and len(going) < self._at_once:
+                going.append(self._start(*waiting.pop(0)))
+            for each in list(going):
+                if self._has_ended(each):
+                    going.remove(each)
+                    self.went[each.name] = each.went_well
+                    yield each.name
+            time.sleep(0.05)
+
+    def said(self, name: str) -> str:
+        """The end of a run's log."""
+        log = self.root / f"{name}.log"
+        return " ".join(log.read_text(errors="replace").split()[-60:]) if log.exists() else ""
+
+    def _start(self, name: str, words: list[str], ranks: int) -> Started:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._count += 1
+        pids = {self._fork(name, words, rank, ranks, port) for rank in range(ranks)}
+        return Started(name, pids, time.monotonic() + self._timeout)
+
+    def _has_ended(self, run: Started) -> bool:
+        for pid in list(run.pids):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                left.discard(pid)
-                good = good and status == 0
-                if status:  # the others may wait for it for ever
-                    deadline = min(deadline, time.monotonic() + 20)
-        time.sleep(0.05)
-    for pid in left:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
-    return good and not left
+                run.pids.discard(pid)
+            if done and status:  # the others may wait for it for ever
+                run.went_well = False
+                run.deadline = min(run.deadline, time.monotonic() + 20)
+        if run.pids and time.monotonic() > run.deadline:
+            run.went_well = False
+            for pid in run.pids:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+            run.pids.clear()
+        return not run.pids
+
+    def _fork(self, name: str, words: list[str], rank: int, ranks: int, port: int) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.chdir(self.root)
+            file = os.open(f"{name}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+            os.dup2(file, 1), os.dup2(file, 2)
+            self._describe(rank, ranks, port)
+            if not self._forks:
+                command = [sys.executable, "-m", "trainkit.cli.app", *words]
+                os.execv(command[0], command)
+            from trainkit.cli.app import main as trainkit
+
+            code = int(trainkit(words) or 0)
+            sys.stdout.flush(), sys.stderr.flush()
+        finally:
+            with contextlib.suppress(Exception):
+                import torch
+
+                torch.distributed.destroy_process_group()
+            os._exit(code)
+
+    def _describe(self, rank: int, ranks: int, port: int) -> None:
+        """What torchrun says to a process; one alone gets one GPU, else it would take all."""
+        if ranks == 1:
+            visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or _gpus()).split(",")
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible[self._count % len(visible)]
+            return
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        os.environ.update({name: str(value) for name, value in places.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def _fork(words: list[str], root: Path, rank: int, ranks: int, port: int, log: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.chdir(root)
-        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, 1), os.dup2(file, 2)
-        variables = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
-        }
-        if ranks > 1:
-            os.environ.update({name: str(value) for name, value in variables.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        elif _has_gpus():  # one process for one GPU; trainkit would start one for each
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-        from trainkit.cli.app import main as trainkit
-
-        code = int(trainkit(words) or 0)
-        sys.stdout.flush(), sys.stderr.flush()
-    finally:
-        with contextlib.suppress(Exception):
-            import torch
-
-            torch.distributed.destroy_process_group()
-        os._exit(code)
-
-
-def _has_gpus() -> bool:
+def _gpus() -> str:
     from trainkit.parallel.launch import count_local_gpus
 
-    return count_local_gpus() > 0
+    return ",".join(map(str, range(count_local_gpus())))
+
+
+def _can_fork() -> bool:
+    """Whether a fork of this process, with its imports, can use a GPU; if not, runs start anew."""
+    if not _gpus():
+        return True
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            import torch
+
+            torch.zeros(1, device="cuda").item()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def numbers(folder: Path) -> list[tuple[float, float]]:
@@ -235,40 +314,87 @@ def refused(cell: Cell, *, bf16: bool) -> str | None:
     return None
 
 
-def measure(cell: Cell, root: Path, *, bf16: bool, resume: bool) -> dict[str, Any]:
-    """Train a cell, and its reference where it has not been, and compare."""
-    row: dict[str, Any] = {**cell.__dict__, "dtype": "bfloat16" if bf16 else "float32"}
-    if reason := refused(cell, bf16=bf16):
-        return {**row, "refused": reason}
+def differences(wanted: Path, found: Path) -> dict[str, float]:
+    """Largest of the losses, of the first gradient norm, and of all norms."""
+    pairs = list(zip(numbers(wanted), numbers(found), strict=True))
+    norms = [abs(a[1] - b[1]) / a[1] for a, b in pairs]
+    return {
+        "loss_difference": max(abs(a[0] - b[0]) for a, b in pairs),
+        "first_norm_difference": norms[0],
+        "norm_difference": max(norms),
+    }
+
+
+def limits(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, float]:
+    """What a cell may differ by."""
+    if not bf16:
+        return {"loss_limit": 1e-5, "first_norm_limit": 1e-6}
+    alike = [cell.reference, *cell.likes]
+    folders = [runs.root / each.name for each in alike if runs.went[each.name]]
+    if len(folders) < len(alike):
+        names = [each.name for each in alike if not runs.went[each.name]]
+        raise RuntimeError(f"{names[0]}: {runs.said(names[0])}")
+    noise = [differences(a, b) for a, b in itertools.combinations(folders, 2)]
+    return {
+        "loss_limit": 2 * max(each["loss_difference"] for each in noise),
+        "first_norm_limit": 2 * max(each["first_norm_difference"] for each in noise),
+    }
+
+
+def judged(cell: Cell, runs: Runs, *, bf16: bool) -> dict[str, Any]:
+    """A cell that has run against its reference."""
     for each in (cell.reference, cell):
-        folder = root / each.name
-        if not folder.exists():
-            path = root / f"{each.name}.json"
-            path.write_text(json.dumps(recipe(each, bf16=bf16)), encoding="utf-8")
-            words = ["sft", "--config", path.name, "--output-dir", each.name]
-            log = root / f"{each.name}.log"
-            if not run(words, root, each.ranks, log):
-                return {**row, "failed": " ".join(log.read_text(errors="replace").split()[-60:])}
-    wanted, found = numbers(root / cell.reference.name), numbers(root / cell.name)
-    row["loss_difference"] = max(abs(a[0] - b[0]) for a, b in zip(wanted, found, strict=True))
-    row["first_norm_difference"] = abs(wanted[0][1] - found[0][1]) / wanted[0][1]
-    row["norm_difference"] = max(
-        abs(a[1] - b[1]) / a[1] for a, b in zip(wanted, found, strict=True)
+        if not runs.went[each.name]:
+            return {"failed": runs.said(each.name)}
+    row = differences(runs.root / cell.reference.name, runs.root / cell.name)
+    try:
+        row |= limits(cell, runs, bf16=bf16)
+    except RuntimeError as error:
+        return {**row, "failed": str(error)}
+    found = numbers(runs.root / cell.name)
+    is_near = all(
+        row[f"{what}_difference"] <= row[f"{what}_limit"] for what in ("loss", "first_norm")
     )
-    row["loss"] = [found[0][0], found[-1][0]]
-    loss_limit, norm_limit = (2e-2, 1e-2) if bf16 else (1e-5, 1e-6)
-    row["ok"] = row["loss_difference"] <= loss_limit and row["first_norm_difference"] <= norm_limit
-    if resume:
-        again = root / f"{cell.name}-again"
-        shutil.copytree(root / cell.name, again)
-        words = ["sft", "--resume", f"{again.name}/checkpoint-{STEPS // 2}"]
-        log = root / f"{again.name}.log"
-        went = run(words, root, cell.ranks, log)
-        row["resumed_exactly"] = went and numbers(again) == found
-        row["ok"] = row["ok"] and row["resumed_exactly"]
-        if not went:
-            row["failed"] = " ".join(log.read_text(errors="replace").split()[-60:])
-    return row
+    return {**row, "loss": [found[0][0], found[-1][0]], "ok": is_near}
+
+
+def measure(chosen: argparse.Namespace, runs: Runs) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """Every cell with what came of it."""
+    bf16, wanted, references = chosen.bf16, list[Cell](), dict[Cell, None]()
+    for cell in cells(chosen.ranks, chosen.only, SWITCHES[chosen.switches]):
+        if reason := refused(cell, bf16=bf16):
+            yield cell, {"refused": reason}
+            continue
+        wanted.append(cell)
+        references |= dict.fromkeys((cell.reference, *(cell.likes if bf16 else ())))
+
+    def begin(cell: Cell) -> tuple[str, list[str], int]:
+        path = runs.root / f"{cell.name}.json"
+        path.write_text(json.dumps(recipe(cell, bf16=bf16)), encoding="utf-8")
+        words = ["sft", "--config", path.name, "--output-dir", cell.name]
+        return cell.name, words, cell.ranks
+
+    by_name = {cell.name: cell for cell in wanted}
+    for _ in runs.all(map(begin, references)):
+        pass
+    for name in runs.all(map(begin, wanted)):
+        row = judged(by_name[name], runs, bf16=bf16)
+        if chosen.resume and runs.went[name]:
+            row |= _resumed(by_name[name], runs)
+            row["ok"] = row.get("ok", False) and row["resumed_exactly"]
+        yield by_name[name], row
+
+
+def _resumed(cell: Cell, runs: Runs) -> dict[str, Any]:
+    """A copy of a run that went on from its middle."""
+    again = f"{cell.name}-again"
+    shutil.copytree(runs.root / cell.name, runs.root / again)
+    words = ["sft", "--resume", f"{again}/checkpoint-{STEPS // 2}"]
+    for _ in runs.all([(again, words, cell.ranks)]):
+        pass
+    if not runs.went[again]:
+        return {"resumed_exactly": False, "failed": runs.said(again)}
+    return {"resumed_exactly": numbers(runs.root / again) == numbers(runs.root / cell.name)}
 
 
 def main() -> None:
@@ -277,28 +403,34 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--only", default="", help="parts of the cells' names, with commas")
-    parser.add_argument("--quick", action="store_true", help="all switches on, and all off")
+    parser.add_argument("--switches", choices=SWITCHES, default="all")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--resume", action="store_true", help="go on from the middle, too")
-    parser.add_argument("--deadline-seconds", type=float, default=7200.0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--timeout-seconds", type=float, default=1200.0, help="of each run")
     chosen = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking CUDA would forbid to fork
     os.environ["HF_HUB_OFFLINE"] = "1"
-    deadline = time.monotonic() + chosen.deadline_seconds
+    import torch
+    import transformers
+
     import trainkit.cli.commands.training.sft
     import trainkit.train.build  # noqa: F401
 
     good = True
     with tempfile.TemporaryDirectory() as scratch:
         prepare(Path(scratch))
-        for cell in cells(chosen.ranks, chosen.only, chosen.quick):
-            if time.monotonic() > deadline:
-                break
-            row = measure(cell, Path(scratch), bf16=chosen.bf16, resume=chosen.resume)
+        runs = Runs(Path(scratch), chosen.jobs, chosen.timeout_seconds)
+        about = {"dtype": "bfloat16" if chosen.bf16 else "float32"}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        for cell, found in measure(chosen, runs):
+            told = {name: value for name, value in vars(cell).items() if name != "rows"}
+            row = {**told, **about, **found, **versions, "on_gpus": bool(_gpus())}
             with chosen.output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            good = good and (row.get("ok", False) or "refused" in row)
-            sys.stdout.write(f"{cell.name} {json.dumps({k: row[k] for k in list(row)[7:]})}\n")
+            good = good and (found.get("ok", False) or "refused" in found)
+            sys.stdout.write(f"{cell.name} {json.dumps(found)}\n")
             sys.stdout.flush()
     sys.exit(not good)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from trainkit.parallel.pipeline import late_weights
 from trainkit.parallel.pipeline.clock import Clock
 from trainkit.parallel.pipeline.share import Schedule, Share
 from trainkit.parallel.pipeline.stage import RunLoss, Stage
@@ -86,6 +87,28 @@ class _Timed(PipelineStage):
         with self.clock.running():
             super().backward_weight_one_chunk(*args, **kwargs)
         self.gather()  # it adds to gradients without autograd, and so without autograd's hooks
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """As torch's, with the gradients of weights made right where torch gets them wrong."""
+        is_wrong = late_weights.IS_WRONG
+        if is_wrong and backward_type == "weight":
+            weights = list(self.submod.parameters())
+            late_weights.add_weight_gradients(weights, bwd_kwargs["param_groups"])
+            return (), None
+        alive = late_weights.keep_alive(bwd_kwargs["stage_output"]) if is_wrong else ()
+        gradients, groups = super().backward_maybe_with_nosync(
+            backward_type, bwd_kwargs, last_backward
+        )
+        for group in groups or ():
+            group["alive"] = alive
+        return gradients, groups
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Not with itself: torch before 2.13 has a rank with two neighbouring stages try that."""
+        found: list[Any] = super()._get_init_p2p_neighbors_ops()
+        return [each for each in found if each.group_peer != self.group_rank]
 
 
 class Steps:
