@@ -109,14 +109,6 @@ def _lora_on_head(model):
     return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
 
 
-def _train_head(model):
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        model, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    )
-
-
 def _wrapped_head(model):
     model.lm_head = nn.Sequential(model.lm_head)
     return model
@@ -131,7 +123,6 @@ def _own_loss(model):
     ("change", "reason"),
     [
         (_lora_on_head, "lm_head has become a Linear"),
-        (_train_head, "lm_head has become a ModulesToSaveWrapper"),
         (_own_loss, "its own loss function"),
     ],
 )

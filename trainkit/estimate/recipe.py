@@ -61,7 +61,9 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         length=recipe.data.max_length,
         accumulation=resolve_accumulation(recipe, gpus),
         base=(lora and lora.quantize) or ("bfloat16" if dtype == "float16" else dtype),
-        adapters=None if lora is None else _adapters(lora, shape),
+        adapters=None
+        if lora is None
+        else _adapters(lora, shape, adds_tokens=recipe.model.adds_tokens),
         fp8=_fp8(recipe),
         ops=_ops(recipe.kernels),
         stage=3 if fsdp else int(zero.get("stage", 0)),
@@ -139,9 +141,12 @@ def uncounted(recipe: Recipe) -> list[str]:
     return found
 
 
-def _adapters(lora: LoraOptions, shape: ModelShape) -> Adapters:
+def _adapters(lora: LoraOptions, shape: ModelShape, *, adds_tokens: bool) -> Adapters:
     offload = lora.offload_activations
-    saved = [name for name in lora.modules_to_save if name.rpartition(".")[2] in _TABLES]
+    names = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    if adds_tokens:  # both ends of the vocabulary train whole
+        names |= set(_TABLES[:1] if shape.tied else _TABLES)
+    saved = names & set(_TABLES)
     return Adapters(
         rank=lora.r,
         targets=_targets(lora, shape),

@@ -7,6 +7,7 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from trainkit.lora.targets import (
     resolve_targets,
 )
 from trainkit.models.linears import num_weights
+from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
 
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -100,6 +102,32 @@ def attach(
     if require_input_grads:
         wrapped.enable_input_require_grads()
     return wrapped
+
+
+def with_vocabulary(options: LoraOptions, model: PreTrainedModel) -> LoraOptions:
+    """The same, with embedding and head trained whole, as they must be where tokens were added.
+
+    Args:
+        options: what is adapted.
+        model: the base, which has rows for the tokens.
+
+    Raises:
+        RecipeError: adapters are asked for on one of the two.
+    """
+    targets = options.target_modules
+    wanted = [] if isinstance(targets, str) else targets
+    ends = vocabulary_ends(model)
+    for end in ends:
+        is_target = any(end == name or end.endswith(f".{name}") for name in wanted)
+        if is_target or (isinstance(targets, str) and re.fullmatch(targets, end)):
+            raise RecipeError(
+                f"lora.target_modules names {end}, which trains whole with model.add_tokens",
+                where="lora.target_modules",
+                fix=f"take {end} out of it",
+            )
+    saved = options.modules_to_save
+    missing = [e for e in ends if not any(e == name or e.endswith(f".{name}") for name in saved)]
+    return options.replace(modules_to_save=[*saved, *(e.rpartition(".")[2] for e in missing)])
 
 
 def load_adapter(

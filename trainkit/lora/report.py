@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
 from trainkit.lora.targets import expert_parameters
@@ -21,8 +22,9 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         ``adapted``: a list of {kind, what ("module" or "parameter"), number, r, scaling};
-        ``not_adapted``: the kinds of linear layers and expert weights without an adapter, each
-        with its number; ``storage``: for each dtype that the frozen base is kept in ("nf4"
+        ``trained_whole``: the kinds of modules that train in full next to them, each with its
+        number; ``not_adapted``: the kinds of linear layers and expert weights without an adapter;
+        ``storage``: for each dtype that the frozen base is kept in ("nf4"
         included) {weights, gib}.
     """
     adapted: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -42,6 +44,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
             {"kind": kind, "what": what, "number": number, "r": lora_rank, "scaling": scaling}
             for (kind, what, lora_rank, scaling), number in adapted.items()
         ],
+        "trained_whole": _trained_whole(model, covered),
         "not_adapted": _not_adapted(model, covered),
         "storage": _storage(model),
     }
@@ -54,8 +57,9 @@ def adapter_lines(report: dict[str, Any]) -> list[str]:
         rows = [row for row in report["adapted"] if row["what"] == what]
         kinds = ", ".join(f"{row['kind']} x{row['number']} (r {row['r']})" for row in rows)
         lines += [f"adapted {what}s: {kinds}"] if rows else []
-    rest = ", ".join(f"{kind} x{number}" for kind, number in report["not_adapted"].items())
-    lines += [f"not adapted: {rest}"] if rest else []
+    for what, title in (("trained_whole", "trained whole"), ("not_adapted", "not adapted")):
+        kinds = ", ".join(f"{kind} x{number}" for kind, number in report[what].items())
+        lines += [f"{title}: {kinds}"] if kinds else []
     stored = report["storage"].items()
     lines.append(
         "frozen base: " + ", ".join(f"{at['gib']:.2f} GiB in {name}" for name, at in stored)
@@ -69,6 +73,16 @@ def _kind(name: str) -> str:
     found = list(_LAYER.finditer(name))
     tail = name[found[0].end() + 1 :] if found else name.removeprefix("base_model.model.")
     return _LAYER.sub("", tail)
+
+
+def _trained_whole(model: nn.Module, covered: set[int]) -> dict[str, int]:
+    """Modules that peft copied to train them in full; copy and original count as covered."""
+    found: dict[str, int] = defaultdict(int)
+    for name, wrapper in model.named_modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            found[_kind(name)] += 1
+            covered |= {id(module) for module in wrapper.modules()}
+    return dict(found)
 
 
 def _not_adapted(model: nn.Module, covered: set[int]) -> dict[str, int]:

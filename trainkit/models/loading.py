@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.models.files import check_model_files, check_tokenizer_files
+from trainkit.models.vocabulary import NewTokens, grow, teach
 from trainkit.options.model import DTYPES, ModelOptions
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
@@ -102,7 +103,7 @@ def _check_hub(name: str) -> None:
 
 
 def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
-    """Load the tokenizer.
+    """Load the tokenizer, with the tokens that the recipe adds.
 
     Raises:
         ModelError: there is none at that path, or the hub cannot be reached.
@@ -119,7 +120,20 @@ def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
             where=source.name_or_path,
             fix="copy tokenizer.json and tokenizer_config.json there",
         )
+    if source.adds_tokens:
+        teach(tokenizer, source)
     return tokenizer
+
+
+def new_tokens(source: ModelOptions) -> NewTokens:
+    """What the recipe's tokens are to the model's own tokenizer.
+
+    Raises:
+        ModelError: there is no tokenizer.
+        RecipeError: the tokens cannot be read.
+    """
+    plain = source.replace(add_tokens=None, add_special_tokens=None)
+    return teach(load_tokenizer(plain), source)
 
 
 def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
@@ -167,6 +181,8 @@ def load_model(
     load_part: LoadPart | None = None,
 ) -> PreTrainedModel:
     """Load (or, with ``init: random``, build) the model; ``use_cache`` is off for training.
+
+    Embedding and head have rows for the tokens that the recipe adds.
 
     Args:
         source: where from.
@@ -219,6 +235,8 @@ def load_model(
             _refuse_missing(report["missing_keys"], source)
     if "gguf_file" in options:
         model = _as_plain_model(model)
+    if source.adds_tokens:
+        grow(model, new_tokens(source))
     if device is not None and getattr(model, "hf_quantizer", None) is None:
         _move(model, device)
     # Packing is isolated only without a cache, and training never needs one.

@@ -19,6 +19,7 @@ from trainkit.errors import PatchError
 from trainkit.models.checks import guards
 from trainkit.models.families import FAMILIES, Family, Unsupported
 from trainkit.models.forwards.layers import KernelForward
+from trainkit.models.loss.loss_head import head_at_work
 from trainkit.models.swap import Swaps, subclass_of
 from trainkit.options.kernels import OPS
 
@@ -259,4 +260,4 @@ def _modules_of(
     if at is None:
         return [module for module in model.modules() if type(module) is original]
     heads = (module for module in model.modules() if type(module).__name__ == family.causal_lm)
-    return [head.get_submodule(at) for head in heads]
+    return [head_at_work(head.get_submodule(at)) for head in heads]

@@ -1,12 +1,21 @@
 """``model:`` what is trained, and how it is loaded."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
+from trainkit.errors import RecipeError
 from trainkit.options.fp8 import ALL, Fp8Options
 from trainkit.options.section import Section, broken_rule
+from trainkit.options.tokens import read_tokens
 
 Dtype = Literal["bfloat16", "float16", "float32", "auto"]
 """What weights can be loaded in: torch's names, or as they were saved."""
@@ -76,11 +85,55 @@ class ModelOptions(Section):
         description="Weights that do not train, without adapters: layers as 0-11, parts of names "
         "as embed_tokens, or whole names with *; !NAME behind them trains it after all.",
     )
+    add_tokens: list[str] | str | None = Field(
+        None,
+        description="Tokens to add to the vocabulary, a list or a text file with one a line; each "
+        "begins as the mean of the pieces that it was cut into, and embedding and head train.",
+    )
+    add_special_tokens: list[str] | str | None = Field(
+        None, description="The same for control tokens, which answers are printed without."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub repository.")
     gguf_file: str | None = Field(None, description="The .gguf file inside name_or_path to read.")
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with the model. Off unless you trust it."
     )
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether the tokenizer is extended."""
+        return self.add_tokens is not None or self.add_special_tokens is not None
+
+    def tokens(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tokens to add, the ordinary and the special ones; files are read.
+
+        Raises:
+            RecipeError: a file cannot be read, or a token is blank, given twice or both.
+        """
+        ordinary, special = (
+            () if choice is None else read_tokens(choice, f"model.{key}")
+            for key, choice in (
+                ("add_tokens", self.add_tokens),
+                ("add_special_tokens", self.add_special_tokens),
+            )
+        )
+        if both := sorted(set(ordinary) & set(special)):
+            raise RecipeError(
+                f"model.add_special_tokens: {both[0]!r} is in model.add_tokens as well",
+                where="model.add_special_tokens",
+                fix="keep one: special tokens are left out of answers as they are printed",
+            )
+        return ordinary, special
+
+    @field_validator("add_tokens", "add_special_tokens")
+    @classmethod
+    def _readable_tokens(cls, value: list[str] | str | None, info: Any) -> list[str] | str | None:
+        if isinstance(value, list):
+            try:
+                read_tokens(value, f"model.{info.field_name}")
+            except RecipeError as error:
+                raise broken_rule(str(error.where), error.what, str(error.fix)) from None
+        return value
 
     @model_validator(mode="after")
     def _random_has_no_weights(self) -> "ModelOptions":

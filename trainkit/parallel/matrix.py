@@ -5,74 +5,10 @@ What no row refuses is allowed, and ``scripts/parity.py`` holds it against one p
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from trainkit.options.combination import Combination
 from trainkit.options.optimizers import FSDP2, OPTIMIZERS, ZERO, optimizer_row
-from trainkit.options.parallel import NONE, ParallelOptions
-from trainkit.options.recompute import RecomputeOptions
-
-
-@dataclass(frozen=True)
-class Combination:
-    """What of a recipe the rows look at.
-
-    Attributes:
-        parallel: how it is spread.
-        model_dtype: as the recipe has it.
-        quantize: what a frozen base is packed to, or None.
-        has_adapters: LoRA.
-        is_packed: several documents share a row.
-        training: the recipe's ``training`` section.
-        attention: the implementation's name.
-        max_length: tokens of a row.
-        computes_fp8: matrix products run in fp8.
-        recompute: the recipe's ``recompute``, spelt out; None where nothing is recomputed.
-        optim_in_backward: weights step in the backward pass.
-        master_weights: of ``model``.
-        objective: what is optimised.
-        lora: what of the adapters a pipeline cannot spread: its key, or None.
-        measures: the keys that have the model asked questions while it trains.
-    """
-
-    parallel: ParallelOptions
-    model_dtype: str = "bfloat16"
-    quantize: str | None = None
-    has_adapters: bool = False
-    is_packed: bool = False
-    training: dict[str, Any] | None = None
-    attention: str = "auto"
-    max_length: int = 0
-    computes_fp8: bool = False
-    recompute: RecomputeOptions | None = None
-    optim_in_backward: bool = False
-    master_weights: bool = True
-    objective: str = "sft"
-    lora: str | None = None
-    measures: tuple[str, ...] = ()
-
-    @property
-    def shard(self) -> str:
-        """A strategy's name, or a file."""
-        return self.parallel.shard
-
-    @property
-    def tensor(self) -> int:
-        """Ranks that products are split over."""
-        return self.parallel.tensor
-
-    @property
-    def sequence(self) -> int:
-        """Ranks that rows are split over."""
-        return self.parallel.sequence
-
-    @property
-    def pipeline(self) -> int:
-        """Ranks that layers are split over."""
-        return self.parallel.pipeline
-
-    def of_training(self, name: str) -> Any:
-        """A value of ``training``, None where nothing is said."""
-        return (self.training or {}).get(name)
+from trainkit.options.parallel import NONE
 
 
 @dataclass(frozen=True)
@@ -276,6 +212,21 @@ REFUSALS: tuple[Refusal, ...] = (
                 "rank of a pipeline has its own layers only",
             ),
         )
+    ),
+    Refusal(
+        "lora.adapter_dtype",
+        lambda one: one.shard in ("zero3", "zero3_offload") and one.mixes_dtypes,
+        "ZeRO-3 keeps what trains in one buffer, and the modules that train whole "
+        "(lora.modules_to_save, model.add_tokens) have the base's dtype",
+        "set lora.adapter_dtype: model, or take shard: zero2 or fsdp2",
+    ),
+    Refusal(
+        "model.add_tokens",
+        lambda one: one.adds_tokens and max(one.tensor, one.pipeline) > 1,
+        "new rows of embedding and head begin from rows all over both, and with parallel.tensor or "
+        "parallel.pipeline no rank holds them whole",
+        "remove parallel.tensor or parallel.pipeline (shard: zero3 spreads a large model), or "
+        "begin from a model that has the tokens",
     ),
     Refusal(
         "training.gradient_checkpointing_kwargs",

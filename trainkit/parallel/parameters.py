@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,3 +37,19 @@ def is_whole(parameter: nn.Parameter) -> bool:
     """Whether this process can read all of the values now, outside the engine's own forward."""
     is_part = hasattr(parameter, "ds_id") or hasattr(parameter, "to_local")
     return not (is_part or parameter.is_meta)
+
+
+@contextmanager
+def written_by_all(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, parameters are whole and can be written; every rank writes the same values.
+
+    Args:
+        parameters: of a model that no engine has wrapped yet; ZeRO-3 may have sharded them.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        yield
+        return
+    from deepspeed import zero
+
+    with zero.GatheredParameters(list(parameters), modifier_rank=0):
+        yield

@@ -20,9 +20,10 @@ from trainkit.options import (
     TaskOptions,
     broken_rule,
 )
+from trainkit.options.combination import Combination
 from trainkit.options.kernels import LORA_OPS
 from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
-from trainkit.parallel.matrix import Combination, refusals
+from trainkit.parallel.matrix import refusals
 from trainkit.recipe.check.optimizer import Trained, broken_optimizer_rules
 from trainkit.recipe.fields.table import CHECKPOINTING
 from trainkit.recipe.fields.training import check_training, complete_training
@@ -202,6 +203,10 @@ class Recipe(Section):
             optim_in_backward=self.optim_in_backward,
             master_weights=self.model.master_weights,
             objective=self.objective,
+            adds_tokens=self.model.adds_tokens,
+            mixes_dtypes=self.lora is not None
+            and bool(self.lora.modules_to_save or self.model.adds_tokens)
+            and self.lora.adapter_dtype == "float32" != self.model.dtype,
             lora=None if self.lora is None else self.lora.needs_whole_model,
         )
 

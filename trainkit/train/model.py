@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
-from trainkit.lora.adapter import attach, count_parameters, load_adapter
+from trainkit.lora.adapter import attach, count_parameters, load_adapter, with_vocabulary
 from trainkit.lora.quant import refuse_unfit_device, refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
@@ -48,8 +48,10 @@ from trainkit.models.loading import (
     can_set_attention,
     load_config,
     load_model,
+    new_tokens,
 )
 from trainkit.models.patch import PatchReport
+from trainkit.models.vocabulary import refuse_frozen_tokens, vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.fp8 import ALL
 from trainkit.patching import patch
@@ -196,6 +198,11 @@ def build_model(
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
     num_towers, num_frozen = _freeze(model, source.frozen, reentrant)
+    if source.adds_tokens and new_tokens(source).pieces:
+        if lora is None:
+            refuse_frozen_tokens(model)
+        else:
+            lora = with_vocabulary(lora, model)
     adapters = None
     if lora is not None:
         model = _adapted(model, lora, adapters_from, reentrant)
@@ -286,6 +293,8 @@ def _loaded(
         model: Any = load_model(source, attention=attention)
     device = device or _device_of_ranks()
     kept = list(lora.modules_to_save) if lora else []
+    if source.adds_tokens:
+        kept += vocabulary_ends(model)
     if fp8 is None:
         # Read on the host and packed layer by layer: the device never holds it in 16 bits.
         convert(model, device, kept)

@@ -13,7 +13,8 @@ from trainkit.data.read.messages import Conversation
 from trainkit.lora.quant import refuse_unfit_device
 from trainkit.models.files import context_warning
 from trainkit.models.fp8.decide import refuse_unfit
-from trainkit.models.loading import check_exists, load_config, load_tokenizer
+from trainkit.models.loading import check_exists, load_config, load_tokenizer, new_tokens
+from trainkit.models.vocabulary import describe_new_tokens
 from trainkit.objectives import OBJECTIVES
 from trainkit.options import ModelOptions
 from trainkit.parallel import Layout, ProcessRank
@@ -107,6 +108,9 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
     if warning is not None:
         console.warn(warning)
     tokenizer = load_tokenizer(source)
+    if source.adds_tokens:
+        rows = getattr(config.get_text_config(), "vocab_size", None)
+        console.note(visible(describe_new_tokens(new_tokens(source), rows)))
     # Set on the tokenizer, so that the held-out answers and final/ have it as well.
     tokenizer.chat_template = read_chat_template(recipe.data.chat_template) or (
         tokenizer.chat_template

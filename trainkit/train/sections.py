@@ -45,7 +45,8 @@ def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
     return DataOptions(
         **data.sample_options(),
         stop_token_ids=stop_token_ids(recipe.model),
-        num_embeddings=getattr(text, "vocab_size", None),
+        # Tokens that the recipe adds get rows.
+        num_embeddings=None if recipe.model.adds_tokens else getattr(text, "vocab_size", None),
         num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
         cache_dir=cache_dir or data.cache_dir,
         seed=int(seed if seed is not None else training.get("seed", 42)),

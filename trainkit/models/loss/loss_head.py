@@ -185,7 +185,7 @@ class CausalLM(KernelForward):
     @classmethod
     def unfit(cls, module: nn.Module) -> str | None:
         """Why this model's loss cannot come out of its head, or None."""
-        head = module.lm_head
+        head = head_at_work(module.lm_head)
         if type(head) is not nn.Linear:
             return f"lm_head is a {type(head).__module__}.{type(head).__name__}, not a plain Linear"
         if module.loss_function is not ForCausalLMLoss:
@@ -229,8 +229,9 @@ class CausalLM(KernelForward):
         """Why this call must compute logits, or None."""
         if given.get("labels") is None:
             return "there are no labels"
-        if not isinstance(self.lm_head, LossHead):
-            return f"lm_head has become a {type(self.lm_head).__name__}"
+        head = head_at_work(self.lm_head)
+        if not isinstance(head, LossHead):
+            return f"lm_head has become a {type(head).__name__}"
         if self.loss_function is not ForCausalLMLoss:
             return "the model has been given its own loss function"
         keep = given.get("logits_to_keep")
@@ -240,6 +241,20 @@ class CausalLM(KernelForward):
         if not (self.config.return_dict if wants_object is None else wants_object):
             return "the caller expects a tuple"
         return None
+
+
+def head_at_work(head: Any) -> nn.Module:
+    """The head that computes: where peft trains it whole (``modules_to_save``), peft's copy of it.
+
+    peft's wrapper hands all arguments on to the copy, or, with its adapters off, to the original.
+    """
+    copies = getattr(head, "modules_to_save", None)
+    if not isinstance(copies, nn.ModuleDict):
+        plain: nn.Module = head
+        return plain
+    names: Any = [] if head.disable_adapters else head.active_adapters
+    chosen: nn.Module = copies[names[0]] if len(names) == 1 else head.original_module
+    return chosen
 
 
 @functools.cache

@@ -64,10 +64,13 @@ def check_files(loaded: LoadedRecipe) -> None:
         )
         for tracker in _missing_trackers(recipe.training.get("report_to"))
     ]
-    try:
-        read_chat_template(recipe.data.chat_template)
-    except RecipeError as error:
-        problems.append(Problem(error.what, loaded.where("data.chat_template"), error.fix))
+    for read in (lambda: read_chat_template(recipe.data.chat_template), recipe.model.tokens):
+        try:
+            read()
+        except RecipeError as error:
+            of_key = str(error.where).startswith(("data.", "model."))  # else it names a file's line
+            where = loaded.where(str(error.where)) if of_key else error.where
+            problems.append(Problem(error.what, where, error.fix))
     if problems:
         raise InvalidRecipe(problems)
 

@@ -38,7 +38,6 @@ _KERNELS = "`kernels: true` switches trainkit's kernels on"
 _OWN_TEMPLATE = "the tokenizer's own chat template is used, or data.chat_template"
 _EARLY_STOP = "`early_stopping: {patience: N}` counts evaluations that bring nothing"
 _FROZEN = "`frozen: ['*', '!24-31']` under model trains layers 24 to 31 alone"
-_TOKENS_BEFORE = "add tokens to the model and its tokenizer first, and save both"
 
 FOREIGN: Mapping[str, ForeignName] = {
     # model
@@ -154,10 +153,12 @@ FOREIGN: Mapping[str, ForeignName] = {
     "unfrozen_parameters": ForeignName(_AX, "model.frozen", _FROZEN),
     "freeze_trainable_layers": ForeignName(_LF, "model.frozen", _FROZEN),
     "freeze_trainable_modules": ForeignName(_LF, "model.frozen", _FROZEN),
-    "special_tokens": ForeignName(_AX, None, _TOKENS_BEFORE),
-    "add_tokens": ForeignName(_LF, None, _TOKENS_BEFORE),
-    "add_special_tokens": ForeignName(_LF, None, _TOKENS_BEFORE),
-    "resize_vocab": ForeignName(_LF, None, _TOKENS_BEFORE),
+    "tokens": ForeignName(_AX, "model.add_tokens"),
+    "special_tokens": ForeignName(
+        _AX, None, "the tokenizer's own bos, eos and pad are used; model.add_special_tokens adds"
+    ),
+    "new_special_tokens": ForeignName(_LF, "model.add_special_tokens", "give a list"),
+    "resize_vocab": ForeignName(_LF, None, "model.add_tokens resizes what it has to"),
     "rl": ForeignName(_AX, None, "trainkit does supervised fine-tuning and pretraining"),
     "plot_loss": ForeignName(_LF, None, "the curves are always drawn"),
     "wandb_project": ForeignName(_AX, None, "set WANDB_PROJECT and `report_to: wandb`"),

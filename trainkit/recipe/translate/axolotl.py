@@ -191,7 +191,7 @@ ROWS: Mapping[str, Row] = {
     "chat_template": leave("the tokenizer's own is used, or the file in data.chat_template"),
     "eot_tokens": leave("the chat template says what ends a turn; it is trained"),
     "special_tokens": leave("the tokenizer's own tokens are used"),
-    "tokens": leave("add tokens to the model and its tokenizer first, and save both"),
+    "tokens": to("model.add_tokens"),
     "pad_to_sequence_len": leave("packed batches are padded to one length by themselves"),
     "eval_sample_packing": leave("evaluation packs as training does"),
     "is_llama_derived_model": leave("the model's class is read from its config"),
@@ -199,9 +199,7 @@ ROWS: Mapping[str, Row] = {
     "tokenizer_type": leave("the tokenizer's class is read from its files"),
     "strict": ignored_when_off(),
     "debug": ignored_when_off(),
-    "early_stopping_patience": leave(
-        "nothing stops a run early; load_best_model_at_end keeps the best weights"
-    ),
+    "early_stopping_patience": to("early_stopping.patience"),
     "loss_watchdog_threshold": leave("a loss that is not finite stops the run by itself"),
     "loss_watchdog_patience": leave("a loss that is not finite stops the run by itself"),
 }

@@ -206,9 +206,13 @@ ROWS: Mapping[str, Row] = {
     ),
     "freeze_trainable_layers": leave(_FREEZE),
     "freeze_trainable_modules": leave(_FREEZE),
-    "new_special_tokens_config": leave("add tokens to the model first, and save both"),
-    "new_special_tokens": leave("add tokens to the model first, and save both"),
-    "resize_vocab": leave("add tokens to the model first, and save both"),
+    "add_tokens": to("model.add_tokens", words),
+    "add_special_tokens": to("model.add_special_tokens", words),
+    "new_special_tokens": to("model.add_special_tokens", words),
+    "new_special_tokens_config": leave(
+        "list its tokens in model.add_special_tokens: each begins as the mean of its pieces"
+    ),
+    "resize_vocab": leave("model.add_tokens resizes what it has to"),
 }
 
 DEFAULTS: Mapping[str, Any] = {

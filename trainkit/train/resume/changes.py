@@ -57,6 +57,8 @@ REFUSED: Mapping[str, str | Reason] = {
     "training.optim": _other_optimizer,
     "training.optim_args": _OTHER_STATE,
     "model.frozen": _OTHER_STATE,
+    "model.add_tokens": _OTHER_STATE,
+    "model.add_special_tokens": _OTHER_STATE,
     "training.optim_target_modules": _OTHER_STATE,
     "training.lr_scheduler_type": _OTHER_SHAPE,
     "training.lr_scheduler_kwargs": _own_schedule,

@@ -1,5 +1,6 @@
 """``trainkit chat``: talk to a model in the terminal."""
 
+import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
     from trainkit.infer.conversation import ChatHistory
-    from trainkit.infer.engine import Engine
+    from trainkit.infer.engine import Answer, Engine
     from trainkit.infer.sampling import SamplingOptions
 
 HELP = """/reset      start a new conversation
@@ -45,6 +46,13 @@ def chat(
     show_ids: Annotated[
         bool, typer.Option("--show-ids", help="Print the prompt's token ids on stderr.")
     ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object {question, answer, finish, input_ids, output_ids} a line.",
+        ),
+    ] = False,
 ) -> None:
     """Talk to a model, with the template and the stop tokens of its training."""
     from trainkit.infer.conversation import ChatHistory
@@ -62,7 +70,7 @@ def chat(
     name = paths.model if paths.adapter is None else f"{paths.adapter} over {paths.model}"
     if sys.stdin.isatty():
         typer.echo(f"{name}. /help lists the commands.", err=True)
-    Chat(engine, ChatHistory(system), sampling, show_ids=show_ids).run()
+    Chat(engine, ChatHistory(system), sampling, show_ids=show_ids, as_json=as_json).run()
 
 
 class Chat:
@@ -75,7 +83,9 @@ class Chat:
         sampling: "SamplingOptions",
         *,
         show_ids: bool = False,
+        as_json: bool = False,
     ) -> None:
+        self.as_json = as_json
         self.engine, self.history, self.sampling = engine, history, sampling
         self.show_ids = show_ids
         self.last_ids: tuple[int, ...] = ()
@@ -131,13 +141,28 @@ class Chat:
             _note(" ".join(map(str, self.engine.prompt_ids(messages))))
         with _ctrl_c_stops() as should_stop:
             answer = self.engine.answer(
-                messages, self.sampling, on_text=_print, should_stop=should_stop
+                messages,
+                self.sampling,
+                on_text=None if self.as_json else _print,
+                should_stop=should_stop,
             )
-        typer.echo()
+        typer.echo(_object(question, answer) if self.as_json else "")
         self.last_ids = (*answer.input_ids, *answer.output_ids)
         if answer.finish != "stop":
             _note("[stopped]" if answer.finish == "interrupted" else "[cut at --max-new-tokens]")
         self.history.add(question, answer.text, is_whole=answer.finish == "stop")
+
+
+def _object(question: str, answer: "Answer") -> str:
+    """A question and its answer for programs."""
+    row = {
+        "question": question,
+        "answer": answer.text,
+        "finish": answer.finish,
+        "input_ids": answer.input_ids,
+        "output_ids": answer.output_ids,
+    }
+    return json.dumps(row, ensure_ascii=False)
 
 
 def _lines() -> Iterator[str]:

@@ -25,7 +25,9 @@ def generate(
         Path,
         typer.Option(help="Rows in any format that trains, or a .txt file with a question a line."),
     ],
-    out: Annotated[Path, typer.Option(help="The file to write, one JSON object a line.")],
+    out: Annotated[
+        Path, typer.Option("--output", "-o", "--out", help="The file to write, JSON lines.")
+    ],
     batch_size: Annotated[int, typer.Option(help="Prompts answered at once.")] = 8,
     row_format: Annotated[
         str, typer.Option("--format", help="Format of the rows, where their keys do not tell.")

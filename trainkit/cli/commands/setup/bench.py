@@ -20,7 +20,8 @@ AsJson = Annotated[
     ),
 ]
 Output = Annotated[
-    Path | None, typer.Option(help="Append the JSON lines to this file.", show_default=False)
+    Path | None,
+    typer.Option("--output", "-o", help="Append the JSON lines to this file.", show_default=False),
 ]
 
 

@@ -64,11 +64,14 @@ def show(
 
 
 @app.command()
-def schema() -> None:
+def schema(
+    as_json: Annotated[bool, typer.Option("--json", help="On one line.")] = False,
+) -> None:
     """Print the recipe's JSON schema, for editors and programs."""
     from trainkit.recipe import recipe_json_schema
 
-    typer.echo(json.dumps(recipe_json_schema(), indent=1, ensure_ascii=False))
+    indent = None if as_json else 1
+    typer.echo(json.dumps(recipe_json_schema(), indent=indent, ensure_ascii=False))
 
 
 @app.command()

@@ -65,7 +65,10 @@ def preview(
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Samples drawn.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
     html: Annotated[
-        Path | None, typer.Option(help="Write one self-contained page here.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--html", "-o", help="Write one self-contained page here.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -162,7 +165,8 @@ def stats(
     model: Model = None,
     mask: Mask = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the lengths here (PNG).", show_default=False)
+        Path | None,
+        typer.Option("--plot", "-o", help="Draw the lengths here (PNG).", show_default=False),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

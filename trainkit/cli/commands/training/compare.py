@@ -21,7 +21,9 @@ def compare(
     ],
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a page with curves and answers here.", show_default=False),
+        typer.Option(
+            "--html", "-o", help="Write a page with curves and answers here.", show_default=False
+        ),
     ] = None,
     as_json: Annotated[
         bool,

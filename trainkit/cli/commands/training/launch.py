@@ -1,5 +1,6 @@
 """``trainkit launch``: a process for each GPU, on one host or several, and again after a crash."""
 
+import json
 import os
 import shlex
 import sys
@@ -39,6 +40,10 @@ def launch(
     form: Annotated[
         Form | None, typer.Option("--print", help="Print the lines to run, and run nothing.")
     ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="As of `sft`; with --print, one JSON object {form, lines}."),
+    ] = False,
 ) -> None:
     """Start ``sft`` on every GPU of this host, and of the others of a job.
 
@@ -53,8 +58,11 @@ def launch(
     arguments = ["sft", *(words or ())]
     if form is not None:
         own = ["--max-restarts", str(max_restarts)] if max_restarts else []
-        typer.echo(_lines(form, [*own, *arguments[1:]]), nl=False)
+        text = _lines(form, [*own, *arguments[1:]])
+        row = {"form": form.value, "lines": text.splitlines()}
+        typer.echo(json.dumps(row) if as_json else text, nl=as_json)
         return
+    arguments += ["--json"] if as_json else []
     hosts = Hosts.from_environment()
     command = launch_command(
         arguments, hosts, max(count_local_gpus(), 1), max_restarts=max_restarts

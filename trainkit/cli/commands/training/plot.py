@@ -1,5 +1,6 @@
 """``trainkit plot``: runs over one another."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +16,12 @@ def plot(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="The picture to write; comparison.png here without it."),
+        typer.Option("--output", "-o", help="The picture to write; comparison.png here."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object a line.")] = False,
 ) -> None:
     """Draw the curves of runs over one another and print where the pictures are."""
     from trainkit.run.plot import draw_comparison
 
     for path in draw_comparison(runs, output):
-        typer.echo(str(path))
+        typer.echo(json.dumps({"picture": str(path)}) if as_json else str(path))

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainkit.cli import output
 from trainkit.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between layouts.")
@@ -28,7 +29,6 @@ class GlmLayout(str, Enum):
 
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Model or adapter directory.")]
-Target = Annotated[Path, typer.Argument(metavar="DST", help="Directory to make.")]
 DtypeOption = Annotated[
     Dtype | None, typer.Option(help="Store the weights so; by default as in the source.")
 ]
@@ -56,7 +56,8 @@ def convert() -> None:
 @app.command("glm4-to-qwen2")
 def glm4_to_qwen2(
     source: Source,
-    target: Target,
+    target: output.Argument = None,
+    out: output.Option = None,
     dtype: DtypeOption = None,
     shard_size: ShardSize = "5GB",
     verify: Verify = True,
@@ -64,13 +65,23 @@ def glm4_to_qwen2(
     as_json: AsJson = False,
 ) -> None:
     """Turn GLM-4-9B (remote-code or transformers layout) into a Qwen2 that computes the same."""
-    _run(source, target, "qwen2", dtype, shard_size, verify, base_model, as_json)
+    _run(
+        source,
+        output.output_of(target, out),
+        "qwen2",
+        dtype,
+        shard_size,
+        verify,
+        base_model,
+        as_json,
+    )
 
 
 @app.command("qwen2-to-glm4")
 def qwen2_to_glm4(
     source: Source,
-    target: Target,
+    target: output.Argument = None,
+    out: output.Option = None,
     layout: Annotated[
         GlmLayout, typer.Option(help="transformers' glm, or the remote-code chatglm.")
     ] = GlmLayout.glm,
@@ -81,7 +92,16 @@ def qwen2_to_glm4(
     as_json: AsJson = False,
 ) -> None:
     """Turn a converted (and trained) Qwen2 back into GLM-4."""
-    _run(source, target, layout.value, dtype, shard_size, verify, base_model, as_json)
+    _run(
+        source,
+        output.output_of(target, out),
+        layout.value,
+        dtype,
+        shard_size,
+        verify,
+        base_model,
+        as_json,
+    )
 
 
 def _run(

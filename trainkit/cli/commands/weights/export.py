@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainkit.cli import output
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption
 from trainkit.cli.completion import run_directories
 from trainkit.cli.run_settings import run_settings
@@ -46,7 +47,6 @@ Source = Annotated[
         autocompletion=run_directories,
     ),
 ]
-Target = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
 BaseModel = Annotated[
     str | None, typer.Option(help="The base model, where it is not where the adapter says.")
 ]
@@ -76,7 +76,8 @@ def export() -> None:
 @app.command()
 def gguf(
     source: Source,
-    target: Target,
+    target: output.Argument = None,
+    out: output.Option = None,
     kind: Type = GgufType.f16,
     base_model: BaseModel = None,
     any_base: AnyBase = False,
@@ -87,13 +88,14 @@ def gguf(
 ) -> None:
     """A GGUF for llama.cpp and what is built on it."""
     said = {"type": kind.value, "name": name, "min_agreement": min_agreement, "excepted": excepted}
-    _run("gguf", source, target, base_model, any_base, said, as_json)
+    _run("gguf", source, output.output_of(target, out), base_model, any_base, said, as_json)
 
 
 @app.command()
 def ollama(
     source: Source,
-    target: Target,
+    target: output.Argument = None,
+    out: output.Option = None,
     kind: Type = GgufType.q8_0,
     system: Annotated[str | None, typer.Option(help="A system prompt for all chats.")] = None,
     base_model: BaseModel = None,
@@ -111,13 +113,14 @@ def ollama(
         "min_agreement": min_agreement,
         "excepted": excepted,
     }
-    _run("ollama", source, target, base_model, any_base, said, as_json)
+    _run("ollama", source, output.output_of(target, out), base_model, any_base, said, as_json)
 
 
 @app.command()
 def vllm(
     source: Source,
-    target: Target,
+    target: output.Argument = None,
+    out: output.Option = None,
     as_adapter: Annotated[
         bool, typer.Option("--as-adapter", help="Keep base and adapter apart.")
     ] = False,
@@ -137,13 +140,14 @@ def vllm(
         "min_agreement": min_agreement,
         "excepted": excepted,
     }
-    _run("vllm", source, target, base_model, any_base, said, as_json)
+    _run("vllm", source, output.output_of(target, out), base_model, any_base, said, as_json)
 
 
 @app.command()
 def fp8(
     source: Source,
-    target: Target,
+    target: output.Argument = None,
+    out: output.Option = None,
     base_model: BaseModel = None,
     any_base: AnyBase = False,
     name: Name = None,
@@ -153,13 +157,18 @@ def fp8(
 ) -> None:
     """FP8 weights and activations (compressed-tensors), made without data."""
     said = {"name": name, "min_agreement": min_agreement, "excepted": excepted}
-    _run("fp8", source, target, base_model, any_base, said, as_json)
+    _run("fp8", source, output.output_of(target, out), base_model, any_base, said, as_json)
 
 
 @app.command()
-def awq(source: Source, target: Target, as_json: AsJson = False) -> None:
+def awq(
+    source: Source,
+    target: output.Argument = None,
+    out: output.Option = None,
+    as_json: AsJson = False,
+) -> None:
     """Say how to make an AWQ model, which is not done here."""
-    _run("awq", source, target, None, False, {}, as_json)
+    _run("awq", source, output.output_of(target, out), None, False, {}, as_json)
 
 
 def _run(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainkit.cli import output
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption, ShardSize, parse_shard_size
 from trainkit.cli.completion import run_directories
 from trainkit.cli.run_settings import run_settings
@@ -39,7 +40,8 @@ Source = Annotated[
 
 def merge(
     source: Source,
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")],
+    out: output.Argument = None,
+    output_option: output.Option = None,
     base: Annotated[
         Base | None,
         typer.Option(
@@ -66,6 +68,7 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Write one plain model: base and adapter merged, or ZeRO shards put together."""
+    target = output.output_of(out, output_option)
     size = parse_shard_size(shard_size)
     if not source.is_dir():
         raise ModelError("there is no such directory", where=str(source))

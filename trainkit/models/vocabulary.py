@@ -1,0 +1,131 @@
+"""Tokens that a recipe adds: the tokenizer learns them, embedding and head get rows for them.
+
+A new row begins as the mean of the rows of the pieces that the token was cut into before, in the
+embedding and, where it is not the same matrix, in the head. So the model first reads a new token
+about as it read its text, and finds it about as likely as that: the start disturbs no answer, which
+the random rows of a plain resize do. Rows are added one for one; nothing is rounded up, so that
+peft and every server find a matrix of ``len(tokenizer)`` rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tokenizers import AddedToken
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trainkit.errors import RecipeError
+from trainkit.options.model import ModelOptions
+from trainkit.parallel.parameters import whole_shape, written_by_all
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a tokenizer has learnt.
+
+    Attributes:
+        pieces: the id of each new token, with the ids that its text had before.
+        known: tokens of the recipe that it had already.
+        size: of its vocabulary now.
+    """
+
+    pieces: Mapping[int, tuple[int, ...]]
+    known: tuple[str, ...]
+    size: int
+
+
+def teach(tokenizer: PreTrainedTokenizerBase, source: ModelOptions) -> NewTokens:
+    """Add the tokens of ``model.add_tokens`` and ``add_special_tokens``, in place.
+
+    Args:
+        tokenizer: as it came with the model.
+        source: names the tokens.
+
+    Raises:
+        RecipeError: a file of tokens cannot be read, or a token is blank or given twice.
+    """
+    ordinary, special = source.tokens()
+    vocabulary = tokenizer.get_vocab()
+    new = {
+        token: tuple(tokenizer.encode(token, add_special_tokens=False))
+        for token in (*ordinary, *special)
+        if token not in vocabulary
+    }
+    for token in new:
+        is_special = token in special
+        # As it is written, wherever it stands: no normaliser, no blanks around it.
+        added = AddedToken(token, normalized=False, special=is_special)
+        tokenizer.add_tokens([added], special_tokens=is_special)
+    ids = tokenizer.convert_tokens_to_ids(list(new))
+    pieces = {int(number): new[token] for number, token in zip(ids, new, strict=True)}
+    known = tuple(token for token in (*ordinary, *special) if token not in new)
+    return NewTokens(pieces, known, len(tokenizer))
+
+
+def grow(model: PreTrainedModel, new: NewTokens) -> None:
+    """Give embedding and head rows for new tokens, which begin as the mean of their pieces' rows.
+
+    Args:
+        model: as it was loaded; nothing has been swapped in.
+        new: what `teach` returned. Rows that the model has beyond its tokenizer are used first.
+    """
+    if not new.pieces:
+        return
+    rows = whole_shape(model.get_input_embeddings().weight)[0]
+    if new.size > rows:
+        model.resize_token_embeddings(new.size, mean_resizing=False)
+    ends: list[Any] = [*vocabulary_ends(model).values()]
+    bias = getattr(model.get_output_embeddings(), "bias", None)
+    matrices: list[nn.Parameter] = [end.weight for end in ends] + ([] if bias is None else [bias])
+    with torch.no_grad(), written_by_all(matrices):
+        for matrix in matrices:
+            if new.size > rows:  # also for tokens that the tokenizer had beyond the embedding
+                matrix[rows : new.size] = matrix[:rows].mean(0, dtype=torch.float32)
+            for row, pieces in new.pieces.items():
+                if pieces:
+                    matrix[row] = matrix[list(pieces)].mean(0, dtype=torch.float32)
+
+
+def vocabulary_ends(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Embedding and head, by their names in the model; a tied head is not there."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends: list[nn.Module] = [embeddings]
+    if head is not None and head.weight is not embeddings.weight:
+        ends.append(head)
+    return {name: module for name, module in model.named_modules() if module in ends}
+
+
+def refuse_frozen_tokens(model: PreTrainedModel) -> None:
+    """Added tokens whose rows never train would stay the mean of their pieces.
+
+    Raises:
+        RecipeError: ``model.frozen`` names the embedding or the head.
+    """
+    for name, module in vocabulary_ends(model).items():
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise RecipeError(
+                f"model.frozen names {name}, and the tokens of model.add_tokens would not train",
+                where="model.frozen",
+                fix=f"add '!{name}' to model.frozen, or remove model.add_tokens",
+            )
+
+
+def describe_new_tokens(new: NewTokens, rows: int | None) -> str:
+    """A line for the console.
+
+    Args:
+        new: what `teach` returned.
+        rows: of the embedding before.
+    """
+    parts = []
+    if new.pieces:
+        ids = f"ids {min(new.pieces)} to {max(new.pieces)}"
+        grown = rows is not None and new.size > rows
+        room = f"{rows} rows grow to {new.size}" if grown else "the embedding has rows for them"
+        parts.append(f"{len(new.pieces)} tokens added ({ids}; {room})")
+    if new.known:
+        first = ", ".join(new.known[:5]) + (", ..." if len(new.known) > 5 else "")
+        parts.append(f"{len(new.known)} in the vocabulary already ({first})")
+    return f"vocabulary: {', '.join(parts)}"
