@@ -19,15 +19,19 @@ class TooLongChoice(str, Enum):
     left_turns = "left_turns"
 
 
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", "--out", help="The file to write, one JSON object a line."),
+]
+
+
 def generate(
     model: shared.Model,
     prompts: Annotated[
         Path,
         typer.Option(help="Rows in any format that trains, or a .txt file with a question a line."),
     ],
-    out: Annotated[
-        Path, typer.Option("--output", "-o", "--out", help="The file to write, JSON lines.")
-    ],
+    out: Output,
     batch_size: Annotated[int, typer.Option(help="Prompts answered at once.")] = 8,
     row_format: Annotated[
         str, typer.Option("--format", help="Format of the rows, where their keys do not tell.")
