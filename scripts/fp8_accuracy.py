@@ -128,8 +128,8 @@ def as_trainkit(arguments: list[str]) -> int:
     from trainkit.models.fp8 import decide
     from trainkit.models.fp8.savings import measure_savings
 
-    decide.measure_savings = lambda shapes, tokens, _, trained: measure_savings(  # type: ignore[assignment]
-        shapes, tokens, torch.device("cpu"), trained=trained
+    decide.measure_savings = lambda layers, tokens, _, trained: measure_savings(  # type: ignore[assignment]
+        layers, tokens, torch.device("cpu"), trained=trained
     )
     sys.argv[1:] = arguments
     return trainkit() or 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny import make_qwen2
 from torch import nn
 
 from trainkit.errors import ModelError
+from trainkit.models.fp8 import savings
 from trainkit.models.fp8.budget import Increase, Probe, probe_batches
 from trainkit.models.fp8.choice import BACKWARD, BOTH, PLAIN, Fp8Choice, choose
 from trainkit.models.fp8.decide import Fp8Setup, decide, train_in_fp8
@@ -43,13 +45,14 @@ class Prices:
         return Increase(total * (1.1 if len(list(layers)) > 1 else 1.0), total)
 
 
-def chosen(budget, prices, savings, *, frozen=False):
+def chosen(budget, prices, saved, *, frozen=False):
     layers = {f"layers.0.{role}": nn.Linear(*size) for role, size in SHAPES.items()}
-    shapes = {(layer.out_features, layer.in_features) for layer in layers.values()}
-    by_shape = {shape: savings.get(shape[0], Saving(1.0, 2.0)) for shape in shapes}
+    by_layer = {
+        name: saved.get(layer.out_features, Saving(1.0, 2.0)) for name, layer in layers.items()
+    }
     options = Fp8Options(loss_budget=budget)
     found = choose(
-        Candidates(layers, {}), options, by_shape, "by hand", Prices(**prices), frozen=frozen
+        Candidates(layers, {}), options, by_layer, "by hand", Prices(**prices), frozen=frozen
     )
     return {group.group.split()[0]: group.runs for group in found.groups}, found
 
@@ -83,6 +86,35 @@ def test_no_budget_takes_all_that_gains_and_a_zero_one_nothing():
 def test_a_group_without_numbers_is_never_taken():
     runs, _ = chosen(0.9, {**COSTS, "cheap": math.nan}, {})
     assert runs["cheap"] == BACKWARD
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_layers_of_one_input_are_timed_together(trained, monkeypatch):
+    """Alone, k and v would pay for quantising what q has quantised for them; and stay in 16 bits,
+    where the norm before them quantises for nobody any more."""
+    layers = find_candidates(make_qwen2(32), Fp8Options()).layers
+    calls = []
+
+    def milliseconds(function):
+        calls.append(function.__name__)
+        function()
+        return 8.0 if "bf16" in function.__name__ else 4.0
+
+    monkeypatch.setattr(savings, "_milliseconds", milliseconds)
+    real = savings._measured
+    monkeypatch.setattr(
+        savings, "_measured", lambda shape, tokens, _, given: real(shape, tokens, CPU, given)
+    )
+    gpu = SimpleNamespace(type="cuda")  # what it computes on is the CPU
+    found, timing = savings.measure_savings(layers, 16, gpu, trained=trained)
+    assert timing == savings.MEASURED
+    assert len(calls) == 4 * 4  # qkv, o, gate and up, down; the second layer has the same shapes
+    assert set(found) == set(layers)
+    first = {name.rpartition(".")[2]: each for name, each in found.items() if ".0." in name}
+    assert first["o_proj"] == first["down_proj"] == Saving(4.0, 4.0)
+    assert first["q_proj"] == Saving(2.0, 2.0)  # 64 of 128 outputs
+    assert first["k_proj"] == first["v_proj"] == Saving(1.0, 1.0)
+    assert first["gate_proj"] == first["up_proj"] == Saving(2.0, 2.0)
 
 
 def test_layers_are_grouped_by_role_and_depth():

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from trainkit.models.fp8.budget import Increase, Probe
 from trainkit.models.fp8.groups import Candidates, Group, group_layers
-from trainkit.models.fp8.savings import Saving, Shape
+from trainkit.models.fp8.savings import Saving
 from trainkit.options.fp8 import ALL, Fp8Options
 
 BOTH = "fp8"
@@ -145,7 +143,7 @@ class Fp8Choice:
 def choose(
     candidates: Candidates,
     options: Fp8Options,
-    savings: Mapping[Shape, Saving],
+    savings: Mapping[str, Saving],
     timing: str,
     probe: Probe | None,
     *,
@@ -156,15 +154,12 @@ def choose(
     Args:
         candidates: the layers.
         options: with the budget.
-        savings: per shape (N, K).
+        savings: per layer.
         timing: how those are known.
         probe: has begun; None where no budget limits the choice.
         frozen: a weight is kept either in fp8, for both directions, or in 16 bits.
     """
-    groups = [
-        _timed(group, candidates.layers, savings, frozen)
-        for group in group_layers(candidates.layers)
-    ]
+    groups = [_timed(group, savings, frozen) for group in group_layers(candidates.layers)]
     choice = Fp8Choice(options.model_dump(), tuple(groups), dict(candidates.kept), timing)
     if probe is None or options.loss_budget == ALL:
         return replace(choice, groups=tuple(_taken(group, frozen) for group in groups))
@@ -185,10 +180,8 @@ def choose(
     )
 
 
-def _timed(
-    group: Group, layers: Mapping[str, nn.Linear], savings: Mapping[Shape, Saving], frozen: bool
-) -> ChosenGroup:
-    found = [savings[layers[name].out_features, layers[name].in_features] for name in group.layers]
+def _timed(group: Group, savings: Mapping[str, Saving], frozen: bool) -> ChosenGroup:
+    found = [savings[name] for name in group.layers]
     forward, backward = sum(one.forward for one in found), sum(one.backward for one in found)
     made = ChosenGroup(group.label, group.layers, None, forward, backward, PLAIN)
     gains = forward + (min(backward, 0.0) if frozen else 0.0) > 0

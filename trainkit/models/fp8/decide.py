@@ -122,9 +122,8 @@ def decide(
     candidates = find_candidates(model, setup.options, frozen=frozen)
     if (known := _recorded(setup, candidates)) is not None:
         return known
-    shapes = {(layer.out_features, layer.in_features) for layer in candidates.layers.values()}
     savings, timing = setup.agree(
-        measure_savings(shapes, setup.num_tokens, device, trained=not frozen)
+        measure_savings(candidates.layers, setup.num_tokens, device, trained=not frozen)
     )
     if setup.options.loss_budget == ALL:
         return choose(candidates, setup.options, savings, timing, None, frozen=frozen)
@@ -153,7 +152,7 @@ class _AgreedProbe(Probe):
         return found
 
 
-def _any_gain(savings: Mapping[Any, Saving]) -> bool:
+def _any_gain(savings: Mapping[str, Saving]) -> bool:
     return any(max(one.forward, one.forward + one.backward) > 0 for one in savings.values())
 
 

@@ -1,32 +1,39 @@
 """How many milliseconds fp8 saves in a layer: measured on a GPU, modelled elsewhere.
 
-A layer of N outputs and K inputs is timed alone on M tokens of random numbers: quantising and
-transposing count for what the layer itself needs, and are shared with nobody.
+Layers that read the same input are timed together, as they run: its rows are quantised once for all
+of them, and dx is one product. A layer's part of what they save is its part of the products. All
+calls follow each other without a pause, as in training: what the host needs to start a kernel
+counts where it is more than the GPU needs to run it, and only there.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from trainkit.kernels.fp8.function import fp8_matmul, fp8_quantize
-from trainkit.kernels.fp8.trained import Directions, fp8_linears
+from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears
 
 MODELLED = "modelled: products at an H200's rates, 0.66 PFLOP/s in bf16 and 1.29 in fp8"
-MEASURED = "measured here, layer by layer"
+MEASURED = "measured here, layers of one input together"
 _BF16_FLOPS = 0.66e15
 _FP8_FLOPS = 1.29e15
 
 MAX_TOKENS = 16384
 """Tokens that are timed; more take proportionally longer."""
-_REPEATS = 5
+_REPEATS = 3
+_CALLS = 8
+"""In a row."""
+
+TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Roles of layers that read the same input."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Milliseconds that fp8 saves in a micro-batch; negative where it loses.
+    """Milliseconds that fp8 saves in a layer and a micro-batch; negative where it loses.
 
     Attributes:
         forward: in the forward product.
@@ -37,33 +44,53 @@ class Saving:
     backward: float
 
 
-Shape = tuple[int, int]
+Shape = tuple[tuple[int, ...], int]
+"""Of layers that read the same input: their outputs, and its width."""
 
 
 def measure_savings(
-    shapes: Iterable[Shape], num_tokens: int, device: torch.device, *, trained: bool
-) -> tuple[Mapping[Shape, Saving], str]:
-    """Per shape (N, K) what fp8 saves, and how that is known.
+    layers: Mapping[str, nn.Linear], num_tokens: int, device: torch.device, *, trained: bool
+) -> tuple[Mapping[str, Saving], str]:
+    """What fp8 saves in each layer, and how that is known.
 
     Args:
-        shapes: of the layers' weights.
+        layers: by name.
         num_tokens: of a micro-batch on one GPU.
         device: where the model trains.
         trained: whether the weights need gradients.
     """
-    shapes = dict.fromkeys(shapes)
     if device.type != "cuda":
-        return {shape: _modelled(shape, num_tokens, trained) for shape in shapes}, MODELLED
+        shapes = {name: (each.out_features, each.in_features) for name, each in layers.items()}
+        found = {shape: _modelled(shape, num_tokens, trained) for shape in set(shapes.values())}
+        return {name: found[shape] for name, shape in shapes.items()}, MODELLED
     timed = max(16, min(num_tokens, MAX_TOKENS) // 16 * 16)
-    found = {}
-    for shape in shapes:
-        one = _measured(shape, timed, device, trained)
-        factor = num_tokens / timed
-        found[shape] = Saving(_two_digits(one.forward * factor), _two_digits(one.backward * factor))
-    return found, MEASURED
+    known: dict[Shape, Saving] = {}
+    savings = {}
+    for names in readers(layers):
+        outputs = tuple(layers[name].out_features for name in names)
+        shape = outputs, layers[names[0]].in_features
+        if shape not in known:
+            known[shape] = _measured(shape, timed, device, trained)
+        for name, output in zip(names, outputs, strict=True):
+            part = num_tokens / timed * output / sum(outputs)
+            one = known[shape]
+            savings[name] = Saving(
+                _two_digits(one.forward * part), _two_digits(one.backward * part)
+            )
+    return savings, MEASURED
 
 
-def _modelled(shape: Shape, num_tokens: int, trained: bool) -> Saving:
+def readers(layers: Mapping[str, nn.Linear]) -> Sequence[tuple[str, ...]]:
+    """The names of layers that read the same input, set by set."""
+    found: dict[tuple[object, ...], list[str]] = {}
+    for name, layer in layers.items():
+        parent, _, role = name.rpartition(".")
+        which = next((place for place, roles in enumerate(TOGETHER) if role in roles), name)
+        found.setdefault((parent, which, layer.in_features), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def _modelled(shape: tuple[int, int], num_tokens: int, trained: bool) -> Saving:
     flops = 2.0 * shape[0] * shape[1] * num_tokens
     one = flops * (1 / _BF16_FLOPS - 1 / _FP8_FLOPS) * 1e3
     return Saving(one, one * (2 if trained else 1))
@@ -75,43 +102,59 @@ def _measured(shape: Shape, num_tokens: int, device: torch.device, trained: bool
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device).bfloat16()
 
-    x, dy = random(num_tokens, shape[1]), random(num_tokens, shape[0])
-    weight = random(*shape).requires_grad_(trained)
-    made = fp8_quantize(weight.detach())
+    outputs, width = shape
+    x, dys = random(num_tokens, width), [random(num_tokens, output) for output in outputs]
+    weights = [random(output, width).requires_grad_(trained) for output in outputs]
+    made = [fp8_quantize(weight.detach()) for weight in weights]
     # What trains keeps its codes for a step; a base that keeps its 16 bits makes them each time.
-    both = Directions(True, True, (lambda _: made) if trained else fp8_quantize)
-    (y,) = fp8_linears(x.requires_grad_(), [weight], [None], [both])
-    inputs = [x, weight] if trained else [x]
+    both = [Directions(True, True, _keeping(own) if trained else fp8_quantize) for own in made]
+    ys = fp8_linears(x.requires_grad_(), weights, [None] * len(outputs), both)
+    inputs = [x, *weights] if trained else [x]
+    plain = [weight.detach() for weight in weights]
+    rows = x.detach()
 
     def forward() -> None:
-        fp8_matmul(*fp8_quantize(x.detach(), keep_largest=True), *made)
+        codes, scales = fp8_quantize(rows, keep_largest=True)
+        for own in made:
+            fp8_matmul(codes, scales, *own)
+
+    def forward_in_bf16() -> None:
+        for weight in plain:
+            functional.linear(rows, weight)
 
     def backward() -> None:
-        torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        torch.autograd.grad(ys, inputs, dys, retain_graph=True)
 
     def backward_in_bf16() -> None:
-        torch.mm(dy, weight.detach())
+        dx = torch.mm(dys[0], plain[0])
+        for dy, weight in zip(dys[1:], plain[1:], strict=True):
+            dx.addmm_(dy, weight)
         if trained:
-            torch.mm(dy.t(), x.detach())
+            for dy in dys:
+                torch.mm(dy.t(), rows)
 
     return Saving(
-        _milliseconds(lambda: functional.linear(x.detach(), weight.detach()))
-        - _milliseconds(forward),
+        _milliseconds(forward_in_bf16) - _milliseconds(forward),
         _milliseconds(backward_in_bf16) - _milliseconds(backward),
     )
 
 
+def _keeping(codes: Codes) -> Callable[[Tensor], Codes]:
+    return lambda _: codes
+
+
 def _milliseconds(function: Callable[[], object]) -> float:
-    """The fastest of a few runs on the GPU."""
+    """Of one of several calls in a row, the fastest of a few times."""
     function()
     times = []
     for _ in range(_REPEATS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        function()
+        for _ in range(_CALLS):
+            function()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(begin.elapsed_time(end) / _CALLS)
     return min(times)
 
 
