@@ -11,7 +11,7 @@ by less than bf16 resolves.
 
 The riskiest cases come first. None begins that would not end in --seconds, and one whose rows are
 in OUTPUT already is not run again. OUTPUT gets a JSON line for each figure, OUTPUT.policies.json
-which products each case had in fp8: `fp8_speed.py` times those. On a model as narrow as this one
+which products each case had in fp8: `fp8/speed.py` times those. On a model as narrow as this one
 fp8 saves no time, and would choose nothing: milliseconds are modelled as those of wide products.
 """
 

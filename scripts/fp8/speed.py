@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""How fast fp8 trains, next to bf16 and to other tools: one GPU, random weights, part by part.
+
+usage: speed.py OUTPUT [--policies FILE] [--parts NAME;...] [--seconds 460] [--peers SITE]
+
+Policies: bf16; all, every product that gains time; default, what the default budget took on a
+trained model, by role and share of the depth: FILE is what the accuracy script wrote. Full
+fine-tuning is timed forward and backward, adapters with AdamW. Peers: Unsloth (which needs packages
+of its own, SITE), Liger, and torchao's float8 in compiled layers with Liger's loss. Each part is a
+process, and the next one imports meanwhile. A JSON line for each figure goes to OUTPUT, the GPU's
+time by kernel to OUTPUT.kernels.json. `--tiny` checks the script on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from speed_parts import PARTS, run_part
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def child(name: str, policies_file: str, tiny: bool) -> None:
+    """A part's process: imports, waits for a line, and writes figures."""
+    if PARTS[name][2] == "unsloth":
+        import unsloth  # noqa: F401  (it must come before transformers and peft)
+    import peft  # noqa: F401
+    import transformers  # noqa: F401
+
+    import trainkit  # noqa: F401
+
+    sys.stdin.readline()
+    default: Mapping[str, Any] = {}
+    if policies_file:
+        known = json.loads(Path(policies_file).read_text())
+        kind = "full: default budget" if PARTS[name][1] == "full" else "lora: fp8 base, default"
+        default = next((each for case, each in known.items() if case.startswith(kind)), {})
+    for row in run_part(name, default, tiny):
+        sys.stdout.write("ROW " + json.dumps(row) + "\n")
+        sys.stdout.flush()
+
+
+def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """The process of a part, which imports and waits."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    if PARTS[name][2] == "unsloth" and args.peers:
+        paths.insert(0, args.peers)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "UNSLOTH_DISABLE_STATISTICS": "1"}
+    command = [sys.executable, __file__, "-", "--child", name, "--policies", args.policies]
+    log = args.output.with_name(f"{args.output.stem}.{name.replace(' ', '_')}.err").open("w")
+    return subprocess.Popen(
+        [*command, *(["--tiny"] if args.tiny else [])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env=env,
+    )
+
+
+def lines_of(process: subprocess.Popen[str], until: float) -> Iterator[str]:
+    """What a process writes, until it ends or its time does."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return
+    while time.monotonic() < until:
+        if select.select([process.stdout], [], [], 1.0)[0]:
+            line = process.stdout.readline()
+            if not line:
+                break
+            yield line
+    process.kill()
+
+
+def write(
+    args: argparse.Namespace, name: str, row: dict[str, Any], about: Mapping[str, Any]
+) -> None:
+    """Add a row's figures to the files."""
+    from trainkit.bench.measure.record import UNITS
+
+    shape, work, who = PARTS[name]
+    policy, kernels = row.pop("policy"), row.pop("kernels", None)
+    base = {"bench": "fp8", "case": f"{shape} {work}: {policy}"}
+    base["provider"] = "torchao" if who in ("tensorwise", "rowwise", "compiled") else who
+    with args.output.open("a") as file:
+        for metric, value in row.items():
+            if isinstance(value, int | float):
+                unit = UNITS.get(metric, "ms" if metric.endswith("_ms") else "share")
+                line = {**base, "metric": metric, "value": value, "unit": unit, **about}
+                file.write(json.dumps(line) + "\n")
+    if kernels:
+        place = args.output.with_name(args.output.stem + ".kernels.json")
+        known = json.loads(place.read_text()) if place.exists() else {}
+        place.write_text(json.dumps({**known, base["case"]: kernels}, indent=1))
+    shown = {key: round(value, 3) for key, value in row.items() if isinstance(value, float)}
+    print(f"{base['case']:44s} {base['provider']:9s} {shown}", flush=True)
+
+
+def main() -> None:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--policies", default="")
+    parser.add_argument("--parts", default=";".join(PARTS), help="names, with ; between them")
+    parser.add_argument("--seconds", type=float, default=460)
+    parser.add_argument("--part-seconds", type=float, default=100)
+    parser.add_argument("--peers", default="", help="where Unsloth's packages are")
+    parser.add_argument("--commit", default=None)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--child", default="")
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.policies, args.tiny)
+        return
+    from trainkit.bench.measure.record import environment
+
+    until = time.monotonic() + args.seconds
+    about = environment(args.commit)
+    names = [each.strip() for each in args.parts.split(";")]
+    coming = start(names[0], args)
+    for number, name in enumerate(names):
+        running = coming
+        if number + 1 < len(names):
+            coming = start(names[number + 1], args)
+        if time.monotonic() > until - 15:
+            print("no time left for", name, flush=True)
+            running.kill()
+            continue
+        for line in lines_of(running, min(until, time.monotonic() + args.part_seconds)):
+            if line.startswith("ROW "):
+                write(args, name, json.loads(line[4:]), about)
+        if running.wait():
+            print(name, "FAILED or stopped", flush=True)
+
+
+if __name__ == "__main__":
+    main()
