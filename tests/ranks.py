@@ -106,6 +106,8 @@ def _warm():
     import deepspeed.runtime.superoffload.superoffload_stage3
     import deepspeed.runtime.zero.muon.muon_optimizer  # compiles, which loads a table of torch's
     import deepspeed.utils.numa
+    import peft.tuners.lora.bnb
+    import peft.utils.transformers_weight_conversion  # noqa: F401
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
