@@ -2,7 +2,8 @@
 
 The command runs in a process of its own that ``ranks.py`` forks behind the imports: it has its own
 directory, variables, standard output and error, exit code and, where asked for, a sudden end.
-``tests/cli`` also starts interpreters of its own: ``python -m trainkit`` and ``torchrun``.
+``tests/cli`` also starts interpreters of its own, and so do ``train.sh`` and its launcher in
+``tests/resume/test_resume_restart.py``.
 """
 
 import os
@@ -30,8 +31,8 @@ def trainkit(cwd, *argv, num_ranks=1, **options) -> Said | None:
         cwd: where the command is typed.
         argv: its words.
         num_ranks: as ``torchrun --nproc-per-node`` starts them.
-        options: ``kill_at``, ``stop_at``, ``launch``, ``environment`` and ``pictures`` of
-            ``run_command``, and ``timeout`` in seconds.
+        options: ``kill_at``, ``stop_at``, ``launch``, ``is_plain``, ``environment`` and
+            ``pictures`` of ``run_command``, and ``timeout`` in seconds.
     """
     timeout = options.pop("timeout", 240)
     if options.get("launch"):
@@ -58,6 +59,7 @@ def run_command(
     to_launcher=False,
     launch=0,
     max_restarts=0,
+    is_plain=False,
     plan=None,
     environment=None,
     pictures=True,
@@ -76,6 +78,7 @@ def run_command(
         launch: so many ranks are started by ``trainkit launch``, which the command then is for;
             0 for a command of its own.
         max_restarts: of that launch; the end comes before the first of them only.
+        is_plain: the launch is torch's own, ``torchrun``.
         plan: of a kill, see ``moments``.
         environment: variables on top.
         spoil: step: what its loss is multiplied by.
@@ -107,9 +110,12 @@ def run_command(
     if not pictures:
         _draw_nothing()
     if launch:
-        from launches import launch as launched
+        import launches
 
-        code = launched(argv, launch, max_restarts=max_restarts, in_rank=end_at)
+        if is_plain:
+            code = launches.plain_torchrun(argv, launch, in_rank=end_at)
+        else:
+            code = launches.launch(argv, launch, max_restarts=max_restarts, in_rank=end_at)
     else:
         from trainkit.cli.app import main
 

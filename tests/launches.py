@@ -24,16 +24,11 @@ def launch(argv, num_ranks, *, max_restarts=0, in_rank=lambda: None):
     Returns:
         The exit code.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     from trainkit.parallel.hosts import Hosts
     from trainkit.parallel.launch import LAUNCH_VARIABLES, launch_command
     from trainkit.train.faults import torchrun
 
-    def popen(self, arguments, environment):
-        return Fork(arguments, environment, in_rank)
-
-    SubprocessHandler._popen = popen
+    _fork_ranks(in_rank)
     os.environ["NPROC_PER_NODE"] = str(num_ranks)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         os.environ.pop(name, None)
@@ -42,6 +37,33 @@ def launch(argv, num_ranks, *, max_restarts=0, in_rank=lambda: None):
     hosts = Hosts.from_environment({})
     command = launch_command(["sft", *argv], hosts, num_ranks, max_restarts=max_restarts)
     return torchrun.main(command[command.index(torchrun.__name__) + 1 :])
+
+
+def plain_torchrun(argv, num_ranks, *, in_rank=lambda: None):
+    """``torchrun --standalone --nproc_per_node N -m trainkit.cli.app ARGV``: without trainkit's.
+
+    Args:
+        argv: after ``trainkit``.
+        num_ranks: N.
+        in_rank: called in every rank before its command.
+
+    Returns:
+        The exit code.
+    """
+    from torch.distributed import run
+
+    _fork_ranks(in_rank)
+    run.main(["--standalone", "--nproc_per_node", str(num_ranks), "-m", "trainkit.cli.app", *argv])
+    return 0  # it raises where a rank fails
+
+
+def _fork_ranks(in_rank):
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def popen(self, arguments, environment):
+        return Fork(arguments, environment, in_rank)
+
+    SubprocessHandler._popen = popen
 
 
 class Fork:
