@@ -95,6 +95,7 @@ CELLS = (
     Cell("qwen2-7b", "trainkit", 4, "none", 8, 4, LORA, 1),
     Cell("qwen2-7b", "trainkit", 0, "zero2", 8, 4, LORA, 1),
     Cell("qwen2-7b", "trainkit", 0, "fsdp2", 32, 4, CHECKPOINTED),
+    Cell("qwen2-7b", "trainkit", 0, "zero2", 32, 4, CHECKPOINTED),
     Cell("qwen2-7b", "trainkit", 0, "zero3", 32, 4, CHECKPOINTED),
     Cell("qwen2-7b", "hf", 0, "zero3", 32, 4, CHECKPOINTED),
     Cell("qwen2-7b", "trainkit", 2, "zero3", 32, 4, CHECKPOINTED),

@@ -22,6 +22,7 @@ from trainkit.parallel.pipeline.share import (
     STAGED,
     Share,
     cut,
+    head_in_layers,
     refuse_micro_batches,
     refuse_model,
 )
@@ -183,9 +184,27 @@ def test_every_layer_has_one_rank(schedule, size, layers):
     assert found == list(range(layers))
     assert [share.has_first for share in shares].index(True) == 0
     assert [share.has_last for share in shares].index(True) == shares[0].last_rank
-    sizes = [len(layers) for layers in cut(layers, shares[0].num_stages)]
+    sizes = [len(layers) for layers in cut(layers, shares[0].ranks)]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[0] == min(sizes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("size", "layers"), [(2, 28), (4, 32), (8, 80), (3, 12)])
+@pytest.mark.parametrize("head", [0.3, 2.3, 5.0])
+def test_the_head_counts_as_the_layers_that_take_as_long(schedule, size, layers, head):
+    """No rank has a layer's work more than the mean, unless the head alone is more than that."""
+    options = ParallelOptions(pipeline=size, schedule=schedule)
+    shares = [Share.of(options, rank, layers, head) for rank in range(size)]
+    work = [len(share.layers) + head * share.has_last for share in shares]
+    mean = (layers + head) / size
+    least = max(len(share.stages) for share in shares) + head
+    assert max(work) <= max(mean + 1, least)
+    config = AutoConfig.for_model(
+        "qwen2", hidden_size=3584, intermediate_size=18944, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064,
+    )  # fmt: skip
+    assert head_in_layers(config) == pytest.approx(545e6 / 233e6, rel=0.01)
 
 
 class TwoOutputs(torch.autograd.Function):

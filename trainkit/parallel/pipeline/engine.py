@@ -27,6 +27,7 @@ from trainkit.parallel.pipeline.schedule import Steps, Wire
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     Share,
+    head_in_layers,
     refuse_micro_batches,
     refuse_model,
 )
@@ -131,7 +132,8 @@ class Pipeline(Engine):
             )
 
     def _share(self, config: Any) -> Share:
-        return Share.of(self._options, self._rank, config.num_hidden_layers)
+        head = head_in_layers(config)
+        return Share.of(self._options, self._rank, config.num_hidden_layers, head)
 
     # -- the model --------------------------------------------------------------------------------
 

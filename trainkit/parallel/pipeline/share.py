@@ -4,8 +4,10 @@ A pipeline of P ranks has P times V stages, V on each rank: contiguous layers, i
 begins with the embeddings, the last one ends with the final norm, the head and the loss.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.options.parallel import ParallelOptions
@@ -77,13 +79,14 @@ class Share:
         return self.ranks[-1]
 
     @classmethod
-    def of(cls, options: ParallelOptions, rank: int, num_layers: int) -> "Share":
+    def of(cls, options: ParallelOptions, rank: int, num_layers: int, head: float = 0.0) -> "Share":
         """What a rank of a pipeline has of a model.
 
         Args:
             options: say how many ranks and stages there are.
             rank: within the pipeline.
             num_layers: of the model.
+            head: how many layers it takes as long as, see `head_in_layers`.
 
         Raises:
             ModelError: there are fewer layers than stages.
@@ -97,32 +100,55 @@ class Share:
             ranks = (*range(size), *reversed(range(size)))
         else:
             ranks = tuple(range(size)) * per_rank
-        cuts = cut(num_layers, num_stages)
+        cuts = cut(num_layers, ranks, head)
         mine = {stage: cuts[stage] for stage in range(num_stages) if ranks[stage] == rank}
         return cls(mine, num_stages, ranks)
 
 
-def cut(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage; the first and the last one, with the ends, get no more than others.
+def head_in_layers(config: Any) -> float:
+    """How many layers compute as much as the head and the loss, by their matrix products.
+
+    Args:
+        config: of a model of `STAGED`.
+    """
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    attention = 2 * hidden * head_dim * (heads + config.num_key_value_heads)
+    gate = 3 * hidden * config.intermediate_size
+    return float(hidden * config.vocab_size / (attention + gate))
+
+
+def cut(num_layers: int, ranks: Sequence[int], head: float = 0.0) -> list[range]:
+    """The layers of each stage: as equal work as whole layers allow for every rank.
+
+    Args:
+        num_layers: of the model.
+        ranks: for each stage, who has it.
+        head: the last stage's work besides its layers, in layers.
 
     Raises:
         ModelError: there are fewer layers than stages.
     """
-    least, extra = divmod(num_layers, num_stages)
-    if not least:
+    num_stages = len(ranks)
+    if num_layers < num_stages:
         raise ModelError(
             f"the model's {num_layers} layers cannot fill {num_stages} stages",
             where="parallel.pipeline",
             fix=f"set parallel.pipeline times parallel.stages_per_rank to {num_layers} at most",
         )
-    ends = (0, num_stages - 1)
-    larger = sorted(range(num_stages), key=lambda stage: (stage in ends, -stage))[:extra]
-    cuts, start = [], 0
-    for stage in range(num_stages):
-        stop = start + least + (stage in larger)
-        cuts.append(range(start, stop))
-        start = stop
-    return cuts
+    sizes, last = [1] * num_stages, num_stages - 1
+
+    def work(stage: int) -> float:
+        return sizes[stage] + head * (stage == last)
+
+    def order(stage: int) -> tuple[float, float, bool, int]:
+        of_rank = sum(work(each) for each in range(num_stages) if ranks[each] == ranks[stage])
+        return of_rank, work(stage), stage in (0, last), -stage
+
+    for _ in range(num_layers - num_stages):
+        sizes[min(range(num_stages), key=order)] += 1
+    stops = list(itertools.accumulate(sizes))
+    return [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
 
 
 def refuse_model(model_type: str, num_layers: int, options: ParallelOptions) -> None:
