@@ -290,7 +290,7 @@ def summary(results: Sequence[Result]) -> dict[str, object]:
         check=False,
     ).stdout.strip()
     counts = Counter(result.status for result in results)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {"date": today, "commit": commit, "mutations": len(results), **counts}
 
 

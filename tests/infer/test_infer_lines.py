@@ -2,7 +2,7 @@
 
 import ast
 import json
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from decimal import Decimal
 from pathlib import Path
 
@@ -104,7 +104,7 @@ def test_the_types_of_a_parquet_file_are_written_as_json(run, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    day = datetime(2024, 1, 2, 3, tzinfo=UTC)
+    day = datetime(2024, 1, 2, 3, tzinfo=timezone.utc)
     row = {
         "prompt": "q",
         "when": day,

@@ -1,6 +1,6 @@
 """What all sections are: frozen, strict, and refused with a sentence that says the rule."""
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -10,6 +10,7 @@ from trainkit.options.words import advice_of, did_you_mean, rule_of
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
+    from typing_extensions import Self  # typing's own from Python 3.11 on
 else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
@@ -49,7 +50,7 @@ class Section(BaseModel, metaclass=_Explained):
 
     at: ClassVar[str] = ""
 
-    def replace(self, **values: Any) -> Self:
+    def replace(self, **values: Any) -> "Self":
         """The same with other values, held against the rules again.
 
         Raises:

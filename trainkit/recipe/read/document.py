@@ -233,16 +233,17 @@ class _Reader:
                     where=self._place(line),
                     fix="put what recipes share into a file and name it with `base: FILE`",
                 )
+            inner = (*path, key)
             if key in values:
-                first = self.lines[(*path, key)]
+                first = self.lines[inner]
                 raise RecipeError(
                     f"the key {key!r} appears twice"
                     + (f", first on line {first}" if self.is_file else ""),
                     where=self._place(line),
                     fix="keep one of them",
                 )
-            self.lines[(*path, key)] = line + 1
-            values[key] = self._value(value_node, (*path, key))
+            self.lines[inner] = line + 1
+            values[key] = self._value(value_node, inner)
         return values
 
 

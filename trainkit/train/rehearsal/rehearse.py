@@ -6,7 +6,6 @@ the rows of metrics must be the same.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.whole.manifest import hash_file
 from trainkit.errors import TrainkitError
 from trainkit.parallel.hosts import free_port
 from trainkit.places import checkpoints_in, step_of
@@ -255,9 +255,7 @@ def _compare(whole: Path, broken: Path, verdict: Verdict) -> None:
 def _digests(folder: Path) -> Iterator[tuple[str, str]]:
     for path in sorted(folder.rglob("*")):
         if path.suffix in _STATES:
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            yield path.relative_to(folder).as_posix(), digest
+            yield path.relative_to(folder).as_posix(), hash_file(path).sha256
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:
