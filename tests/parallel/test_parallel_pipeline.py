@@ -15,8 +15,11 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.models.loading import load_model
+from trainkit.options.model import ModelOptions
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline import late_weights
+from trainkit.parallel.pipeline.engine import Pipeline
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     STAGED,
@@ -28,6 +31,7 @@ from trainkit.parallel.pipeline.share import (
 )
 from trainkit.parallel.pipeline.skeleton import cut_away
 from trainkit.parallel.pipeline.stage import Stage
+from trainkit.parallel.process import ProcessRank
 
 CASE = "distributed.zero_cases:train"
 
@@ -205,6 +209,29 @@ def test_the_head_counts_as_the_layers_that_take_as_long(schedule, size, layers,
         num_key_value_heads=4, vocab_size=152064,
     )  # fmt: skip
     assert head_in_layers(config) == pytest.approx(545e6 / 233e6, rel=0.01)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_random_weights_are_drawn_for_this_ranks_layers_only(tied, tmp_path):
+    """The same on every rank, and however many there are; the rest has no memory."""
+    make_qwen2(96, num_hidden_layers=4, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    source = ModelOptions(name_or_path=str(tmp_path), init="random", dtype="float32")
+
+    def share_of(rank, size):
+        torch.manual_seed(7)
+        engine = Pipeline(ParallelOptions(pipeline=size), ProcessRank(rank, rank, size))
+        model = load_model(source, attention="eager", load_part=engine.load_part)
+        assert model.lm_head.weight is model.model.embed_tokens.weight or not tied
+        return {name: p for name, p in model.named_parameters() if not p.is_meta}, model
+
+    halves, quarters = ([share_of(rank, size) for rank in range(size)] for size in (2, 4))
+    whole = dict(collections.ChainMap(*(held for held, _ in halves)))
+    assert whole.keys() == dict(halves[0][1].named_parameters()).keys()
+    assert [layers_of(held) for held, _ in quarters] == [{0}, {1}, {2}, {3}]
+    assert len({value.double().sum().item() for value in whole.values() if value.dim() > 1}) > 20
+    for held, model in (*halves, *quarters):
+        assert all(torch.equal(value, whole[name]) for name, value in held.items())
+        assert not model.model.rotary_emb.inv_freq.is_meta
 
 
 class TwoOutputs(torch.autograd.Function):

@@ -24,6 +24,7 @@ from transformers.modeling_utils import PreTrainedModel
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.models.files import check_model_files, check_tokenizer_files
+from trainkit.models.random_weights import random_model, random_part
 from trainkit.models.vocabulary import NewTokens, grow, teach
 from trainkit.options.model import DTYPES, ModelOptions
 
@@ -204,7 +205,16 @@ def load_model(
         if source.init == "random":
             if dtype == "auto":
                 dtype = config.dtype or torch.float32
-            model = loader.from_config(config, dtype=dtype, attn_implementation=attention)
+            made: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+            if load_part is None:
+                model = random_model(loader, config, device, **made)
+            else:
+                place = device or torch.device("cpu")
+
+                def draw(model_class: Any) -> Any:
+                    return random_part(model_class, config, place, **made), None
+
+                model, _ = load_part(_model_class(loader, config), config, draw)
         else:
 
             def load(model_class: Any) -> Any:
