@@ -273,6 +273,7 @@ def prepare(folder: Path, *, real: bool) -> None:
         import torch
 
         import trainkit.cli.commands.training.sft
+        import trainkit.run.redraw
         import trainkit.run.report
         import trainkit.train.build
         import trainkit.train.session
@@ -282,6 +283,7 @@ def prepare(folder: Path, *, real: bool) -> None:
         gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
         trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
+        trainkit.run.redraw.CurveRefresher.refresh = lambda self: False
     if (folder / "d.jsonl").exists():
         return
     maker = os.fork()  # threads of torch's must not be there when a start is forked

@@ -72,6 +72,21 @@ def test_nothing_dangerous_is_called(path):
             assert not re.search(pattern, line), f"line {number}: {reason}: {line.strip()}"
 
 
+COMMANDS = sorted((ROOT / "trainkit" / "cli").rglob("*.py"))
+ESCAPES_ITSELF = {"echo.py", "failures.py", "data.py"}
+"""data.py marks tokens in colour."""
+FOR_SHELLS = {"launch.py"}
+"""Lines that another program reads: a character changed would be another command."""
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=relative)
+def test_commands_print_nothing_raw(path):
+    """Words of users and files reach a terminal through ``echo`` alone."""
+    if path.name not in ESCAPES_ITSELF | FOR_SHELLS:
+        raw = re.search(r"\b(typer\.s?echo|click\.s?echo|print)\(", path.read_text())
+        assert raw is None, raw
+
+
 def test_no_file_is_called_utils_or_helpers():
     vague = {"utils.py", "helpers.py", "misc.py", "common.py"}
     assert not [relative(path) for path in SOURCES if path.name in vague]

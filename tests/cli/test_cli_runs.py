@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -88,6 +89,55 @@ def test_watch_prints_the_rows_and_how_it_ended(parent, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 1/10  loss 4.0000")
     assert lines[-1].startswith("failed: no space")
+
+
+ESCAPE = "\x1b]0;title\x07\x1b[2J\x9b31m"
+COMMANDS_OF_A_TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run whose every file, and whose name, wants to command the terminal or break what reads."""
+    run = tmp_path / f"run{ESCAPE}"
+    RunDirectory.create_at(run)
+    words = ("state", "reason", "started", "updated", "host", "last_step", "total_steps")
+    status = {**json.loads((run / "status.json").read_text()), **dict.fromkeys(words, ESCAPE)}
+    (run / "status.json").write_text(json.dumps(status))
+    rows = [
+        {"step": 1, "loss": ESCAPE, f"loss/{ESCAPE}": ESCAPE, "learning_rate": ESCAPE},
+        {"step": 2, "loss": [], "eval_loss": {ESCAPE: 1}, "tokens_per_second": {}},
+        {"step": 3, "loss": 10**400, "grad_norm": -(10**400), "step_seconds": ESCAPE},
+        {"step": 4, "loss": 2.0, "tokens_per_second": 1.0, f"eval_{ESCAPE}": 1.0},
+        {"step": 5, "loss": 1.0, "eval_loss": 1.0, "tokens_per_second": 1.0},
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    text += '{"step": 6, "loss": ' + "9" * 5000 + "}\n" + '{"step": ' + "[" * 100_000 + "\n"
+    (run / "metrics.jsonl").write_text(text)
+    (run / "recipe.yaml").write_text(f"name: {json.dumps(ESCAPE)}\nmodel: {{name_or_path: m}}\n")
+    (run / "resolved.yaml").write_text((run / "recipe.yaml").read_text())
+    for name in ("changes.jsonl", "kernels.json", "environment.json", "data.json"):
+        (run / name).write_text(json.dumps({ESCAPE: ESCAPE}) + "\n")
+    (run / f"checkpoint-{ESCAPE}").mkdir()
+    return run
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("runs", ".."), ("show",), ("watch",), ("plot",), ("compare", "."), ("diagnose",)],
+    ids=lambda words: words[0],
+)
+def test_nothing_of_a_hostile_run_commands_the_terminal(command, hostile, capsys, monkeypatch):
+    monkeypatch.chdir(hostile.parent)
+    name, *more = command
+    runs = [str(hostile.parent if each == ".." else hostile) for each in more or ["."]]
+    if name == "compare":
+        runs.append(str(hostile))
+    assert main([name, *runs]) in (0, 1, 2)
+    said = capsys.readouterr()
+    assert said.out + said.err
+    assert "bug in trainkit" not in said.err, said.err
+    assert "Traceback" not in said.err, said.err
+    assert not COMMANDS_OF_A_TERMINAL.search(said.out + said.err), repr(said)
 
 
 def test_no_run(tmp_path, capsys):

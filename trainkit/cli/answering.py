@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 from trainkit.cli.run_settings import run_settings
 
 if TYPE_CHECKING:
@@ -89,5 +90,5 @@ def load(
         system=system,
         verify=trust.verify,
         any_base=trust.any_base,
-        say=lambda line: typer.echo(line, err=True),
+        say=lambda line: echo(line, err=True),
     )

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trainkit.cli.arguments import normalize
+from trainkit.cli.echo import echo
 from trainkit.cli.failures import report_failure
 from trainkit.errors import StoppedError
 from trainkit.version import __version__
@@ -119,7 +120,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"trainkit {__version__}")
+        echo(f"trainkit {__version__}")
         raise typer.Exit
 
 

@@ -88,21 +88,25 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     """
     rows = read_rows(path)
     trained = [row for row in rows if as_float(row.get("loss")) is not None]
+
+    def numbers(key: str, among: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+        """By step; a row may have something else there, or nothing."""
+        found = {row["step"]: as_float(row.get(key)) for row in among}
+        return {step: value for step, value in found.items() if value is not None}
+
     if not trained:
         raise RunDirectoryError("this run has no training steps to compare", where=str(path))
     settled = trained[len(trained) // 2 :]
-    speeds = [row["tokens_per_second"] for row in settled if row.get("tokens_per_second")]
+    speeds = [speed for speed in numbers("tokens_per_second", settled).values() if speed]
     answers, texts = _answers(path)
     return ComparedRun(
         path=path,
         values={key: each for key, each in values.items() if key not in _NOT_ABOUT_TRAINING},
-        losses={row["step"]: float(row["loss"]) for row in trained},
-        eval_losses={
-            row["step"]: float(row["eval_loss"]) for row in rows if row.get("eval_loss") is not None
-        },
+        losses=numbers("loss", trained),
+        eval_losses=numbers("eval_loss", rows),
         tokens_per_second=statistics.median(speeds) if speeds else None,
-        peak_memory_gib=max(row.get("peak_memory_gib") or 0.0 for row in trained) or None,
-        step_seconds=sum(row.get("step_seconds") or 0.0 for row in trained),
+        peak_memory_gib=max(numbers("peak_memory_gib", trained).values(), default=0.0) or None,
+        step_seconds=sum(numbers("step_seconds", trained).values()),
         data_digest=_data_digest(path / "data.json"),
         answers=answers,
         texts=texts,

@@ -13,7 +13,7 @@ def as_float(value: Number) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         return None
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 
 
 def diagnose(
@@ -25,21 +26,20 @@ def diagnose(
     quieten_imports()
     from trainkit.run import RunDirectory
     from trainkit.run.files import jsonable
-    from trainkit.terminal import visible
     from trainkit.train.diagnose.diagnosis import diagnose as find
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()
-    say = (lambda text: None) if as_json else lambda text: typer.echo(visible(text), err=True)
+    say = (lambda text: None) if as_json else lambda text: echo(text, err=True)
     found = find(RunDirectory.open(run), step, say)
     if as_json:
-        typer.echo(json.dumps(jsonable(found.to_dict()), ensure_ascii=False))
+        echo(json.dumps(jsonable(found.to_dict()), ensure_ascii=False))
     else:
         culprit = f"{found.culprit}: {found.name}" if found.culprit else "none found"
-        typer.echo(f"step {found.step}  {visible(found.says)}")
-        typer.echo(f"weights of {found.weights}")
-        typer.echo(f"culprit  {visible(culprit)}")
-        typer.echo(f"because  {visible(found.because)}")
-        typer.echo(f"fix      {visible(found.fix)}")
+        echo(f"step {found.step}  {found.says}")
+        echo(f"weights of {found.weights}")
+        echo(f"culprit  {culprit}")
+        echo(f"because  {found.because}")
+        echo(f"fix      {found.fix}")
     if found.culprit is None:
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trainkit.cli.echo import echo
 from trainkit.cli.recipe_words import Overrides
 
 
@@ -49,17 +50,17 @@ def verify_resume(
         kills=kills,
         seed=seed,
         parent=parent,
-        say=(lambda text: None) if as_json else lambda text: typer.echo(text, err=True),
+        say=(lambda text: None) if as_json else lambda text: echo(text, err=True),
     )
     if as_json:
-        typer.echo(json.dumps(verdict.to_dict()))
+        echo(json.dumps(verdict.to_dict()))
     else:
         for what, is_same in verdict.compared.items():
-            typer.echo(f"{'same' if is_same else 'DIFFERENT':<10}{what}")
+            echo(f"{'same' if is_same else 'DIFFERENT':<10}{what}")
         for line in verdict.differences:
-            typer.echo(f"  {line}")
+            echo(f"  {line}")
         end = "ends with the same bytes" if verdict.is_same else "does NOT end with the same bytes"
         num_kills = sum(start.what.startswith("killed") for start in verdict.starts)
-        typer.echo(f"killed {num_kills} times and resumed, the run {end}")
+        echo(f"killed {num_kills} times and resumed, the run {end}")
     if not verdict.is_same:
         raise typer.Exit(1)

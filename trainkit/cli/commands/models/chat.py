@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import answering as shared
+from trainkit.cli.echo import echo
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def chat(
     torch.manual_seed(seed)
     name = paths.model if paths.adapter is None else f"{paths.adapter} over {paths.model}"
     if sys.stdin.isatty():
-        typer.echo(f"{name}. /help lists the commands.", err=True)
+        echo(f"{name}. /help lists the commands.", err=True)
     Chat(engine, ChatHistory(system), sampling, show_ids=show_ids, as_json=as_json).run()
 
 
@@ -146,7 +147,7 @@ class Chat:
                 on_text=None if self.as_json else _print,
                 should_stop=should_stop,
             )
-        typer.echo(_object(question, answer) if self.as_json else "")
+        echo(_object(question, answer) if self.as_json else "")
         self.last_ids = (*answer.input_ids, *answer.output_ids)
         if answer.finish != "stop":
             _note("[stopped]" if answer.finish == "interrupted" else "[cut at --max-new-tokens]")
@@ -176,10 +177,10 @@ def _lines() -> Iterator[str]:
         try:
             yield input("> ")
         except EOFError:
-            typer.echo()
+            echo()
             return
         except KeyboardInterrupt:
-            typer.echo("  (/quit or Ctrl-D leaves)")
+            echo("  (/quit or Ctrl-D leaves)")
 
 
 @contextmanager
@@ -210,4 +211,4 @@ def _print(text: str) -> None:
 def _note(text: str) -> None:
     from trainkit.terminal import visible
 
-    typer.echo(visible(text), err=True)
+    echo(visible(text), err=True)

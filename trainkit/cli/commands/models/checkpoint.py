@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from trainkit.cli.echo import echo
+
 app = typer.Typer(no_args_is_help=True, help="Check checkpoints.")
 
 
@@ -41,11 +43,11 @@ def verify(
             "reason": reason,
         }
         if as_json:
-            typer.echo(json.dumps(row))
+            echo(json.dumps(row))
         elif reason:
-            typer.echo(f"{directory}: damaged: {reason}")
+            echo(f"{directory}: damaged: {reason}")
         else:
-            typer.echo(f"{directory}: complete, {len(manifest.files)} files")
+            echo(f"{directory}: complete, {len(manifest.files)} files")
     if is_damaged:
         raise typer.Exit(1)
 

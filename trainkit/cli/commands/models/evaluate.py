@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import answering as shared
+from trainkit.cli.echo import echo
 from trainkit.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -147,14 +148,14 @@ def evaluate(
     found.write(target)
     _into_the_report(paths)
     for score in found.scores if as_json else ():
-        typer.echo(json.dumps(found_row(score, target), ensure_ascii=False))
+        echo(json.dumps(found_row(score, target), ensure_ascii=False))
     if not as_json:
         for line in as_lines(found.scores):
-            typer.echo(line)
+            echo(line)
     for note in found.notes:
-        typer.echo(note, err=True)
+        echo(note, err=True)
     if not as_json:
-        typer.echo(str(target))
+        echo(str(target))
 
 
 def found_row(score: Any, target: Path) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def _measured(
 
 def _note(line: str, process: Any) -> None:
     if process.is_main:
-        typer.echo(line, err=True)
+        echo(line, err=True)
 
 
 def _into_the_report(paths: "ModelPaths") -> None:

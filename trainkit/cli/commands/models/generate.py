@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli import answering as shared
+from trainkit.cli.echo import echo
 from trainkit.errors import RecipeError
 
 
@@ -97,10 +98,10 @@ def generate(
         out,
         sampling,
         BatchOptions(batch_size, settings, too_long.value),
-        progress=lambda done, total: typer.echo(f"{done} of {total} answered", err=True),
+        progress=lambda done, total: echo(f"{done} of {total} answered", err=True),
     )
     row = {"out": str(out), "num_answers": len(questions), "num_found": before}
-    typer.echo(
+    echo(
         json.dumps(row)
         if as_json
         else f"{out}: {len(questions)} answers, {before} of them from an earlier call"

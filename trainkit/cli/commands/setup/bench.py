@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trainkit.cli.echo import echo
+
 app = typer.Typer(no_args_is_help=True, help="Measure trainkit and its peers side by side.")
 
 AsJson = Annotated[
@@ -364,7 +366,7 @@ class _Report:
             append(self._output, new)
         if self._as_json:
             for record in new:
-                typer.echo(json.dumps(record))
+                echo(json.dumps(record))
         else:
             figures = "  ".join(f"{row[name]:10.4g} {UNITS[name]}" for name in shown if row[name])
-            typer.echo(f"{case:<22} {provider:<16}{figures}")
+            echo(f"{case:<22} {provider:<16}{figures}")

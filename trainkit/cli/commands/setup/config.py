@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainkit.cli.completion import key_words, recipe_keys
+from trainkit.cli.echo import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,13 +55,13 @@ def show(
     if as_json:
         for value in loaded.values(machine, only_given=diff_defaults):
             row = {"key": value.key, "value": shown_value(value), "origin": value.origin}
-            typer.echo(json.dumps(row, ensure_ascii=False))
+            echo(json.dumps(row, ensure_ascii=False))
     elif sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = shutil.get_terminal_size().columns
         for line in table(list(loaded.values(machine, only_given=diff_defaults)), width):
-            typer.echo(line)
+            echo(line)
     else:
-        typer.echo(dump_resolved(loaded, machine, only_given=diff_defaults), nl=False)
+        echo(dump_resolved(loaded, machine, only_given=diff_defaults), nl=False)
 
 
 @app.command()
@@ -71,7 +72,7 @@ def schema(
     from trainkit.recipe import recipe_json_schema
 
     indent = None if as_json else 1
-    typer.echo(json.dumps(recipe_json_schema(), indent=indent, ensure_ascii=False))
+    echo(json.dumps(recipe_json_schema(), indent=indent, ensure_ascii=False))
 
 
 @app.command()
@@ -98,9 +99,9 @@ def keys(
     found = find_keys(words or ())
     _print_keys(found.entries, as_json=as_json)
     for line in found.unknown:
-        typer.echo(line, err=True)
+        echo(line, err=True)
     for line in found.notes:
-        typer.echo(line, err=as_json)
+        echo(line, err=as_json)
     if found.unknown:
         raise typer.Exit(1)
 
@@ -118,12 +119,12 @@ def _print_keys(entries: "Sequence[KeyReference]", *, as_json: bool) -> None:
                 "required": entry.is_required,
                 "help": entry.help,
             }
-            typer.echo(json.dumps(row, ensure_ascii=False))
+            echo(json.dumps(row, ensure_ascii=False))
             continue
         default = "required" if entry.is_required else f"default {yaml_text(entry.default)}"
-        typer.echo(f"{entry.key}: {entry.type}; {default}")
+        echo(f"{entry.key}: {entry.type}; {default}")
         for line in textwrap.wrap(entry.help, width - 4):
-            typer.echo(f"    {line}")
+            echo(f"    {line}")
 
 
 def table(values: "list[ResolvedValue]", width: int) -> list[str]:

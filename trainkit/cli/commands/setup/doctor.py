@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from trainkit.cli.echo import echo
+
 
 def doctor(
     as_json: Annotated[
@@ -22,10 +24,10 @@ def doctor(
     for finding in diagnose():
         failed |= finding.state == "error"
         if as_json:
-            typer.echo(json.dumps(finding.to_dict(), ensure_ascii=False))
+            echo(json.dumps(finding.to_dict(), ensure_ascii=False))
             continue
-        typer.echo(f"{finding.state:<8} {finding.check}: {finding.found}")
+        echo(f"{finding.state:<8} {finding.check}: {finding.found}")
         if finding.fix:
-            typer.echo(f"{'':8}   fix: {finding.fix}")
+            echo(f"{'':8}   fix: {finding.fix}")
     if failed:
         raise typer.Exit(1)

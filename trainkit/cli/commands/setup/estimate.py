@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from trainkit.cli.echo import echo
 from trainkit.cli.recipe_words import Overrides
 
 DEFAULT_GPU = "h100"
@@ -50,7 +51,7 @@ def estimate(
     plan = plan_of(recipe, gpus or max(count_local_gpus(), 1))
     found = estimate_plan(plan, chosen, tokens=tokens_of(recipe, plan), notes=notes_of(recipe))
     if as_json:
-        typer.echo(json.dumps(found.to_dict()))
+        echo(json.dumps(found.to_dict()))
         return
     for line in lines(found):
-        typer.echo(line)
+        echo(line)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from trainkit.cli.echo import echo
+
 app = typer.Typer(no_args_is_help=True, help="Check the kernels against plain torch.")
 
 _NUM_TOKENS = 512
@@ -76,9 +78,9 @@ def _checked(model: Path, device: str | None) -> list[dict[str, Any]]:
 def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         for row in rows:
-            typer.echo(json.dumps(row))
+            echo(json.dumps(row))
         return
-    typer.echo(f"{'op':<22}{'status':<11}{'error':>9}{'plain':>9}{'speedup':>9}  where")
+    echo(f"{'op':<22}{'status':<11}{'error':>9}{'plain':>9}{'speedup':>9}  where")
     for row in rows:
         numbers = "".join(
             f"{'' if row[key] is None else format(row[key], style):>9}"
@@ -88,4 +90,4 @@ def _show(rows: list[dict[str, Any]], *, as_json: bool) -> None:
                 ("speedup", ".2f"),
             )
         )
-        typer.echo(f"{row['op']:<22}{row['status']:<11}{numbers}  {row['detail']}".rstrip())
+        echo(f"{row['op']:<22}{row['status']:<11}{numbers}  {row['detail']}".rstrip())

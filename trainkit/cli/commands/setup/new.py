@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli.completion import shipped
+from trainkit.cli.echo import echo
 
 QUICKSTART = "quickstart"
 
@@ -105,12 +106,12 @@ def _list(as_json: bool) -> None:
             "about": describe_recipe(path),
         }
         if as_json:
-            typer.echo(json.dumps(row))
+            echo(json.dumps(row))
             continue
         size = "" if memory is None else f"{memory:.0f} GiB"
-        typer.echo(f"{each:<{max(map(len, recipes))}}  {method:<5}  {size:>7}  {row['about']}")
+        echo(f"{each:<{max(map(len, recipes))}}  {method:<5}  {size:>7}  {row['about']}")
     if not as_json:
-        typer.echo("GiB: of one GPU, if it were the only one", err=True)
+        echo("GiB: of one GPU, if it were the only one", err=True)
 
 
 def _fill_in(
@@ -137,9 +138,9 @@ def _fill_in(
     write_text(found.text, target)
     expected = None if found.expected is None else round(found.expected.peak.needed_gib, 1)
     if found.changed and not as_json:
-        typer.echo(f"to fit {chosen.name}: {' '.join(found.changed)}", err=True)
+        echo(f"to fit {chosen.name}: {' '.join(found.changed)}", err=True)
     if expected is None and not as_json:
-        typer.echo(f"nobody knows the size of {model} here: see --dry-run", err=True)
+        echo(f"nobody knows the size of {model} here: see --dry-run", err=True)
     row = {"recipe": str(target), "needed_gib": expected, "changed": list(found.changed)}
     _say(target, row, as_json)
 
@@ -160,18 +161,18 @@ def _translate(origin: Path, tool: str | None, output: Path | None, as_json: boo
         for kind in ("taken", "changed", "added", "left out"):
             of_kind = [line for line in found.lines if line.kind == kind]
             if of_kind:
-                typer.echo(f"{kind} ({len(of_kind)})")
+                echo(f"{kind} ({len(of_kind)})")
             for line in of_kind:
                 arrow = f" -> {line.ours}" if line.ours else ""
                 note = f"  ({line.note})" if line.note else ""
-                typer.echo(f"  {line.theirs}{arrow}{note}")
+                echo(f"  {line.theirs}{arrow}{note}")
     lines = [asdict(line) for line in found.lines]
     _say(target, {"recipe": str(target), "tool": found.tool, "lines": lines}, as_json)
 
 
 def _say(target: Path, row: Mapping[str, object], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(row))
+        echo(json.dumps(row))
         return
-    typer.echo(str(target))
-    typer.echo(f"train with: trainkit sft --config {shlex.quote(str(target))}", err=True)
+    echo(str(target))
+    echo(f"train with: trainkit sft --config {shlex.quote(str(target))}", err=True)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 
 
 def compare(
@@ -51,16 +52,16 @@ def compare(
         from trainkit.run.plot import comparison_svg
 
         write_text_atomic(html, as_page(read, keys, found, comparison_svg(runs)))
-        typer.echo(str(html), err=True)
+        echo(str(html), err=True)
     if as_json:
         rows: list[Mapping[str, Any]] = [run.summary() for run in read]
         rows += [{"key": key, "values": values} for key, values in keys.items()]
         rows += [verdict.to_dict() for verdict in found]
         for row in rows:
-            typer.echo(json.dumps(row, ensure_ascii=False))
+            echo(json.dumps(row, ensure_ascii=False))
         return
     for line in as_text(read, keys, found):
-        typer.echo(line)
+        echo(line)
 
 
 def _resolved(run: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 
 
 def plot(
@@ -24,4 +25,4 @@ def plot(
     from trainkit.run.plot import draw_comparison
 
     for path in draw_comparison(runs, output):
-        typer.echo(json.dumps({"picture": str(path)}) if as_json else str(path))
+        echo(json.dumps({"picture": str(path)}) if as_json else str(path))

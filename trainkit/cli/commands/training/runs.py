@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 
 if TYPE_CHECKING:
     from trainkit.run.listing import RunSummary
@@ -30,13 +31,13 @@ def runs(
     found = list(find_runs(directory))
     if as_json:
         for run in found:
-            typer.echo(json.dumps(run.to_dict(), ensure_ascii=False))
+            echo(json.dumps(run.to_dict(), ensure_ascii=False))
         return
     if not found:
-        typer.echo(f"no runs in {directory}", err=True)
+        echo(f"no runs in {directory}", err=True)
         return
     for line in _table(found, shutil.get_terminal_size().columns):
-        typer.echo(line)
+        echo(line)
 
 
 def show(run: Run, as_json: AsJson = False) -> None:
@@ -45,10 +46,10 @@ def show(run: Run, as_json: AsJson = False) -> None:
 
     summary = summarize(run)
     if as_json:
-        typer.echo(json.dumps(summary.to_dict(), ensure_ascii=False))
+        echo(json.dumps(summary.to_dict(), ensure_ascii=False))
         return
     for name, value in _facts(summary):
-        typer.echo(f"{name:<15}{value}")
+        echo(f"{name:<15}{value}")
 
 
 def watch(
@@ -63,7 +64,6 @@ def watch(
     Exits with 1 where the run failed or was killed.
     """
     from trainkit.run.listing import summarize
-    from trainkit.terminal import visible
 
     written = 0
     while True:
@@ -71,12 +71,12 @@ def watch(
         rows = list(_new_rows(run, written))
         written += len(rows)
         for row in rows:
-            typer.echo(json.dumps(row) if as_json else _row_line(row, summary.total_steps))
+            echo(json.dumps(row) if as_json else _row_line(row, summary.total_steps))
         if summary.state in _ENDED:
             break
         time.sleep(every)
     if not as_json:
-        typer.echo(visible(f"{summary.state}{f': {summary.reason}' if summary.reason else ''}"))
+        echo(f"{summary.state}{f': {summary.reason}' if summary.reason else ''}")
     if summary.state in ("failed", "killed", "damaged"):
         raise typer.Exit(1)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 from trainkit.cli.recipe_words import Overrides
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ def sft(
 
 def _say_done(run: "Path | str | None") -> None:
     if os.environ.get("RANK", "0") == "0":
-        typer.echo("the run is done; nothing of it was touched", err=True)
-        typer.echo(str(run))
+        echo("the run is done; nothing of it was touched", err=True)
+        echo(str(run))
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions") -> None:
@@ -131,7 +132,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions") -> None:
 
         directory = run_sft(loaded, options)
     if directory is not None:
-        typer.echo(str(directory))
+        echo(str(directory))
 
 
 def _check_free(output_dir: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import output
+from trainkit.cli.echo import echo
 from trainkit.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between layouts.")
@@ -131,7 +132,7 @@ def _run(
             row["max_logit_error"] = done.proof.max_logit_error
             row["max_logit"] = done.proof.max_logit
             row["max_position"] = done.proof.positions[-1]
-    typer.echo(json.dumps(row) if as_json else _summary(row))
+    echo(json.dumps(row) if as_json else _summary(row))
 
 
 def _convert_adapter(
@@ -176,4 +177,4 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    echo(line, err=True)

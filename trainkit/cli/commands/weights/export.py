@@ -11,6 +11,7 @@ import typer
 from trainkit.cli import output
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 from trainkit.cli.run_settings import run_settings
 from trainkit.errors import RecipeError
 
@@ -197,7 +198,7 @@ def _run(
     job = Job(ExportOptions(**said), target, _say)
     held = Held(settings.quantize, settings.dtype, any_base)
     certificate = export(kind, paths, job, held)
-    typer.echo(json.dumps(certificate) if as_json else _summary(target, certificate))
+    echo(json.dumps(certificate) if as_json else _summary(target, certificate))
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -239,4 +240,4 @@ def _summary(target: Path, certificate: dict[str, Any]) -> str:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    echo(line, err=True)

@@ -11,6 +11,7 @@ import typer
 from trainkit.cli import output
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption, ShardSize, parse_shard_size
 from trainkit.cli.completion import run_directories
+from trainkit.cli.echo import echo
 from trainkit.cli.run_settings import run_settings
 from trainkit.errors import ModelError
 
@@ -88,7 +89,7 @@ def merge(
     if (directory / MANIFEST_NAME).exists():
         verify_directory(directory)
     elif run is not None:
-        typer.echo(f"{directory} {UNPROVED}", err=True)
+        echo(f"{directory} {UNPROVED}", err=True)
     settings = run_settings(run)
     quantize = settings.quantize or ("nf4" if base is not None else None)
     options = MergeOptions(
@@ -115,7 +116,7 @@ def merge(
             "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
             where=str(directory),
         )
-    typer.echo(json.dumps(row) if as_json else _summary(row))
+    echo(json.dumps(row) if as_json else _summary(row))
 
 
 def _merge_adapter(
@@ -187,4 +188,4 @@ def _summary(row: dict[str, Any]) -> str:
 
 
 def _say(line: str) -> None:
-    typer.echo(line, err=True)
+    echo(line, err=True)
