@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from trainkit import kernels
 from trainkit.checkpoint.whole.atomic import commit, stage
 from trainkit.errors import RunDirectoryError
+from trainkit.models.fp8 import trained
 from trainkit.run import RunDirectory
 from trainkit.train.diagnose.diagnosis import diagnose
 from trainkit.train.diagnose.replay import MicroBatch, single_rows
@@ -46,8 +47,8 @@ def run(tmp_path, tiny_qwen2):
     return made
 
 
-def recipe(run, *lines, dtype="float32"):
-    model = f"model: {{name_or_path: {run.root.parent / 'm'}, dtype: {dtype}}}"
+def recipe(run, *lines, dtype="float32", more=""):
+    model = f"model: {{name_or_path: {run.root.parent / 'm'}, dtype: {dtype}{more}}}"
     data = "data: {train: [d.jsonl], packing: false}"
     run.recipe.write_text("\n".join((model, data, *lines)) + "\n")
 
@@ -79,6 +80,59 @@ def test_a_kernel(run, monkeypatch):
         "without kernels",
         "without rms_norm",
     ]
+
+
+def test_an_attention(run, monkeypatch):
+    """The one that ran is recorded: ``auto`` might choose another here."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*given, **options):
+        return plain(*given, **options) * math.inf
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    recipe(run, "kernels: false")
+    run.write_json(run.kernels, {"attention": {"name": "sdpa"}})
+    found = diagnose(run, 1)
+    assert (found.culprit, found.name) == ("attention", "sdpa")
+    assert "layers.0.self_attn" in found.because
+    assert found.fix.endswith("model.attn_implementation=eager")
+    assert [trial.what for trial in found.trials] == ["", "eager attention"]
+
+
+def test_fp8_products(run, monkeypatch):
+    plain = trained.fp8_linears
+
+    def multiply(x, *more):
+        found = plain(x, *more)  # what is checked when the model is built has no batch
+        return tuple(each * math.inf for each in found) if x.dim() == 3 else found
+
+    monkeypatch.setattr(trained, "fp8_linears", multiply)
+    recipe(run, "kernels: false", dtype="bfloat16", more=", fp8: all")
+    found = diagnose(run, 1)
+    assert (found.culprit, found.name) == ("fp8", "products")
+    assert found.fix.endswith("model.fp8=false")
+    assert [trial.what for trial in found.trials] == ["", "eager attention", "without fp8"]
+
+
+def test_a_quantised_base(run, monkeypatch):
+    import bitsandbytes
+
+    plain = bitsandbytes.nn.Linear4bit.forward
+    monkeypatch.setattr(
+        bitsandbytes.nn.Linear4bit, "forward", lambda *given: plain(*given) * math.inf
+    )
+    recipe(run, "kernels: false", "lora: {r: 2, quantize: nf4}", dtype="bfloat16")
+    found = diagnose(run, 1)
+    assert (found.culprit, found.name) == ("quantize", "nf4 base")
+    assert found.fix.endswith("lora.quantize=null")
+
+
+def test_a_model_that_is_bad_whatever_it_reads(run, monkeypatch):
+    plain = torch.nn.Embedding.forward
+    monkeypatch.setattr(torch.nn.Embedding, "forward", lambda *given: plain(*given) * math.nan)
+    recipe(run, "kernels: false")
+    found = diagnose(run, 1)
+    assert (found.culprit, found.name) == ("model", "model.embed_tokens")
 
 
 def test_a_weight(run):

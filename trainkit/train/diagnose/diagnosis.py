@@ -71,8 +71,8 @@ class Diagnosis:
         says: what the run said of it.
         weights: the directory that was loaded.
         are_the_steps: the weights are those that met the batch, not those of a checkpoint before.
-        culprit: weights, kernel, attention, fp8, dtype, adapters, rows, model; None where the batch
-            is not bad any more.
+        culprit: weights, kernel, attention, fp8, quantize, dtype, adapters, rows, model; None where
+            the batch is not bad any more.
         name: of the kernel, the weight, the rows.
         because: the reason with its numbers.
         fix: what to do.
