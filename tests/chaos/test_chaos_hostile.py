@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import chaos.hostile_inputs  # noqa: F401 (adds its cases)
 from chaos.hostile_cases import CASES, home
 from commands import trainkit
 
