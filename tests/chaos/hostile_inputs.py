@@ -9,22 +9,19 @@ from chaos.hostile_cases import GENERATE, SFT, adapter, case, cases, change_json
 @cases(
     layers=("num_hidden_layers", 10**9),
     digits=("vocab_size", 10**400),
-    heads=("num_attention_heads", 0),
-    positions=("max_position_embeddings", 10**18),
-    infinity=("rms_norm_eps", float("inf")),
 )
 def number_of_a_model(root, given):
     change_json(root / "m/config.json", **dict([given]))
     return SFT
 
 
-@cases(eos=10**30, negative=-5, words="\x1b[2J")
+@cases(huge=10**30)
 def end_token(root, value):
     (root / "m/generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     return SFT
 
 
-@cases(id=10**12, negative=-1, digits=10**400)
+@cases(huge=10**12)
 def added_token(root, number):
     path = root / "m/tokenizer.json"
     content = json.loads(path.read_text())
@@ -33,7 +30,7 @@ def added_token(root, number):
     return SFT
 
 
-@cases(huge=10**40, negative=-1, words="\x1b[2J")
+@cases(huge=10**40)
 def length_of_a_tokenizer(root, value):
     change_json(root / "m/tokenizer_config.json", model_max_length=value)
     return (*SFT, "data.max_length=null")
@@ -41,11 +38,7 @@ def length_of_a_tokenizer(root, value):
 
 @cases(
     messages="{{ messages.__class__.__mro__ }}",
-    filter="{{ ''|attr('__class__')|attr('__mro__') }}",
     lipsum="{{ lipsum.__globals__['os'].popen('touch canary') }}",
-    map="{{ messages|map(attribute='__class__.__mro__')|list }}",
-    own="{{ self.__init__.__globals__ }}{{ self._TemplateReference__context }}",
-    namespace="{% set n = namespace() %}{{ n.__init__.__globals__ }}",
 )
 def attribute_in_a_template(root, text):
     (root / "m/chat_template.jinja").write_text(text)
@@ -53,12 +46,13 @@ def attribute_in_a_template(root, text):
     return SFT
 
 
-@cases(line=b'{"messages": "', lines=b'{"a": 1}\n')
-def bomb_of_rows(root, unit):
+@case
+def bomb_of_one_row(root):
+    """A hundred megabytes in one line, packed into a hundred kilobytes."""
     with gzip.open(root / "d2.jsonl.gz", "wb", 1) as file:
-        file.write(unit)
-        for _ in range(200):
-            file.write((unit if unit.endswith(b"\n") else b"a") * (1_000_000 // len(unit)))
+        file.write(b'{"messages": "')
+        for _ in range(100):
+            file.write(b"a" * 1_000_000)
     return (*SFT, "data.train=[d2.jsonl.gz]")
 
 
@@ -67,8 +61,6 @@ def bomb_of_rows(root, unit):
         f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}], k{n}: 1}}\n" if n else "a0: &a0 {k: 1}\n"
         for n in range(40)
     ),
-    nul="model: {name_or_path: 'm\\0x'}",
-    up="model: {name_or_path: ../../../../etc}",
     device="data: {train: [/dev/zero]}\nmodel: {name_or_path: m}",
 )
 def words_of_a_recipe(root, text):
@@ -76,7 +68,7 @@ def words_of_a_recipe(root, text):
     return SFT
 
 
-@cases(rank=10**9, digits=10**400, negative=-1)
+@cases(digits=10**400)
 def rank_of_an_adapter(root, value):
     change_json(adapter(root) / "adapter_config.json", r=value)
     return GENERATE

@@ -2,8 +2,8 @@
 
 import re
 
-import pytest
 import chaos.hostile_inputs  # noqa: F401 (adds its cases)
+import pytest
 from chaos.hostile_cases import CASES, home
 from commands import trainkit
 

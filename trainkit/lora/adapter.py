@@ -7,6 +7,7 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
+from trainkit.lora.patterns import endless_pattern
 from trainkit.lora.targets import (
     Targets,
     check_names,
@@ -155,6 +157,7 @@ def load_adapter(
             where=str(path),
             fix="give the directory that a LoRA run saved (final/ or checkpoint-N/)",
         )
+    _refuse_endless(path, model)
     try:
         return PeftModel.from_pretrained(
             model, str(path), adapter_name=adapter_name, is_trainable=trainable
@@ -169,6 +172,22 @@ def load_adapter(
             fix="check that adapter_config.json and adapter_model.safetensors are as they were "
             "saved, and that the base is the one it was trained on",
         ) from error
+
+
+def _refuse_endless(path: Path, model: nn.Module) -> None:
+    """What else of the configuration is wrong, peft says."""
+    try:
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    names = (name for name, _ in model.named_modules())
+    key = endless_pattern(config, names) if isinstance(config, dict) else None
+    if key is not None:
+        raise CheckpointError(
+            f"the pattern of {key} takes for ever to compare with the model's names",
+            where=str(path / "adapter_config.json"),
+            fix="write the names themselves there: [q_proj, v_proj]",
+        )
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

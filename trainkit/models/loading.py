@@ -31,6 +31,9 @@ from trainkit.options.model import DTYPES, ModelOptions
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
 
+_MOST = 10**6
+"""Layers, heads, experts that a configuration may speak of; tokens, where it does not say."""
+
 LoadPart = Callable[[type, Any, Callable[[type], tuple[Any, Any]]], tuple[Any, Any]]
 """`trainkit.parallel.engine.Engine.load_part`."""
 
@@ -147,7 +150,17 @@ def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
     except OSError:
         return ()
     stops = settings.eos_token_id
-    return () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
+    found = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
+    size = getattr(load_config(source).get_text_config(), "vocab_size", None) or _MOST
+    for stop in found:
+        if not isinstance(stop, int) or not 0 <= stop < size:
+            raise ModelError(
+                f"generation_config.json ends answers at the token {str(stop)[:20]}, and the "
+                f"model's tokens are 0 to {size - 1}",
+                where=source.name_or_path,
+                fix="correct eos_token_id there, or remove it",
+            )
+    return found
 
 
 def load_config(source: ModelOptions) -> PreTrainedConfig:
@@ -158,7 +171,16 @@ def load_config(source: ModelOptions) -> PreTrainedConfig:
     """
     source_path, options = from_pretrained_arguments(source)
     with _explained(source, "configuration"):
-        return AutoConfig.from_pretrained(source_path, **options)
+        config = AutoConfig.from_pretrained(source_path, **options)
+    for key, value in vars(config.get_text_config()).items():
+        if key.startswith("num_") and isinstance(value, int) and value > _MOST:
+            raise ModelError(
+                f"{key} is {str(value)[:20]}: no model has so many, and to build them would take "
+                "for ever",
+                where=source.name_or_path,
+                fix="put the model's own config.json back",
+            )
+    return config
 
 
 def can_set_attention(config: PreTrainedConfig) -> bool:

@@ -106,7 +106,7 @@ def _add(
     steps: Sequence[int],
     values: Sequence[Any],
 ) -> None:
-    """Put the values of some rows where they belong; those that are no numbers are left out."""
+    """Put the values of some rows where they belong; text and gaps are left out."""
     if {*map(type, values)} == {float} and isfinite(sum(values)):
         kept[0].extend(steps)
         kept[1].extend(values)
