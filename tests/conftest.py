@@ -1,14 +1,31 @@
 """Shared fixtures: everything is made here, nothing is fetched."""
 
 import os
+import subprocess
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+import commands
 import pytest
+import ranks
 from tiny import make_qwen2, make_tokenizer
+
+
+def pytest_collection_modifyitems(config, items):
+    """On several workers files that start processes come first: none is left when the rest ends."""
+    if not hasattr(config, "workerinput"):
+        return
+    starts = {id(subprocess), id(ranks.run_ranks), id(commands.trainkit)}
+    slow = {
+        item.module
+        for item in items
+        if "project" in item.fixturenames
+        or not starts.isdisjoint(map(id, vars(item.module).values()))
+    }
+    items.sort(key=lambda item: item.module not in slow)
 
 
 @pytest.fixture(scope="session")
