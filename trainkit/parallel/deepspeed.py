@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_GATHERED_AT_ONCE = 500_000_000
+"""Numbers of a layer at most; experts may have more."""
+
+
 class DeepSpeed(Engine):
     """Trains as a DeepSpeed configuration file says."""
 
@@ -107,6 +111,22 @@ class DeepSpeed(Engine):
         engine.save_checkpoint(str(folder), tag=tag, save_latest=False, **options)
         if engine.global_rank == 0:
             ShardFiles.write(folder / "latest", lambda: _write(folder / "latest", tag))
+
+    def place(self, model: nn.Module, device: torch.device) -> None:
+        """Under ZeRO-3 a layer is gathered at once, not matrix by matrix.
+
+        What DeepSpeed does on the host for each module is slower than a GPU's own work otherwise.
+        """
+        del device
+        if not self.shards_weights:
+            return
+        from deepspeed.utils import set_z3_leaf_module
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                numbers = sum(getattr(each, "ds_numel", 0) for each in layer.parameters())
+                set_z3_leaf_module(layer, numbers <= _GATHERED_AT_ONCE)
 
     def loading_device(self, device: torch.device) -> torch.device | None:
         """ZeRO-3 shards weights while they are loaded, and puts them where they belong."""
