@@ -9,7 +9,7 @@ the gradient, or 4 where micro-batches are summed: 16 or 18.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,6 +47,9 @@ class _Bucket:
         weight: (N,) fp32: the weights, or the masters of half-precision ones.
         half: (N,) half-precision weights, or None.
         gradient: (N,), part of a larger buffer.
+        gradients: each parameter's view of it. Views are made once: making those of 400 tensors
+            takes longer than their update.
+        places: where each parameter's weights are, as ``data_ptr`` says it.
         exp_avg: (N,) fp32.
         exp_avg_sq: (N,) fp32.
         step: 0-d: updates so far; on the device, which alone knows of a step that it held back.
@@ -61,6 +64,13 @@ class _Bucket:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     step: torch.Tensor
+    gradients: list[torch.Tensor] = field(init=False)
+    places: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kept = self.weight if self.half is None else self.half
+        self.gradients = [view for _, view in self.views(self.gradient)]
+        self.places = [view.data_ptr() for _, view in self.views(kept)]
 
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter with its part of a buffer, in its shape."""
@@ -180,13 +190,13 @@ class FlatAdamW(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         for bucket in self._buckets:
-            for parameter, view in bucket.views(bucket.gradient):
+            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
                 gradient = parameter.grad
-                if gradient is None:
-                    parameter.grad = view
-                elif gradient.data_ptr() != view.data_ptr():  # somebody has put another in place
-                    view.add_(gradient)
-                    parameter.grad = view
+                if gradient is view:
+                    continue
+                if gradient is not None and gradient.data_ptr() != view.data_ptr():
+                    view.add_(gradient)  # somebody has put another in place
+                parameter.grad = view
 
     # -- a step ---------------------------------------------------------------------------------
 
@@ -218,9 +228,8 @@ class FlatAdamW(torch.optim.Optimizer):
             hook.remove()
         self._hooks.clear()
         for bucket in self._buckets:
-            kept = bucket.weight if bucket.half is None else bucket.half
-            for parameter, view in bucket.views(kept):
-                if parameter.data_ptr() != view.data_ptr():
+            for parameter, place in zip(bucket.parameters, bucket.places, strict=True):
+                if parameter.data_ptr() != place:
                     raise ModelError(
                         "a parameter was moved out of the buffer that flat_adamw steps",
                         where=_KEY,
@@ -275,13 +284,14 @@ class FlatAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear what the buffers hold; the parameters keep their views of them."""
         del set_to_none  # a gradient outside the buffer would be one that no step sees
-        for parameter in self.parameters():
-            parameter.grad = None
         if not self._is_clear:
             for buffer in self._gradients.values():
                 buffer.zero_()
         self._is_clear, self._has_gathered = True, False
-        self._attach()
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.gradients, strict=True):
+                if parameter.grad is not view:
+                    parameter.grad = view
 
     # -- checkpoints ----------------------------------------------------------------------------
 
