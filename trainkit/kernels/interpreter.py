@@ -12,6 +12,7 @@ Private names of Triton are wrapped. A Triton that no longer has one of them rai
 and not later with a wrong number.
 """
 
+import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +67,25 @@ def install() -> None:
         )
     _wrap_bf16(builder, interpreter, tl)
     _serialise_launches(interpreter.GridExecutor)
+    if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
+        _remember_names(interpreter, tl)
     _installed = True
+
+
+def _remember_names(interpreter: Any, tl: Any) -> None:
+    """Every call of a jitted function looks through all of ``triton.language``; once is enough."""
+    builtins: dict[Any, list[str]] = {}
+
+    def patch(package: Any, *rest: Any) -> None:
+        if package not in builtins:
+            members = inspect.getmembers(package)
+            builtins[package] = [name for name, member in members if tl.core.is_builtin(member)]
+        for name in builtins[package]:
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):  # else swapped by the function that called this one
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._patch_builtin = patch
 
 
 def _wrap_bf16(builder: Any, interpreter: Any, tl: Any) -> None:
