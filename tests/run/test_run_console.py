@@ -118,3 +118,21 @@ def test_numbers_for_people():
     assert format_number(0.000015) == "1.50e-05"
     assert sparkline([1, 2, 3], 10) == "▁▄█"
     assert sparkline([float("nan")], 10) == ""
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_the_display_says_what_comes_next(width):
+    stream = _Terminal()
+    console = Console(interactive=True, stream=stream)
+    console._rich = rich.console.Console(file=stream, width=width, force_terminal=False)
+    console.start(100, first_step=3, due={"evaluation": 12.5, "checkpoint": 400})
+    console._live.stop()
+    console.log({"step": 20, "loss": 1.0, "loss/code": 0.5, "loss/chat": 1.5})
+    with console._rich.capture() as said:
+        console._rich.print(console._render())
+    lines = said.get().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert any("evaluation at 25 in " in line for line in lines)
+    # Beyond the end there is no checkpoint but the last one.
+    assert ("checkpoint at 100" in said.get()) == (width == 100)
+    assert ("loss/chat 1.5000" in said.get()) == (width == 100)

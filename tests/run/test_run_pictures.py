@@ -8,9 +8,10 @@ import pytest
 from matplotlib.image import imread
 
 from trainkit.errors import RunDirectoryError
+from trainkit.run import RunDirectory
 from trainkit.run.curves import Series, by_minutes, read_rows, series, smoothed, thinned, warmup_end
 from trainkit.run.plot import distinct_names, draw_comparison, draw_plots
-from trainkit.run.report import render_report, write_report
+from trainkit.run.report import SAMPLES, render_report, write_report
 
 
 def test_smoothing_follows_a_falling_curve_and_takes_the_noise_out():
@@ -159,3 +160,48 @@ def test_the_report_says_what_was_held_out(run):
     page = render_report(run)
     assert page.count("4 of 200 conversations, held out of the training data") == 1
     assert "1,234 trained tokens" in page
+
+
+def test_samples_are_shown_with_their_masks_and_escaped(run):
+    pieces = [[False, "<script>x</script>"], [True, "é <b>\x1b[31m"]]
+    sample = {"pieces": pieces, "num_tokens": 9, "num_trained_tokens": 4, "is_cut": True}
+    run.write_json(run.root / SAMPLES, {"samples": [sample]})
+    page = render_report(run)
+    assert "&lt;script&gt;x&lt;/script&gt;<mark>é &lt;b&gt;\\u001b[31m</mark>" in page
+    assert "9 tokens, 4 trained" in page
+    assert "cut here" in page
+
+
+def test_the_page_of_a_run_that_trains_says_so_and_loads_itself_again(trained_run):
+    trained_run.write_status("running", total_steps=90)
+    page = render_report(trained_run, is_training=True)
+    assert "state running'>running</span>: step 60 of 90" in page
+    assert 'http-equiv="refresh"' in page
+    last = render_report(trained_run)
+    assert "state done'>done<" in last
+    assert "http-equiv" not in last
+    evaluations = last.partition("<h2>Evaluations</h2>")[2].partition("</section>")[0]
+    assert [evaluations.index(f"<td>{step}</td>") for step in (60, 40, 20)] == sorted(
+        evaluations.index(f"<td>{step}</td>") for step in (60, 40, 20)
+    )
+    assert evaluations.count("0.6000") == 3
+
+
+def test_the_page_holds_a_run_against_the_one_before(trained_run, run):
+    earlier = RunDirectory.create_at(run.root.parent / "earlier")
+    earlier.write_status("done")
+    for each, rate, loss in ((earlier, "1e-5", 4.0), (trained_run, "3e-5", None)):
+        text = f"training:\n  learning_rate: {rate}  # r.yaml:3\n  seed: 42  # default\n"
+        each.write_text(each.resolved, text)
+        if loss is not None:
+            with each.open_metrics() as metrics:
+                metrics.append({"step": 1, "loss": loss})
+    status = json.loads((earlier.root / "status.json").read_text())
+    status["started"] = "2001-01-01T00:00:00+00:00"
+    (earlier.root / "status.json").write_text(json.dumps(status))
+    page = render_report(trained_run).partition("<h2>Against the run before</h2>")[2]
+    page = page.partition("</section>")[0]
+    assert "<td>training.learning_rate</td><td>1e-5</td><td>3e-5</td>" in page
+    assert "seed" not in page
+    assert "4.0000 → 4.0000" in page
+    assert "Against the run before" not in render_report(earlier)

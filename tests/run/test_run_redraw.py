@@ -13,6 +13,8 @@ def test_a_drawing_is_rare_and_never_doubled(trained_run):
     while not (trained_run.plots / "overview.png").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert (trained_run.plots / "loss.png").exists()
+    assert "<meta http-equiv" in trained_run.report.read_text()
+    assert "state running'>running<" in trained_run.report.read_text()
     refresher.close()
     refresher.close()
     assert [path.name for path in trained_run.plots.iterdir() if path.name[0] == "."] == []

@@ -26,7 +26,8 @@ class Listener:
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     monkeypatch.setattr(
-        "trainkit.train.callbacks.CurveRefresher", lambda run: SimpleNamespace(refresh=lambda: None)
+        "trainkit.train.callbacks.CurveRefresher",
+        lambda run: SimpleNamespace(refresh=lambda **_: None),
     )
 
 

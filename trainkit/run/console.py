@@ -5,6 +5,7 @@ Everything goes to standard error; standard output is for programs. Only the mai
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -58,14 +59,17 @@ class Console:
         self._live: Live | None = None
         self._progress = _Progress(total_steps=0)
 
-    def start(self, total_steps: int, *, first_step: int = 0) -> None:
+    def start(
+        self, total_steps: int, *, first_step: int = 0, due: Mapping[str, float] | None = None
+    ) -> None:
         """Begin to show progress.
 
         Args:
             total_steps: optimizer steps of the whole run.
             first_step: steps already done, when a run is resumed.
+            due: what comes again after so many steps: ``{"evaluation": 100, "checkpoint": 500}``.
         """
-        self._progress = _Progress(total_steps=total_steps, step=first_step)
+        self._progress = _Progress(total_steps=total_steps, step=first_step, due=due or {})
         if self._silent or not self.interactive or self._live is not None:
             return
         self._live = Live(
@@ -142,8 +146,11 @@ class Console:
 class _Progress:
     """The numbers of the moment and their two forms: a block of lines, or one line."""
 
-    def __init__(self, *, total_steps: int, step: int = 0) -> None:
+    def __init__(
+        self, *, total_steps: int, step: int = 0, due: Mapping[str, float] | None = None
+    ) -> None:
         self.total_steps = total_steps
+        self._due = due or {}
         self.step = step
         self._latest: dict[str, float | int | str | None] = {}
         self._sources: dict[str, float | int | str | None] = {}
@@ -168,10 +175,30 @@ class _Progress:
             self._losses.append(float(loss))
 
     def eta_seconds(self) -> float | None:
+        return self._seconds_until(self.total_steps) if self.total_steps else None
+
+    def _seconds_until(self, step: int) -> float | None:
         (first, began), (last, ended) = self._pace[0], self._pace[-1]
-        if last == first or not self.total_steps:
+        if last == first:
             return None
-        return max(self.total_steps - self.step, 0) * (ended - began) / (last - first)
+        return max(step - self.step, 0) * (ended - began) / (last - first)
+
+    def _coming(self, width: int) -> Text:
+        """What is due next, and in how long; nothing of what comes after the end."""
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for name, every in self._due.items():
+            # Shares of an epoch are no whole steps; the step behind them is the one.
+            step = math.ceil((math.floor(self.step / every + 1e-9) + 1) * every - 1e-9)
+            if self.total_steps:
+                step = min(step, self.total_steps)
+            seconds = self._seconds_until(step)
+            when = f"{step}" if seconds is None else f"{step} in {format_duration(seconds)}"
+            label = f"{'  ' if line.plain else ''}{name} at "
+            if len(line.plain) + len(label) + len(when) > width:
+                break
+            line.append(label, style="dim")
+            line.append(when)
+        return line
 
     def _fields(self) -> list[tuple[str, str]]:
         """Label and value, the most wanted first: a narrow terminal shows only these."""
@@ -217,6 +244,9 @@ class _Progress:
             body.append(value)
         spark = sparkline(list(self._losses), min(width - 5, 60))
         lines: list[RenderableType] = [head, body]
+        coming = self._coming(width)
+        if coming.plain and self.step < self.total_steps:
+            lines.append(coming)
         if len(spark) > 1:
             lines.append(Text.assemble(("loss ", "dim"), (spark, "cyan")))
         return Group(*lines)

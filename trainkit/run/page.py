@@ -17,6 +17,7 @@ p { margin: .4rem 0; overflow-wrap: anywhere; }
 .dim { color: #767676; }
 .state { padding: .1rem .6rem; border-radius: 1rem; color: #fff; background: #555; }
 .state.done { background: #00734d; }
+.state.running { background: #0b5cad; }
 .state.failed, .state.interrupted { background: #b34700; }
 .warning { border-left: 4px solid #d55e00; padding: .2rem .8rem; background: #fff6f0; }
 .figures { display: flex; flex-wrap: wrap; gap: .6rem 2rem; margin: 1rem 0; }
@@ -33,6 +34,8 @@ th, td { text-align: left; padding: .2rem .9rem .2rem 0; vertical-align: top;
 td { overflow-wrap: anywhere; min-width: 2.5rem; }
 th { font-weight: 600; }
 pre { background: #f6f6f6; padding: .7rem; overflow-x: auto; font-size: .8rem; line-height: 1.4; }
+.sample { white-space: pre-wrap; overflow-wrap: anywhere; }
+mark { background: #c8ecd8; color: inherit; }
 details { margin: .5rem 0; }
 summary { cursor: pointer; }
 @media print {
@@ -44,12 +47,19 @@ summary { cursor: pointer; }
 """
 
 
-def page(title: str, body: str) -> str:
-    """A complete HTML document; ``body`` is HTML already."""
+def page(title: str, body: str, *, reload_seconds: int | None = None) -> str:
+    """A complete HTML document; ``body`` is HTML already.
+
+    Args:
+        title: of the window.
+        body: what is in it.
+        reload_seconds: for a page that is written anew from time to time.
+    """
+    reload = f'<meta http-equiv="refresh" content="{reload_seconds}">\n' if reload_seconds else ""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"{reload}<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         f"{body}\n</body>\n</html>\n"
     )
 

@@ -1,4 +1,4 @@
-"""Redraw a run's curves while it trains, in its own process.
+"""Redraw a run's curves and its report while it trains, in a process of their own.
 
 matplotlib holds Python's lock for most of a drawing's second; a thread of the training process
 would make the steps of that second wait for it.
@@ -35,14 +35,18 @@ class CurveRefresher:
         self._process: subprocess.Popen[bytes] | None = None
         self._started = time.monotonic()
 
-    def refresh(self) -> bool:
+    def refresh(self, *, has_news: bool = False) -> bool:
         """Start a drawing if it is time; takes microseconds if not. Call it at every log.
+
+        Args:
+            has_news: an evaluation or a checkpoint: it is time a little earlier.
 
         Returns:
             Whether one was started.
         """
         is_busy = self._process is not None and self._process.poll() is None
-        if is_busy or time.monotonic() - self._started < self._interval:
+        interval = self._interval / 6 if has_news else self._interval
+        if is_busy or time.monotonic() - self._started < interval:
             return False
         self._started = time.monotonic()
         command = [sys.executable, "-m", "trainkit.run.redraw", str(self._run.root)]
@@ -73,11 +77,14 @@ class CurveRefresher:
 def main() -> None:
     """Draw the curves of the run named on the command line."""
     from trainkit.run.plot import draw_plots
+    from trainkit.run.report import write_report
 
     # Leave through the clean-up of half-written files, and after everybody else's work.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.nice(10)
-    draw_plots(RunDirectory(Path(sys.argv[1])))
+    run = RunDirectory(Path(sys.argv[1]))
+    write_report(run, is_training=True)
+    draw_plots(run)
 
 
 if __name__ == "__main__":

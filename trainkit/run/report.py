@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
+from trainkit.errors import TrainkitError
 from trainkit.run.curves import Row, series
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
@@ -14,8 +18,17 @@ from trainkit.run.metrics import SCORE_HEAD, read_metrics, read_scores, score_ce
 from trainkit.run.page import details, figures, page, paragraph, section, table
 from trainkit.run.plot import svg_plots
 from trainkit.run.starts import read_starts
+from trainkit.terminal import visible
 
 MAX_ANSWERS = 30
+MAX_EVALUATIONS = 50
+SAMPLES = "samples.json"
+"""``{"samples": [{"pieces": [[is_trained, text], ...], "num_tokens", "num_trained_tokens",
+"is_cut"}]}``"""
+
+_RELOAD = 30
+_OWN = ("training.output_dir", "name")
+"""Keys that differ between any two runs."""
 
 _FILE_COLUMNS = {
     "path": "file",
@@ -30,36 +43,53 @@ _FILE_COLUMNS = {
 }
 
 
-def write_report(run: RunDirectory) -> None:
-    """Write the page from what the run directory holds at this moment."""
-    run.write_text(run.report, render_report(run))
+def write_report(run: RunDirectory, *, is_training: bool = False) -> None:
+    """Write the page from what the run directory holds at this moment.
+
+    Args:
+        run: whose page.
+        is_training: it is not the last one; a browser loads it again by itself.
+    """
+    run.write_text(run.report, render_report(run, is_training=is_training))
 
 
-def render_report(run: RunDirectory) -> str:
+def render_report(run: RunDirectory, *, is_training: bool = False) -> str:
     """The page as HTML; it asks for nothing over the network."""
     rows = read_metrics(run.metrics)
     data, answers = read_json(run.data), read_json(run.generation_eval)
     sections = [
-        _head(run, rows, answers),
+        _head(run, rows, answers, is_training=is_training),
         _warnings(run, rows, data),
         section("Curves", _curves(run)),
+        section("Evaluations", _evaluations(rows)),
         section("Answers to held-out conversations", _answers(answers)),
         section("Benchmarks", _benchmarks(run)),
         section("Data", _data(data)),
+        section("Samples", _samples(read_json(run.root / SAMPLES))),
         section("Kernels", _kernels(read_json(run.kernels))),
         section("Memory and time", _memory(read_json(run.memory))),
+        section("Against the run before", _against_earlier(run, rows)),
         section("Recipe", _recipe(run)),
         section("Starts", _starts(run)),
         section("Command", _command(run)),
         section("Environment", _environment(read_json(run.environment))),
     ]
-    return page(run.name, "".join(sections))
+    return page(run.name, "".join(sections), reload_seconds=_RELOAD if is_training else None)
 
 
-def _head(run: RunDirectory, rows: Sequence[Row], answers: Mapping[str, Any] | None) -> str:
+def _head(
+    run: RunDirectory,
+    rows: Sequence[Row],
+    answers: Mapping[str, Any] | None,
+    *,
+    is_training: bool,
+) -> str:
     status = run.status()
-    # The report is written while the status still says running: a run that gets here has trained.
-    state = "done" if status.state == "running" else status.state
+    # The last page is written while the status still says running: a run that gets here is done.
+    state = "done" if status.state == "running" and not is_training else status.state
+    if is_training and status.total_steps:
+        step = max((row["step"] for row in rows), default=0)
+        status = replace(status, reason=f"step {step:,} of {status.total_steps:,}")
     reason = f": {escape(status.reason)}" if status.reason else ""
     return (
         f"<h1>{escape(run.name)}</h1>"
@@ -137,6 +167,90 @@ def _answers(answers: Mapping[str, Any] | None) -> str:
     marks = {True: "✓", False: "✗"}
     cells = [(r["question"], r["expected"], r["given"], marks[r["is_exact"]]) for r in shown]
     return paragraph(note) + table(("question", "expected", "given", ""), cells)
+
+
+def _evaluations(rows: Sequence[Row]) -> str:
+    """What was measured on the way, the last first."""
+    found = [row for row in rows if any(key.startswith("eval_") for key in row)]
+    keys = list(dict.fromkeys(key for row in found for key in row if key.startswith("eval_")))
+    keys = [
+        key
+        for key in keys
+        if not key.endswith(("_runtime", "_per_second")) and "num_trained_tokens" not in key
+    ]
+    cells = [
+        (f"{row['step']:,}", *(format_loss(row.get(key)) if key in row else "" for key in keys))
+        for row in found[: -MAX_EVALUATIONS - 1 : -1]
+    ]
+    head = ("step", *(key.removeprefix("eval_") for key in keys))
+    return table(head, cells) if cells else ""
+
+
+def _samples(samples: Mapping[str, Any] | None) -> str:
+    """A few samples as the model gets them; what is trained is marked."""
+    if not samples:
+        return ""
+    parts = [paragraph("As the model gets them; what is trained is marked.")]
+    for sample in samples["samples"]:
+        text = "".join(
+            f"<mark>{escape(visible(piece))}</mark>" if is_trained else escape(visible(piece))
+            for is_trained, piece in sample["pieces"]
+        )
+        title = f"{sample['num_tokens']:,} tokens, {sample['num_trained_tokens']:,} trained"
+        cut = paragraph("... cut here") if sample["is_cut"] else ""
+        parts.append(details(title, f"<pre class='sample'>{text}</pre>{cut}"))
+    return "".join(parts).replace("<details>", "<details open>", 1)
+
+
+def _against_earlier(run: RunDirectory, rows: Sequence[Row]) -> str:
+    """What differs from the run that was begun before this one, next to it."""
+    started = run.status().started
+    others = [each for each in _neighbours(run) if (each[0] or "") < (started or "")]
+    if not others:
+        return ""
+    other = max(others, key=lambda each: each[0] or "")[1]
+    mine, theirs = _values(run), _values(other)
+    differing = [
+        (key, theirs.get(key, ""), mine.get(key, ""))
+        for key in dict.fromkeys([*theirs, *mine])
+        if theirs.get(key) != mine.get(key) and key not in _OWN
+    ]
+    now = headline_figures(rows, read_json(run.generation_eval))
+    before = dict(headline_figures(read_metrics(other.metrics), read_json(other.generation_eval)))
+    figures_of_both = [(label, before.get(label, ""), value) for label, value in now]
+    command = escape(shlex.join(["trainkit", "compare", other.name, run.name]))
+    more = f"<p><code>{command}</code> says which differences are noise.</p>"
+    return table(("", other.name, run.name), [*figures_of_both, *differing]) + more
+
+
+def _neighbours(run: RunDirectory) -> Iterable[tuple[str | None, RunDirectory]]:
+    """The other runs of the same folder, with the time at which each began."""
+    for status in run.root.parent.glob("*/status.json"):
+        if status.parent == run.root or not (status.parent / "metrics.jsonl").is_file():
+            continue
+        other = RunDirectory(status.parent)
+        with contextlib.suppress(TrainkitError):
+            yield other.status().started, other
+
+
+def _values(run: RunDirectory) -> dict[str, str]:
+    """The resolved recipe by dotted key, as text without origins."""
+    if not run.resolved.is_file():
+        return {}
+    found: dict[str, str] = {}
+    path: list[tuple[int, str]] = []
+    for line in run.resolved.read_text(encoding="utf-8").splitlines():
+        plain = line.partition("  # ")[0].rstrip()
+        key, colon, value = plain.strip().partition(":")
+        if not colon or key.startswith("#"):
+            continue
+        indent = len(plain) - len(plain.lstrip())
+        path = [each for each in path if each[0] < indent]
+        if value.strip():
+            found[".".join([*(name for _, name in path), key])] = value.strip()
+        else:
+            path.append((indent, key))
+    return found
 
 
 def _benchmarks(run: RunDirectory) -> str:

@@ -101,7 +101,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         with not_in_between():  # from the first moment there is somebody to say how the run ended
             run = _open_run(start, resumption, scratch)
         if process.is_main and resumption.point is None:
-            write_record(run, loaded, prepared.data, options, machine(process))
+            write_record(run, loaded, prepared.data, prepared.tokenizer, options, machine(process))
             if run.dropped.exists():
                 console.note(f"each dropped row has its line in {run.dropped}")
         prepared.args.output_dir = str(run.root)

@@ -69,7 +69,7 @@ class RunRecorder(TrainerCallback):
             row["step"] for row in rows if any(key.startswith("eval_") for key in row)
         }
         self._run.write_status("running", total_steps=state.max_steps)
-        self._console.start(state.max_steps, first_step=state.global_step)
+        self._console.start(state.max_steps, first_step=state.global_step, due=_due(args, state))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -103,7 +103,13 @@ class RunRecorder(TrainerCallback):
             self._metrics.append(row)
         self._console.log(row)
         self._tell_pass(row)
-        self._curves.refresh()
+        self._curves.refresh(has_news=not is_training)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """A checkpoint is news for the report."""
+        self._curves.refresh(has_news=True)
 
     def _tell_pass(self, row: dict[str, float]) -> None:
         """Say when streamed data begins again: rows come that were trained on before."""
@@ -122,6 +128,21 @@ class RunRecorder(TrainerCallback):
         if self._metrics is not None:
             self._metrics.close()
         self._curves.close()
+
+
+def _due(args: TrainingArguments, state: TrainerState) -> dict[str, float]:
+    """After how many steps evaluations and checkpoints come again; only what does."""
+    an_epoch = state.max_steps / max(state.num_train_epochs, 1)
+    kinds = {
+        "evaluation": (args.eval_strategy, state.eval_steps),
+        "checkpoint": (args.save_strategy, state.save_steps),
+    }
+    every = {
+        name: float(steps) if strategy == "steps" and steps else an_epoch
+        for name, (strategy, steps) in kinds.items()
+        if strategy in ("steps", "epoch")
+    }
+    return {name: steps for name, steps in every.items() if steps > 0}
 
 
 class StopOnRequest(TrainerCallback):

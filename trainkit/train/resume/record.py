@@ -1,22 +1,28 @@
 """What a start leaves in the run directory before its first step."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit.models.attention import Attention
+from trainkit.models.loss.loss_head import IGNORE_INDEX
 from trainkit.parallel import Machine
 from trainkit.recipe import Derived, LoadedRecipe, SftOptions, dump_resolved
 from trainkit.run import RunDirectory, capture_environment, command_script
 from trainkit.run.redact import redact_text
+from trainkit.run.report import SAMPLES
 from trainkit.run.starts import Start, append_start, retire_after
 from trainkit.train.arguments import settled_values
 from trainkit.train.checkpoints import ResumePoint
 from trainkit.train.data.run_data import RunData
 from trainkit.train.resume.changes import Review
+
+_MAX_SAMPLES, _MAX_TOKENS = 4, 1200
+"""That a report shows."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,12 @@ class Resumption:
 
 
 def write_record(
-    run: RunDirectory, loaded: LoadedRecipe, data: RunData, options: SftOptions, machine: Machine
+    run: RunDirectory,
+    loaded: LoadedRecipe,
+    data: RunData,
+    tokenizer: PreTrainedTokenizerBase,
+    options: SftOptions,
+    machine: Machine,
 ) -> None:
     """What is known before a run is built: recipe, command, environment, data."""
     _write_recipe(run, loaded)
@@ -44,10 +55,33 @@ def write_record(
     run.write_text(run.command, command_script(), private=True)
     run.write_json(run.environment, capture_environment(), private=True)
     run.write_json(run.data, data.summary)
+    run.write_json(run.root / SAMPLES, shown_samples(data, tokenizer), private=True)
     for target in (run.dropped, run.changed):
         entries = data.ledger.with_name(target.name)
         if entries.exists():
             run.write_text(target, entries.read_text(encoding="utf-8"))
+
+
+def shown_samples(data: RunData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The first training samples with their masks, for the report; see `report.SAMPLES`."""
+    samples = []
+    for sample in itertools.islice(data.train.first_samples(), _MAX_SAMPLES):
+        trained = (sample["labels"][0] != IGNORE_INDEX).tolist()
+        ids = sample["input_ids"][0].tolist()
+        pairs = zip(trained[:_MAX_TOKENS], ids[:_MAX_TOKENS], strict=True)
+        pieces = [
+            (is_trained, tokenizer.decode([token for _, token in group]))
+            for is_trained, group in itertools.groupby(pairs, key=lambda pair: pair[0])
+        ]
+        samples.append(
+            {
+                "pieces": pieces,
+                "num_tokens": len(ids),
+                "num_trained_tokens": sum(trained),
+                "is_cut": len(ids) > _MAX_TOKENS,
+            }
+        )
+    return {"samples": samples}
 
 
 def write_start(
