@@ -53,7 +53,7 @@ def page(title: str, body: str, *, reload_seconds: int | None = None) -> str:
     Args:
         title: of the window.
         body: what is in it.
-        reload_seconds: for a page that is written anew from time to time.
+        reload_seconds: for a page that is written again from time to time.
     """
     reload = f'<meta http-equiv="refresh" content="{reload_seconds}">\n' if reload_seconds else ""
     return (
