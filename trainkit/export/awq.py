@@ -1,32 +1,324 @@
-"""AWQ: not written here, and said so before anything is loaded.
+"""AWQ: weights in 4 bits, scales searched over the run's own conversations.
 
-AutoAWQ ended in 2025 and its successor llm-compressor pins transformers, so that it belongs in an
-environment of its own.
+AutoRound searches the scales and packs; AutoAWQ ended in 2025, and llm-compressor pins its own
+transformers. What it wrote is unpacked here by the published layout and asked what the trained
+model was asked.
 """
 
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from trainkit.errors import ModelError
-from trainkit.export.run import Job
+import torch
+from torch import Tensor
+
+from trainkit.auto_class import auto_class
+from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
+from trainkit.checkpoint.weights.writer import INDEX_NAME, WeightsWriter
+from trainkit.data import DataOptions
+from trainkit.data.render.prompt import PromptRenderer
+from trainkit.errors import CheckpointError, DataError, ModelError
+from trainkit.export.certificate import certify, mean_divergence
+from trainkit.export.conversations import trained_rows
+from trainkit.export.layers import layers_to_quantize, linear_layers
+from trainkit.export.plain import MAX_SHARD_BYTES, weights_directory, write_plain
+from trainkit.export.run import Job, Written
+from trainkit.export.served import TransformersServed, release
 from trainkit.export.source import Source
-from trainkit.infer.locate import ModelPaths
+from trainkit.export.vllm import serve_command
+from trainkit.infer.locate import ModelPaths, training_options
+from trainkit.models.loading import load_config, load_tokenizer
+from trainkit.options import ModelOptions
 
-COPIES = 0.0
+COPIES = 5.0
+"""Merged in the run's dtype, quantised with a float32 rest, and the result."""
+BLOCK, NUM_BLOCKS = 512, 128
+"""Tokens of a sequence that scales are searched on, and sequences at most, as AutoAWQ has it."""
+_FEWEST_TOKENS = 256
+_WORSE = 2.0
+"""Scales that are folded wrongly make it far worse; those of few tokens, a little at most."""
+_BITS, _PER_WORD = 4, 8
+_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in a 32-bit word each of eight neighbouring values is, counted in values of 4 bits."""
+_PARTS = ("qweight", "qzeros", "scales")
+_HALF = torch.float16
+_LARGEST = torch.finfo(_HALF).max
 
 
 def check(paths: ModelPaths, job: Job) -> None:
-    """Refuse, with the way that there is."""
-    raise ModelError(
-        "AWQ is not written by trainkit: it needs llm-compressor, which pins its own transformers",
-        where="trainkit export awq",
-        fix="trainkit export vllm makes the plain model; then, in an environment with "
-        "llmcompressor, give it to llmcompressor.oneshot with "
-        'AWQModifier(targets="Linear", scheme="W4A16", ignore=["lm_head"]) and some of your own '
-        "conversations; without data, trainkit export fp8 or gguf --type q4_k_m",
+    """Refuse what the format does not hold, or what the search needs and is not there."""
+    if importlib.util.find_spec("auto_round") is None:
+        raise ModelError(
+            "AutoRound, which searches the scales, is not installed",
+            where="trainkit export awq",
+            fix="pip install 'trainkit[awq]'",
+        )
+    config = load_config(ModelOptions(name_or_path=str(weights_directory(paths))))
+    if config.get_text_config() is not config:
+        raise ModelError(
+            "a model with images or sound is not quantised here",
+            where="trainkit export awq",
+            fix="trainkit export vllm, and vllm serve --quantization fp8",
+        )
+    size = job.options.group_size
+    for name, (rows, columns) in layers_to_quantize(paths, "AWQ").shapes.items():
+        if columns % size or rows % _PER_WORD:
+            fitting = [str(each) for each in (128, 64, 32) if columns % each == 0]
+            raise ModelError(
+                f"{name} is {rows} x {columns}: groups of {size} inputs and words of {_PER_WORD} "
+                "outputs do not fill it",
+                where="--group-size",
+                fix=f"--group-size {fitting[0]}" if fitting else "trainkit export fp8",
+            )
+
+
+def write(source: Source, staging: Path, job: Job) -> Written:
+    """Merge, search scales, pack, read back."""
+    work, packed = staging / "merged", staging / "packed"
+    write_plain(source, work, say=job.say)
+    tokens, is_own = _tokens(source)
+    sequences = _sequences(tokens)
+    job.say(f"searching scales over {sum(map(len, sequences))} tokens")
+    _quantize(work, packed, sequences, job.options.group_size)
+    num_scaled = _write_weights(packed, work, staging, job.options.group_size)
+    for path in sorted(work.iterdir()):
+        if path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
+            (staging / path.name).write_bytes(path.read_bytes())
+    notes = ["vLLM itself was not run; its weights in 4 bits were unpacked to float32"]
+    if not is_own:
+        notes.append("scales were searched over the 20 prompts and their answers, not over data")
+    if not num_scaled:
+        notes.append("no norm took a scale in this family: weights are rounded to the nearest")
+    job.say("asking the exported model")
+    served = AwqServed(work, staging)
+    with served:
+        certificate = certify(
+            source.reference,
+            served,
+            required=job.options.required(is_quantized=True),
+            excepted=job.options.excepted,
+            notes=notes,
+        )
+        served.round_only(work, job.options.group_size)
+        plain = mean_divergence(source.reference, served)
+    searched = certificate["answers"]["divergence_nats"]
+    certificate["answers"]["divergence_of_rounding_nats"] = plain
+    if searched > _WORSE * plain:
+        raise CheckpointError(
+            f"with searched scales it is {searched:.2e} nats a token from the trained model, and "
+            f"{plain:.2e} when rounded without any: the scales do not fit this family",
+            fix="trainkit export fp8, or gguf --type q4_k_m",
+        )
+    for path in sorted(work.iterdir()):
+        path.unlink()
+    work.rmdir()
+    return Written(certificate, serve_command(staging, job))
+
+
+# -- what scales are searched on ------------------------------------------------------------------
+
+
+def _tokens(source: Source) -> tuple[list[int], bool]:
+    """Token ids of the run's own rows with their answers, and whether there were enough of them."""
+    found = list(islice(chain.from_iterable(_rows(source)), BLOCK * NUM_BLOCKS))
+    if len(found) >= _FEWEST_TOKENS:
+        return found, True
+    reference = source.reference
+    asked = [*(each.input_ids for each in reference.answers), *reference.prompt_ids]
+    return [*found, *chain.from_iterable(asked)], False
+
+
+def _rows(source: Source) -> Iterator[list[int]]:
+    tokenizer = load_tokenizer(ModelOptions(name_or_path=source.paths.tokenizer))
+    renderer = PromptRenderer(tokenizer, DataOptions(**training_options(source.paths.run)))
+    for row in trained_rows(source.paths.run):
+        try:
+            text = renderer.whole_text(row)
+        except DataError:
+            continue  # training dropped it, too
+        yield list(tokenizer(text, add_special_tokens=source.template is None)["input_ids"])
+
+
+def _sequences(tokens: Sequence[int]) -> list[list[int]]:
+    """Sequences of one length, since shorter ones are passed over; the rest is left."""
+    length = min(BLOCK, len(tokens))
+    return [list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)]
+
+
+class _Calibration:
+    """What AutoRound takes for a data loader."""
+
+    batch_size = 1
+
+    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
+        self._sequences = sequences
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for each in self._sequences:
+            ids = torch.tensor([list(each)])
+            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+
+# -- quantising -----------------------------------------------------------------------------------
+
+
+def _quantize(work: Path, packed: Path, sequences: Sequence[list[int]], group_size: int) -> None:
+    """Write ``packed``, in float32 where a tensor is not packed."""
+    from auto_round import AutoRound
+    from auto_round.algorithms.transforms.awq.config import AWQConfig
+
+    logging.getLogger("autoround").setLevel(logging.ERROR)
+    config = load_config(ModelOptions(name_or_path=str(work)))
+    model = auto_class(config).from_pretrained(work, dtype=torch.float32).eval()
+    scheme = {"bits": _BITS, "group_size": group_size, "sym": False, "data_type": "int"}
+    length = len(sequences[0])
+    search = AutoRound(
+        model,
+        load_tokenizer(ModelOptions(name_or_path=str(work))),
+        scheme={**scheme, "act_bits": 16},
+        alg_configs=[AWQConfig(awq_seqlen=length)],
+        dataset=_Calibration(sequences),
+        seqlen=length,
+        nsamples=len(sequences),
+        batch_size=1,
+        device_map=0 if torch.cuda.is_available() else "cpu",
+        enable_torch_compile=False,
+        amp=False,  # norms that took a scale keep all their digits
     )
+    search.quantize_and_save(str(packed), format="auto_awq")
+    del search, model
+    release()
 
 
-def write(source: Source, staging: Path, job: Job) -> NoReturn:
-    """Nothing is written."""
-    raise AssertionError("check refuses")
+def _write_weights(packed: Path, work: Path, staging: Path, group_size: int) -> int:
+    """Write what was packed in the published form: all else in float16, as the kernels compute.
+
+    Returns:
+        How many norms hold scales.
+    """
+    (directory,) = (path.parent for path in packed.rglob("config.json"))
+    layers = linear_layers(work, "AWQ")
+    with WeightsReader(directory) as reader, WeightsReader(work) as before:
+        missing = sorted({_word(name) for name in layers.shapes} - reader.tensors.keys())
+        if missing:
+            raise ModelError(
+                f"AutoRound left {', '.join(missing[:3])} unpacked",
+                where="trainkit export awq",
+                fix="trainkit export fp8, or gguf --type q4_k_m",
+            )
+        infos = reader.tensors.values()
+        plan = [
+            TensorInfo(info.name, _HALF if info.dtype.is_floating_point else info.dtype, info.shape)
+            for info in infos
+        ]
+        num_scaled = 0
+        with WeightsWriter(staging, plan, max_shard_bytes=MAX_SHARD_BYTES) as writer:
+            for name in reader.tensors:
+                tensor = reader.load(name)
+                if tensor.is_floating_point():
+                    if not tensor.abs().max() <= _LARGEST:
+                        raise ModelError(f"{name} does not fit into float16", where=str(work))
+                    if tensor.dim() == 1 and not name.endswith(".bias"):
+                        num_scaled += not torch.equal(tensor, before.load(name).float())
+                    tensor = tensor.to(_HALF)
+                writer.write(name, tensor)
+    config: dict[str, Any] = read_config(work)
+    config["dtype"] = "float16"
+    config["quantization_config"] = {
+        "quant_method": "awq",
+        "bits": _BITS,
+        "group_size": group_size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(layers.kept) or None,
+    }
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    (staging / "config.json").write_text(text, encoding="utf-8")
+    for path in (*sorted(packed.rglob("*"), reverse=True), packed):
+        path.rmdir() if path.is_dir() else path.unlink()
+    return num_scaled
+
+
+def _word(weight: str) -> str:
+    return f"{weight.removesuffix('.weight')}.qweight"
+
+
+# -- reading back ---------------------------------------------------------------------------------
+
+
+def unpack(words: Tensor) -> Tensor:
+    """The values of packed words, by AutoAWQ's published layout.
+
+    Args:
+        words: int32 (rows, columns / 8).
+
+    Returns:
+        int32 (rows, columns), from 0 to 15.
+    """
+    shifts = torch.tensor(_PLACES, dtype=torch.int32, device=words.device) * _BITS
+    values = (words[:, :, None] >> shifts) & (2**_BITS - 1)
+    return values.reshape(words.shape[0], -1)
+
+
+def dequantize(words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+    """A weight in float32, (out, in).
+
+    Args:
+        words: int32 (in, out / 8).
+        zeros: int32 (in / group, out / 8).
+        scales: float16 (in / group, out).
+    """
+    group = words.shape[0] // scales.shape[0]
+    zero = unpack(zeros).repeat_interleave(group, 0)
+    scale = scales.float().repeat_interleave(group, 0)
+    return ((unpack(words) - zero) * scale).t().contiguous()
+
+
+def rounded(weight: Tensor, group_size: int) -> Tensor:
+    """A weight (out, in) rounded to 16 evenly spaced values a group, zero among them."""
+    groups = weight.reshape(weight.shape[0], -1, group_size)
+    low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True)
+    scale = ((high.clamp(min=0) - low) / (2**_BITS - 1)).clamp(min=1e-12)
+    zero = (-low / scale).round()
+    values = ((groups / scale).round() + zero).clamp(0, 2**_BITS - 1)
+    return ((values - zero) * scale).reshape(weight.shape)
+
+
+class AwqServed(TransformersServed):
+    """The files as a server computes with them, in float32."""
+
+    def __init__(self, work: Path, exported: Path) -> None:
+        """Load the plain model, and put all exported weights into it.
+
+        Args:
+            work: the model before it was quantised.
+            exported: the result.
+        """
+        super().__init__(work)
+        self.read_with += "; weights in 4 bits, unpacked"
+        weights = self.model.state_dict()
+        with WeightsReader(exported) as reader, torch.no_grad():
+            for name in reader.tensors:
+                stem, _, kind = name.rpartition(".")
+                if kind == "qweight":
+                    parts = (reader.load(f"{stem}.{part}") for part in _PARTS)
+                    weights[f"{stem}.weight"].copy_(dequantize(*parts))
+                elif kind not in _PARTS:
+                    weights[name].copy_(reader.load(name))
+
+    def round_only(self, work: Path, group_size: int) -> None:
+        """Hold the plain weights instead, rounded to 4 bits in groups without any search."""
+        linears = linear_layers(work, "AWQ").shapes
+        weights = self.model.state_dict()
+        with WeightsReader(work) as reader, torch.no_grad():
+            for name in reader.tensors:
+                value = reader.load(name).float()
+                weights[name].copy_(rounded(value, group_size) if name in linears else value)

@@ -252,6 +252,16 @@ def _disagreements(answer: Answer, logits: Tensor) -> list[Disagreement]:
     ]
 
 
+def mean_divergence(reference: Reference, served: Served) -> float:
+    """KL(trained || served) in nats a token, over the answers."""
+    total, count = 0.0, 0
+    for answer in reference.answers:
+        logits = served.logits(answer.input_ids, answer.start)[:, : answer.logits.shape[1]]
+        total += _divergence(answer.logits, logits)
+        count += len(logits)
+    return total / count
+
+
 def _divergence(p: Tensor, q: Tensor) -> float:
     """KL(p || q) in nats, summed over positions."""
     p, q = p.double().log_softmax(-1), q.double().log_softmax(-1)

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from trainkit.data import DataOptions
 from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.messages import Conversation, Message, Row, RowError, TextRow
+from trainkit.data.read.formats import parse_row
+from trainkit.data.read.messages import Comparison, Conversation, Message, Row, RowError, TextRow
 from trainkit.data.read.questions import QuestionOptions, read_question
-from trainkit.data.read.reading import read_rows
+from trainkit.data.read.reading import RawRow, read_rows
+from trainkit.data.read.rows import decode_row
 from trainkit.data.render.prompt import conversation_of
 from trainkit.data.render.template import ChatTemplate, join_reasoning
 from trainkit.errors import DataError
@@ -155,6 +157,30 @@ def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 def _rows_of(run: Path | None) -> Iterator[Prompt]:
     """The questions of a run's training files; nothing where they are not there any more."""
+    for file, raw, options in _stored_rows(run):
+        try:
+            _, row = read_question(raw, options)
+        except RowError:
+            continue
+        if isinstance(row, Conversation | TextRow):
+            yield Prompt(f"{file.name}:{raw.line}", row, kinds_of(row))
+
+
+def trained_rows(run: Path | None) -> Iterator[Conversation | TextRow]:
+    """The rows of a run's training files with their answers; of a comparison the preferred one."""
+    for _, raw, options in _stored_rows(run):
+        try:
+            row = parse_row(decode_row(raw), options.format, options.columns)
+        except RowError:
+            continue
+        if isinstance(row, Comparison):
+            row = row.conversations[0]
+        if isinstance(row, Conversation | TextRow):
+            yield row
+
+
+def _stored_rows(run: Path | None) -> Iterator[tuple[Path, RawRow, QuestionOptions]]:
+    """The lines of a run's training files that are still there, and how they are read."""
     resolved = None if run is None else run / "resolved.yaml"
     if run is None or resolved is None or not resolved.is_file():
         return
@@ -166,12 +192,7 @@ def _rows_of(run: Path | None) -> Iterator[Prompt]:
         try:
             for file in resolve_files(str(home / Path(source.path).expanduser())):
                 for raw in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
-                    try:
-                        _, row = read_question(raw, options)
-                    except RowError:
-                        continue
-                    if isinstance(row, Conversation | TextRow):
-                        yield Prompt(f"{file.name}:{raw.line}", row, kinds_of(row))
+                    yield file, raw, options
         except DataError:
             continue  # moved, or on the hub
 

@@ -12,20 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.auto_class import auto_class
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.weights.writer import INDEX_NAME, WeightsWriter
 from trainkit.errors import ModelError
 from trainkit.export.certificate import certify
-from trainkit.export.plain import MAX_SHARD_BYTES, weights_directory, write_plain
+from trainkit.export.layers import layers_to_quantize, linear_layers
+from trainkit.export.plain import MAX_SHARD_BYTES, write_plain
 from trainkit.export.run import Job, Written
 from trainkit.export.served import TransformersServed
 from trainkit.export.source import Source
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths
-from trainkit.models.loading import load_config
-from trainkit.options import ModelOptions
 
 COPIES = 2.6
 FP8 = torch.float8_e4m3fn
@@ -64,38 +62,7 @@ QUANTIZATION_CONFIG: Mapping[str, Any] = {
 
 def check(paths: ModelPaths, job: Job) -> None:
     """Refuse a model whose layers this format does not hold one by one."""
-    directory = weights_directory(paths)
-    config = read_config(directory)
-    if config.get("quantization_config") and paths.adapter is None:
-        raise ModelError("it is stored quantised already", where=str(directory))
-    if not quantized_weights(directory):
-        raise ModelError("it has no linear layers", where=str(directory))
-
-
-def quantized_weights(directory: Path) -> set[str]:
-    """Names of the weights that become FP8."""
-    return _layers(directory)[1]
-
-
-def _layers(directory: Path) -> tuple[list[str], set[str]]:
-    """The linear layers that stay as they are, and the weights of the others.
-
-    Raises:
-        ModelError: experts, which are kept together in one parameter.
-    """
-    config = load_config(ModelOptions(name_or_path=str(directory)))
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
-    if any(parameter.dim() == 3 for parameter in model.parameters()):
-        raise ModelError(
-            "experts cannot be exported to FP8 here",
-            where=str(directory),
-            fix="trainkit export vllm, and vllm serve --quantization fp8; or llm-compressor",
-        )
-    head = model.get_output_embeddings()
-    names = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    kept = [name for name, module in names.items() if module is head]
-    return kept, {f"{name}.weight" for name in names if name not in kept}
+    layers_to_quantize(paths, "FP8")
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +85,8 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     """Merge, quantise, read back."""
     work = staging / "merged"
     write_plain(source, work, dtype=job.options.dtype, say=job.say)
-    kept, linears = _layers(work)
+    layers = linear_layers(work, "FP8")
+    kept, linears = list(layers.kept), set(layers.shapes)
     job.say(f"quantising {len(linears)} layers")
     with WeightsReader(work) as reader:
         missing = sorted(linears - reader.tensors.keys())

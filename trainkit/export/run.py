@@ -27,6 +27,7 @@ class ExportOptions:
         name: what the server is to call the model.
         excepted: kinds of conversations whose prompts may differ from training's.
         system: for Ollama: a system prompt for every chat.
+        group_size: for AWQ: inputs that share a scale.
         min_agreement: the share of greedy tokens that must agree; None is the target's own rule.
     """
 
@@ -36,6 +37,7 @@ class ExportOptions:
     name: str = "model"
     excepted: tuple[str, ...] = ()
     system: str | None = None
+    group_size: int = 128
     min_agreement: float | None = None
 
     def required(self, *, is_quantized: bool) -> float | None:

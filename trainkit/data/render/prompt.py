@@ -68,6 +68,16 @@ class PromptRenderer:
         except RowError as error:
             raise DataError(error.detail, where="messages") from error
 
+    def whole_text(self, row: Row) -> str:
+        """A row with its answer, as the template prints it; empty for token ids.
+
+        Raises:
+            DataError: as `text`.
+        """
+        if isinstance(row, Conversation):
+            return self._rendered(row, generation=False)
+        return "" if isinstance(row, TokenRow) else row.prompt + row.text
+
     def answer_text(self, conversation: Conversation) -> str:
         """The last turn as the template prints it behind its prompt.
 

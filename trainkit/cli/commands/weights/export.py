@@ -166,10 +166,26 @@ def awq(
     source: Source,
     target: output.Argument = None,
     out: output.Option = None,
+    group_size: Annotated[
+        int, typer.Option(help="Inputs that share a scale: 128, 64 or 32.")
+    ] = 128,
+    base_model: BaseModel = None,
+    any_base: AnyBase = False,
+    name: Name = None,
+    min_agreement: MinAgreement = None,
+    excepted: Except = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say how to make an AWQ model, which is not done here."""
-    _run("awq", source, output.output_of(target, out), None, False, {}, as_json)
+    """Weights in 4 bits (AWQ), with scales searched over the run's own data."""
+    if group_size not in (128, 64, 32):
+        raise RecipeError(f"{group_size} is not 128, 64 or 32", where="--group-size")
+    said = {
+        "group_size": group_size,
+        "name": name,
+        "min_agreement": min_agreement,
+        "excepted": excepted,
+    }
+    _run("awq", source, output.output_of(target, out), base_model, any_base, said, as_json)
 
 
 def _run(
