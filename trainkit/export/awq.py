@@ -129,8 +129,8 @@ def _tokens(source: Source) -> tuple[list[int], bool]:
     if len(found) >= _FEWEST_TOKENS:
         return found, True
     reference = source.reference
-    asked = [*(each.input_ids for each in reference.answers), *reference.prompt_ids]
-    return [*found, *chain.from_iterable(asked)], False
+    sequences = [*(each.input_ids for each in reference.answers), *reference.prompt_ids]
+    return [*found, *chain.from_iterable(sequences)], False
 
 
 def _rows(source: Source) -> Iterator[list[int]]:
