@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from ranks import run_ranks
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 
@@ -55,6 +56,22 @@ def test_a_signal_to_the_launcher_stops_all_ranks(project, number, step):
     assert (newest.path is None) == (step == 0)
     if step:
         assert newest.path.name in ("checkpoint-3", "checkpoint-4")
+
+
+CASE = "chaos.signal_cases:ranks_that_save"
+
+
+def test_the_launcher_waits_for_ranks_that_save(tmp_path):
+    """Schedulers end a job with its launcher: one that left earlier would take the save along."""
+    ((code, seen),) = run_ranks(CASE, world_size=1, root=str(tmp_path), seconds=1.0)
+    assert (code, seen) == (75, ["15", "15"])
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_to_the_launcher_aborts_the_ranks(second, tmp_path):
+    given = {"root": str(tmp_path), "seconds": 60.0, "second": int(second)}
+    ((code, seen),) = run_ranks(CASE, world_size=1, **given)
+    assert (code, seen) == (143, ["15 15", "15 15"])
 
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(project):

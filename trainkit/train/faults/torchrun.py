@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from trainkit.errors import PREEMPTED, StoppedError
-from trainkit.train.faults.signals import LAUNCHER, WATCHED, watching_signals
+from trainkit.train.faults.signals import LAUNCHER, WATCHED, leave_to_others, watching_signals
 
 SHUTDOWN_SECONDS = 600
 """How long processes may take to save before they are killed; schedulers have their own limit."""
@@ -25,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun.
 
     Returns:
-        The exit code: 75 where a signal stopped the run, 130 for Ctrl-C, and a failed process's
-        own, which has said why by itself.
+        The exit code: 75 where a signal stopped the run, 130 for Ctrl-C, and that of a process that
+        has failed, or that a second signal has aborted.
     """
     try:
         with watching_signals():  # until torchrun has its own handlers
@@ -47,6 +48,12 @@ def _run(arguments: Sequence[str]) -> int:
     class StoppableAgent(LocalElasticAgent):
         """Stops when its processes were asked to, instead of starting them again."""
 
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            agents[:] = [self]
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            leave_to_others()  # who has processes waits for them to save
+            return started
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             codes = {failure.exitcode for failure in result.failures.values()}
@@ -54,6 +61,7 @@ def _run(arguments: Sequence[str]) -> int:
                 raise SignalException("the processes were asked to stop", _STOPPED[min(codes)])
             return result
 
+    agents: list[StoppableAgent] = []
     os.environ[LAUNCHER] = str(os.getpid())
     setattr(api, LocalElasticAgent.__name__, StoppableAgent)
     passed_on = ",".join(number.name for number in WATCHED) + ",SIGHUP,SIGQUIT"
@@ -61,7 +69,8 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         run.main([*own, *arguments])
     except SignalException as error:
-        return StoppedError(error.sigval, "").exit_code
+        failed = [code for code in _codes_of(agents) if code not in _STOPPED]
+        return max(failed, default=StoppedError(error.sigval, "").exit_code)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # it could not say so itself
@@ -69,6 +78,14 @@ def _run(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {name}\n")
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
+
+
+def _codes_of(agents: Sequence[Any]) -> list[int]:
+    """Exit codes of the processes; as shells have them where a signal ended one."""
+    started = [agent._pcontext for agent in agents if agent._pcontext is not None]
+    handlers = [each for context in started for each in context.subprocess_handlers.values()]
+    codes = [handler.proc.returncode for handler in handlers]
+    return [128 - code if code < 0 else code for code in codes if code is not None]
 
 
 if __name__ == "__main__":
