@@ -14,7 +14,8 @@ _STATISTIC = 4
 
 def kept_per_token(plan: Plan) -> float:
     """Bytes that a layer keeps for each token when nothing is recomputed."""
-    return _norms(plan) + _attention(plan) + _feed_forward(plan)
+    block = plan.element * plan.shape.hidden if plan.is_tiled else _feed_forward(plan)
+    return _norms(plan) + _attention(plan) + block
 
 
 def input_per_token(plan: Plan) -> float:
@@ -37,12 +38,28 @@ def backward_per_token(plan: Plan) -> float:
     The feed-forward block's: the gradients of gate, up and their product next to those of the
     residual stream.
     """
-    shape, e = plan.shape, plan.element
+    shape = plan.shape
     stream: float = 2 * plan.stream * shape.hidden
     if not plan.fuses("rms_norm"):
         stream += 2 * 4 * shape.hidden
-    codes = 2 * shape.ffn if plan.base == "fp8" else 0  # the gradients of gate and up, in fp8
-    return stream + 2 * e * shape.ffn + codes
+    return stream + (0 if plan.is_tiled else _wide_gradients(plan))
+
+
+def of_a_tile(plan: Plan) -> float:
+    """Bytes of the one tile of a feed-forward block that is there at a time."""
+    if not plan.is_tiled or plan.tile_tokens is None:
+        return 0.0
+    shape = plan.shape
+    sums = plan.adapter_numbers_per_layer
+    if plan.adapters is None:
+        sums = 3 * shape.hidden * shape.ffn
+    return (_feed_forward(plan) + _wide_gradients(plan)) * plan.tile_tokens + 4 * sums
+
+
+def _wide_gradients(plan: Plan) -> float:
+    """Of gate and up, a token."""
+    codes = 2 * plan.shape.ffn if plan.base == "fp8" else 0  # in fp8, too
+    return 2 * plan.element * plan.shape.ffn + codes
 
 
 def backward_of_weights(plan: Plan) -> float:

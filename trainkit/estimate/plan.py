@@ -67,6 +67,7 @@ class Plan:
         flat: weights, gradients and states are in one buffer each.
         optimizer: bytes of optimizer state per trained number; None where no optimizer runs.
         chunk_tokens: tokens whose logits the fused loss has at a time; None is its default.
+        tile_tokens: of which a feed-forward block computes at a time; None is all of them.
         upcast: everything that is not quantised is fp32 (peft's prepare_model_for_kbit_training).
     """
 
@@ -94,12 +95,18 @@ class Plan:
     flat: bool = False
     optimizer: float | None = 8.0
     chunk_tokens: int | None = None
+    tile_tokens: int | None = None
     upcast: bool = False
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch."""
         return self.batch_size * self.length
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether feed-forward blocks compute some of the tokens at a time."""
+        return self.tile_tokens is not None and self.tile_tokens < self.tokens
 
     @property
     def element(self) -> int:

@@ -72,6 +72,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         offloads_weights=_goes_to_host(zero, "offload_param"),
         gpus=gpus,
         chunk_tokens=recipe.model.loss_chunk_tokens,
+        tile_tokens=recipe.model.mlp_chunk_tokens,
         keeps_masters=recipe.model.master_weights,
         in_backward=recipe.optim_in_backward,
         flat=row.name == "flat_adamw",

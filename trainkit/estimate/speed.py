@@ -56,6 +56,8 @@ def work(plan: Plan) -> Work:
     if plan.fuses_lora and again:
         again -= shape.layers * shape.ffn * shape.hidden  # `down` is not computed again
     products = tokens * (per_weight * matrices + 2 * share * again)
+    if plan.is_tiled:  # each block forward once more, tile by tile
+        products += tokens * 2 * 3 * shape.layers * shape.hidden * shape.ffn
     in_fp8 = plan.base == "fp8" or plan.fp8 == "all"
     some = SOME_FP8 if plan.fp8 == "some" else 0.0
     head = tokens * per_weight * shape.table

@@ -27,6 +27,7 @@ class Combination:
         objective: what is optimised.
         adds_tokens: the recipe extends the vocabulary.
         mixes_dtypes: adapters train in another dtype than modules that train whole next to them.
+        tiles_mlp: feed-forward blocks compute some tokens at a time.
         lora: what of the adapters a pipeline cannot spread: its key, or None.
         measures: the keys that have the model asked questions while it trains.
     """
@@ -46,6 +47,7 @@ class Combination:
     objective: str = "sft"
     adds_tokens: bool = False
     mixes_dtypes: bool = False
+    tiles_mlp: bool = False
     lora: str | None = None
     measures: tuple[str, ...] = ()
 

@@ -60,6 +60,12 @@ class ModelOptions(Section):
         description="Tokens whose logits the fused loss has at a time: fewer take less memory and "
         "some time. Null takes what 1.65 GiB hold.",
     )
+    mlp_chunk_tokens: int | None = Field(
+        None,
+        ge=128,
+        description="Tokens that a feed-forward block computes at a time, and again in the "
+        "backward pass: for long rows. Null takes all.",
+    )
     attn_implementation: str = Field(
         "auto",
         description="auto picks the fastest that isolates packed samples; or HF's own names.",

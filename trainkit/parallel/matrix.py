@@ -79,10 +79,14 @@ def _chooses(combination: Combination) -> bool:
     return options is not None and (options.every != 1 or options.selective)
 
 
+def _splits_weights(combination: Combination) -> bool:
+    return combination.tensor > 1 or combination.shard in ("zero3", "zero3_offload", "fsdp2")
+
+
 def _has_no_whole_model(combination: Combination) -> bool:
     """No rank can run the model at its own pace: each holds a part of its weights or rows."""
-    splits = max(combination.tensor, combination.sequence, combination.pipeline) > 1
-    return splits or combination.shard in ("zero3", "zero3_offload", "fsdp2")
+    splits = max(combination.sequence, combination.pipeline) > 1
+    return splits or _splits_weights(combination)
 
 
 _EACH_ITS_OWN = (
@@ -92,6 +96,12 @@ _EACH_ITS_OWN = (
 _AFTERWARDS = "measure checkpoints with `trainkit eval`, or take parallel: {shard: zero2}"
 
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "model.mlp_chunk_tokens",
+        lambda one: one.tiles_mlp and (_splits_weights(one) or one.pipeline > 1),
+        "a tile of the backward pass needs whole weights, and here a rank holds a part of them",
+        "remove it, or take parallel: {shard: zero2} (and sequence, for rows on several GPUs)",
+    ),
     Refusal(
         "eval_tasks",
         lambda one: "eval_tasks" in one.measures and _has_no_whole_model(one),

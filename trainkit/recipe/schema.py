@@ -23,7 +23,7 @@ from trainkit.options import (
 from trainkit.options.combination import Combination
 from trainkit.options.kernels import LORA_OPS
 from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
-from trainkit.parallel.matrix import refusals
+from trainkit.parallel.matrix import COMPILES, refusals
 from trainkit.recipe.check.optimizer import Trained, broken_optimizer_rules
 from trainkit.recipe.fields.table import CHECKPOINTING
 from trainkit.recipe.fields.training import check_training, complete_training
@@ -106,6 +106,7 @@ class Recipe(Section):
                 "without the fused loss (kernels.linear_cross_entropy) all logits exist at once",
                 "write kernels: true, or remove it",
             )
+        self._tiles_fit()
         self._fp8_fits()
         if self.kernels and training.get("use_liger_kernel"):
             raise broken_rule(
@@ -135,6 +136,23 @@ class Recipe(Section):
     def measured(self) -> Measured:
         """What the run measures while it trains."""
         return Measured(bool(self.data.eval), self.generation_eval, self.eval_tasks)
+
+    def _tiles_fit(self) -> None:
+        if self.model.mlp_chunk_tokens is None:
+            return
+        options = RecomputeOptions.of(self.recompute)
+        if options is not None and options.selective:
+            raise broken_rule(
+                "model.mlp_chunk_tokens",
+                "recompute: selective keeps the products that tiles are there to let go of",
+                "write recompute: full, or remove mlp_chunk_tokens",
+            )
+        if any(map(self.training.get, COMPILES)):
+            raise broken_rule(
+                "model.mlp_chunk_tokens",
+                "a compiled model with tiles has not been held against an uncompiled one",
+                "remove torch_compile, or mlp_chunk_tokens",
+            )
 
     def _fp8_fits(self) -> None:
         over_base = self.lora is not None and self.lora.quantize == "fp8"
@@ -201,6 +219,7 @@ class Recipe(Section):
             ),
             recompute=RecomputeOptions.of(self.recompute),
             optim_in_backward=self.optim_in_backward,
+            tiles_mlp=self.model.mlp_chunk_tokens is not None,
             master_weights=self.model.master_weights,
             objective=self.objective,
             adds_tokens=self.model.adds_tokens,

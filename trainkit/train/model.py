@@ -51,6 +51,7 @@ from trainkit.models.loading import (
     new_tokens,
 )
 from trainkit.models.patch import PatchReport
+from trainkit.models.recompute.tiled import tile
 from trainkit.models.vocabulary import refuse_frozen_tokens, vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.fp8 import ALL
@@ -208,6 +209,8 @@ def build_model(
         model = _adapted(model, lora, adapters_from, reentrant)
         adapters = describe_adapters(model)
     report = None if kernels is False else patch(model, kernels)
+    if source.mlp_chunk_tokens is not None:
+        tile(model, source.mlp_chunk_tokens)
     training = None
     if fp8 is not None and lora is None:
         training = train_in_fp8(model, fp8, device or _device_of_ranks())
