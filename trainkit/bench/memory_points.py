@@ -119,6 +119,7 @@ def plan_of(point: Point) -> Plan:
         in_backward=point.in_backward,
         flat=point.optim == "flat_adamw",
         optimizer=state,
+        stepping=(row.step_bytes, row.step_largest_bytes),
         chunk_tokens=point.chunk_tokens,
     )
     if point.provider == "hf":

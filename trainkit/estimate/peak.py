@@ -111,7 +111,8 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     layers = _kept_by_layer(plan)
     all_gradients = state.gradient_bytes(plan) * plan.trained
     # Under accumulation the gradients of earlier micro-batches are there from the start.
-    earlier = all_gradients if plan.accumulation > 1 else 0.0
+    # In one buffer they are always there.
+    earlier = all_gradients if plan.accumulation > 1 or plan.flat else 0.0
     kept = sum(layers) + its_head.kept
     yield (
         "the loss",
@@ -150,10 +151,10 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
         },
     )
     if plan.optimizer is not None:
-        step = 0.0
+        step = state.stepping(plan)
         if plan.stage and not plan.fsdp and not plan.offloads_optimizer:
             # DeepSpeed's fp32 gradients of its share.
-            step = 4 * plan.trained / plan.gpus
+            step += 4 * plan.trained / plan.gpus
             if plan.stage == 3:
                 step = min(step, 4 * state.SUB_GROUP)
         yield "the optimizer's step", {"gradients": all_gradients + step}

@@ -66,6 +66,8 @@ class Plan:
         in_backward: each weight steps in the backward pass, and its gradient is gone.
         flat: weights, gradients and states are in one buffer each.
         optimizer: bytes of optimizer state per trained number; None where no optimizer runs.
+        stepping: bytes of temporaries of an optimizer's step: for every trained number while all
+            step together, and for every number of the largest weight.
         chunk_tokens: tokens whose logits the fused loss has at a time; None is its default.
         tile_tokens: of which a feed-forward block computes at a time; None is all of them.
         upcast: everything that is not quantised is fp32 (peft's prepare_model_for_kbit_training).
@@ -94,6 +96,7 @@ class Plan:
     in_backward: bool = False
     flat: bool = False
     optimizer: float | None = 8.0
+    stepping: tuple[float, float] = (0.0, 0.0)
     chunk_tokens: int | None = None
     tile_tokens: int | None = None
     upcast: bool = False

@@ -76,6 +76,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         keeps_masters=recipe.model.master_weights,
         in_backward=recipe.optim_in_backward,
         flat=row.name == "flat_adamw",
+        stepping=(row.step_bytes, row.step_largest_bytes),
         optimizer=optimizer_bytes(row, shape, full=lora is None, rank=_rank(training)),
     )
     return _recomputing(plan, recipe)

@@ -48,12 +48,24 @@ def optimizer_bytes(row: Optimizer, shape: ModelShape, *, full: bool, rank: int 
 def passing(plan: Plan, numel: int) -> float:
     """What a parameter of so many numbers has for its step in the backward pass."""
     element = plan.element if plan.adapters is None else plan.adapters.element
+    step = sum(plan.stepping) * numel
     if element == 4:
-        return 4.0 * numel
+        return 4.0 * numel + step
     if plan.keeps_masters:
-        return (element + 4.0) * numel
+        return (element + 4.0) * numel + step
     # In fp32: weight, gradient and noise, and one byte for what is finite.
-    return element * numel + 13.0 * min(numel, PIECE)
+    return element * numel + 13.0 * min(numel, PIECE) + step
+
+
+def stepping(plan: Plan) -> float:
+    """Temporaries of the optimizer's step, where it comes after the backward pass."""
+    of_all, of_largest = plan.stepping
+    shape = plan.shape
+    largest = max(inputs * outputs for inputs, outputs in shape.linears().values())
+    largest = max(largest, shape.table) if plan.adapters is None else 0
+    if not plan.keeps_masters:  # one weight after another
+        return (of_all + of_largest) * largest
+    return of_all * plan.trained * _share(plan, 1) + of_largest * largest
 
 
 def _share(plan: Plan, least: int) -> float:

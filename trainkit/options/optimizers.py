@@ -34,6 +34,8 @@ class Optimizer:
         embedding_bytes: for one of the embedding.
         head_bytes: for one of an output layer of its own.
         per_rank_bytes: for a matrix that is projected to a rank: of state for each of its numbers.
+        step_bytes: of temporaries for every trained number, while all step together on a GPU.
+        step_largest_bytes: of temporaries for every number of the largest weight.
         paged: the states wait in host memory, bytes a number; above they count as nothing.
         arguments: what ``training.optim_args`` may hold.
         package: what it needs besides torch and transformers.
@@ -53,6 +55,8 @@ class Optimizer:
     embedding_bytes: float = 8.0
     head_bytes: float = 8.0
     per_rank_bytes: float | None = None
+    step_bytes: float = 0.0
+    step_largest_bytes: float = 0.0
     paged: float = 0.0
     arguments: tuple[str, ...] = ()
     package: Package | None = None
@@ -76,10 +80,10 @@ _EVERYWHERE = (ZERO, FSDP2)
 _MOMENTS = "two moments, fp32"
 
 
-def _torch(name: str, about: str, size: float, *arguments: str) -> Optimizer:
+def _torch(name: str, about: str, size: float, *arguments: str, step: float = 0.0) -> Optimizer:
     return Optimizer(
         name, about, size, size, size,
-        arguments=arguments, shards=_EVERYWHERE, elementwise=True,
+        step_bytes=step, arguments=arguments, shards=_EVERYWHERE, elementwise=True,
     )  # fmt: skip
 
 
@@ -145,7 +149,7 @@ _AVERAGED = (
 OPTIMIZERS: Mapping[str, Optimizer] = {
     row.name: row
     for row in (
-        _torch("adamw_torch", _MOMENTS, 8),
+        _torch("adamw_torch", _MOMENTS, 8, step=4),
         _torch("adamw_torch_fused", _MOMENTS, 8),
         Optimizer(
             "flat_adamw",
@@ -155,14 +159,17 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             steps_alone=False,
         ),
         _torch("sgd", "nothing; with momentum 4 bytes", 0, "momentum", "dampening", "nesterov"),
-        _torch("adagrad", "a sum of squares, fp32", 4, "lr_decay", "eps"),
-        _torch("rmsprop", "a mean of squares, fp32", 4, "momentum", "alpha", "eps", "centered"),
+        _torch("adagrad", "a sum of squares, fp32", 4, "lr_decay", "eps", step=8),
+        _torch(
+            "rmsprop", "a mean of squares, fp32", 4, "momentum", "alpha", "eps", "centered", step=4
+        ),
         Optimizer(
             "adafactor", "a mean of squares of each row and column, fp32", 0.01, 0.01, 0.01,
-            why_whole=_MATRICES,
+            step_largest_bytes=8, why_whole=_MATRICES,
         ),
         Optimizer(
             "muon", "a momentum of hidden matrices, fp32; elsewhere AdamW", 4.0,
+            step_largest_bytes=10,
             arguments=("momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
             is_ours=True,
             why_whole=_MATRICES,

@@ -209,8 +209,7 @@ def build_model(
         model = _adapted(model, lora, adapters_from, reentrant)
         adapters = describe_adapters(model)
     report = None if kernels is False else patch(model, kernels)
-    if source.mlp_chunk_tokens is not None:
-        tile(model, source.mlp_chunk_tokens)
+    tile(model, source.mlp_chunk_tokens)
     training = None
     if fp8 is not None and lora is None:
         training = train_in_fp8(model, fp8, device or _device_of_ranks())

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -69,17 +70,18 @@ def _send(payload: Mapping[str, Any], process: subprocess.Popen[str]) -> None:
             process.stdin.flush()
 
 
-AHEAD = 3
-"""Processes that have imported and wait while another one measures."""
+MOST = 32
+"""Processes that wait at a time; each takes about a GiB of the host."""
 
 TO_IMPORT = 180.0
 """Seconds in which a process has imported what it needs."""
 
 
 class Fresh:
-    """Calls, each in a process of its own that has imported everything before its turn comes.
+    """Calls, each in a process of its own; all have imported before the first one's turn comes.
 
-    A process ends with all its memory, of which a longer one keeps a part.
+    A process ends with all its memory, of which a longer one keeps a part. Nothing is imported
+    while another one measures: where the host launches slower than the GPU computes, it shows.
 
     Args:
         count: calls that will be made.
@@ -91,6 +93,7 @@ class Fresh:
         self._imports = imports
         self._left = count
         self._waiting: deque[tuple[Any, Any]] = deque()
+        self._ready: set[Any] = set()
 
     def __enter__(self) -> "Fresh":
         self._fill()
@@ -106,13 +109,22 @@ class Fresh:
             process.kill()
 
     def _fill(self) -> None:
-        while self._left and len(self._waiting) <= AHEAD:
+        while self._left and len(self._waiting) < MOST:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_answer, args=(theirs, self._imports))
             process.start()
             theirs.close()
             self._waiting.append((process, ours))
             self._left -= 1
+
+    def _are_ready(self) -> None:
+        """Wait until all that were started have imported."""
+        end = time.monotonic() + TO_IMPORT
+        for process, pipe in self._waiting:
+            if process not in self._ready and pipe.poll(max(end - time.monotonic(), 0.0)):
+                with contextlib.suppress(EOFError):
+                    pipe.recv()
+                self._ready.add(process)
 
     def call(
         self, function: Callable[..., dict[str, Any]], *args: Any, seconds: float
@@ -125,14 +137,11 @@ class Fresh:
             seconds: after which the process is ended; they begin when it has imported.
         """
         if not self._waiting:
-            self._left += 1
+            self._left = max(self._left, 1)
             self._fill()
+        self._are_ready()
         process, pipe = self._waiting.popleft()
-        self._fill()
         try:
-            if not pipe.poll(TO_IMPORT):
-                return {"error": f"not imported after {TO_IMPORT:.0f} s"}
-            pipe.recv()
             pipe.send((function, args))
             if not pipe.poll(max(seconds, 0.0)):
                 process.kill()

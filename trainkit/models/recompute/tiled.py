@@ -25,16 +25,18 @@ from trainkit.models.swap import Swaps, subclass_of
 _Run = Callable[[Tensor], Tensor]
 
 
-def tile(model: nn.Module, chunk_tokens: int) -> Swaps:
+def tile(model: nn.Module, chunk_tokens: int | None) -> Swaps:
     """Have every feed-forward block compute at most so many tokens at a time.
 
     Args:
         model: with its kernels and adapters in place.
-        chunk_tokens: tokens of a tile.
+        chunk_tokens: tokens of a tile; None leaves the blocks whole.
 
     Raises:
         PatchError: no block of the model is known.
     """
+    if chunk_tokens is None:
+        return Swaps(model, {})
     blocks = [module for module in model.modules() if _is_feed_forward(module)]
     if not blocks:
         raise PatchError(
