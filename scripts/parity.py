@@ -39,6 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "pipeline": {"pipeline": 2},
     "pipeline_interleaved": {"pipeline": 2, "schedule": "interleaved"},
     "pipeline_zbv": {"pipeline": 2, "schedule": "zbv"},
+    "fsdp2_pipeline": {"shard": "fsdp2", "pipeline": 2},
+    "fsdp2_pipeline_interleaved": {"shard": "fsdp2", "pipeline": 2, "schedule": "interleaved"},
     "zero1_tensor": {"shard": "zero1", "tensor": 2},
     "zero1_tensor_sequence": {"shard": "zero1", "tensor": 2, "sequence": 2},
 }

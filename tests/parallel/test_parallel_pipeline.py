@@ -45,8 +45,9 @@ def layers_of(names):
     [
         ({"pipeline": 2}, 2, 3),
         ({"pipeline": 2, "schedule": "interleaved"}, 4, 4),
+        ({"pipeline": 2, "shard": "fsdp2"}, 4, 3),
     ],
-    ids=["1f1b", "interleaved-and-data"],
+    ids=["1f1b", "interleaved-and-data", "fsdp2"],
 )
 def test_stages_equal_one_process(parallel, num_ranks, layers, tmp_path):
     """fp32, uneven masks, clipping, a tied head, a short step where an epoch ends.
@@ -61,6 +62,8 @@ def test_stages_equal_one_process(parallel, num_ranks, layers, tmp_path):
         CASE, world_size=num_ranks, accumulate=8 // rows, parallel=parallel, **options
     )
     share = [layers_of(each.pop("held")) for each in ranks]
+    held = [each.pop("share_held") for each in ranks]
+    assert held == pytest.approx([0.5 if "shard" in parallel else 1.0] * num_ranks, abs=0.01)
     assert share[0] | share[-1] == set(range(layers))
     assert not share[0] & share[-1]
     assert all(0 <= each < 1 for rank in ranks for each in rank.pop("bubble"))
@@ -87,8 +90,12 @@ def test_bf16_gradients_are_summed_in_fp32_whatever_the_schedule(tmp_path):
     assert found["losses"] == pytest.approx(other["losses"], abs=1e-5)
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["full", "lora"])
-def test_a_run_goes_on_exactly_after_a_kill_and_its_model_loads(lora, tmp_path):
+@pytest.mark.parametrize(
+    ("lora", "shard"),
+    [(None, "none"), (None, "fsdp2"), ({"r": 4}, "none"), ({"r": 4}, "fsdp2")],
+    ids=["full", "full-fsdp2", "lora", "lora-fsdp2"],
+)
+def test_a_run_goes_on_exactly_after_a_kill_and_its_model_loads(lora, shard, tmp_path):
     """From the command line: packed rows, bf16, evaluation, answers, and the model they leave."""
     tokenizer = make_tokenizer()
     make_qwen2(len(tokenizer), num_hidden_layers=4).bfloat16().save_pretrained(tmp_path / "model")
@@ -105,7 +112,7 @@ def test_a_run_goes_on_exactly_after_a_kill_and_its_model_loads(lora, tmp_path):
         "data": {"train": ["rows.jsonl"], "eval": ["few.jsonl"], "max_length": 96,
                  "packing": True, "num_workers": 1, "cache_dir": "cache"},
         "lora": lora,
-        "parallel": {"pipeline": 2, "schedule": "interleaved"},
+        "parallel": {"shard": shard, "pipeline": 2, "schedule": "interleaved"},
         "generation_eval": {"data": ["few.jsonl"], "max_new_tokens": 2},
         "training": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4,
                      "max_steps": 4, "save_steps": 2, "eval_steps": 2, "logging_steps": 1,
@@ -113,7 +120,7 @@ def test_a_run_goes_on_exactly_after_a_kill_and_its_model_loads(lora, tmp_path):
     }  # fmt: skip
     (tmp_path / "r.json").write_text(json.dumps(recipe), encoding="utf-8")
     words = ("sft", "--config", "r.json", "--output-dir")
-    options = {"num_ranks": 2, "pictures": False}
+    options = {"num_ranks": 2 if shard == "none" else 4, "pictures": False}
     whole = trainkit(tmp_path, *words, "whole", **options)
     assert whole.code == 0, whole.err
     final = weights_of(tmp_path / "whole/final")

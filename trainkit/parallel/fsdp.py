@@ -64,7 +64,7 @@ class Fsdp2(Engine):
         half = compute_dtype(model)
         self._saved_dtypes = {name: p.dtype for name, p in model.named_parameters()}
         ignored = kept_whole(model, half)
-        gathers_twice = _num_bytes(model) > STAYS_WHOLE * _memory(device)
+        gathers_twice = gathers_again(model, device)
         for unit in units_of(model):
             shard(unit, mesh, half, ignored, gathers_twice=gathers_twice)
         shard(model, mesh, half, ignored, gathers_twice=False)
@@ -264,8 +264,10 @@ def require_sharded(model: nn.Module, ignored: set[nn.Parameter]) -> None:
         )
 
 
-def _num_bytes(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+def gathers_again(model: nn.Module, device: torch.device) -> bool:
+    """Whether a model that is whole is too large to stay gathered until the backward pass."""
+    num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    return num_bytes > STAYS_WHOLE * _memory(device)
 
 
 def _memory(device: torch.device) -> float:

@@ -132,7 +132,7 @@ class Layout:
     def optimizer_shards(self) -> int:
         """Into how many parts the optimizer's state is cut."""
         if self.options.pipeline > 1:
-            return self.options.pipeline
+            return self.options.pipeline * (self.data_size if self.engine.keeps_masters else 1)
         return self.data_size if self.engine.shards_optimizer else 1
 
     @property

@@ -165,10 +165,16 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "parallel.shard",
-        lambda one: one.pipeline > 1 and one.shard != "none",
-        "between the ranks of a pipeline gradients are summed as DDP does; what shards weights or "
-        "optimizer states has not been held against one process there",
-        "remove parallel.shard, or parallel.pipeline",
+        lambda one: one.pipeline > 1 and one.shard not in (NONE, "fsdp2"),
+        "ZeRO wraps a whole model and steps it itself; the ranks that share a pipeline's stage are "
+        "DDP's or FSDP2's",
+        "set shard: fsdp2, or remove it or parallel.pipeline",
+    ),
+    Refusal(
+        "parallel.schedule",
+        lambda one: _fsdp2(one) and one.parallel.schedule == "zbv",
+        "zbv adds to the gradients of weights past autograd, where fsdp2 would gather and sum them",
+        "set schedule: 1f1b or interleaved, or remove parallel.shard",
     ),
     Refusal(
         "parallel.pipeline",

@@ -81,10 +81,12 @@ class PlacedWeights(Trainer):
             return
         self._save(output_dir, weights)
         if not is_adapter:
-            # save_pretrained has written the dtype of the fp32 shards.
-            config = self.model.config
-            config.dtype = self.saved_dtype
-            config.save_pretrained(output_dir or str(self.args.output_dir))
+            self._save_config(Path(output_dir or str(self.args.output_dir)))
+
+    def _save_config(self, folder: Path) -> None:
+        """With the dtype of the weights; save_pretrained has written that of the fp32 shards."""
+        self.model.config.dtype = self.saved_dtype
+        self.model.config.save_pretrained(folder)
 
     def _save_parts(self, folder: Path) -> None:
         """Each rank's weights next to the others', or all adapters; and the configuration."""
@@ -93,12 +95,13 @@ class PlacedWeights(Trainer):
             # peft looks for adapters in the modules that this rank has.
             adapters = self.layout.engine.gather(get_peft_model_state_dict(self.model))
             if self.args.should_save:
-                self._save(str(folder))
+                self._save(str(folder), {})  # what it would write itself are parts
                 save_file(adapters, folder / ADAPTER_NAME, metadata={"format": "pt"})
             return
         if self.args.should_save:
             self._save(str(folder), {})
             (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # holds nothing
+            self._save_config(folder)
         self.layout.engine.write_weights(self.model, folder)
 
     @property

@@ -1,8 +1,8 @@
-"""Pipeline parallelism: each rank holds some of the layers; with DDP's sums between pipelines.
+"""Pipeline parallelism: each rank holds some of the layers; with DDP or FSDP2 between pipelines.
 
 Ranks that hold the same layers (the data ranks) add their gradients up once a step, after the last
-micro-batch. A tied head lives on the first and on the last stage; both add up its gradients and
-make the same update.
+micro-batch; under FSDP2 they hold a part of each weight, and do so in every backward pass. A tied
+head lives on the first and on the last stage; both add up its gradients and make the same update.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainkit.errors import ModelError
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.engine import Engine
+from trainkit.parallel.fsdp import give_back
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
+from trainkit.parallel.pipeline.gradients import gradient_of, mean_over
 from trainkit.parallel.pipeline.relay import Runnable, relay
 from trainkit.parallel.pipeline.schedule import Steps, Wire
+from trainkit.parallel.pipeline.sharded import part, shard_over, whole
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     Share,
@@ -42,8 +45,7 @@ from trainkit.parallel.pipeline.stage import RunLoss, Stage
 from trainkit.parallel.pipeline.weights import write_shards
 from trainkit.parallel.process import ProcessRank
 
-_BUCKET = 1 << 26
-"""Numbers that are added up over ranks at once."""
+FSDP2 = "fsdp2"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Pipeline(Engine):
 
     def __init__(self, options: ParallelOptions, process: ProcessRank) -> None:
         self._options, self._process = options, process
+        self.keeps_masters = options.shard == FSDP2
+        self._saved_dtypes: dict[str, torch.dtype] = {}
         self._rank = process.dist_rank // (process.world_size // options.pipeline)
         self._placed: _Placed | None = None
 
@@ -167,6 +171,10 @@ class Pipeline(Engine):
             config.hidden_size,
             _dtype_of_states(model),
         )
+        if self._options.shard == FSDP2:
+            self._saved_dtypes = shard_over(model, share, mesh["data"], device)
+            if tied:
+                tied = (decoder(model).embed_tokens.weight,)
         stages = [Stage(model, index, share, autocast) for index in share.stages]
         row = SCHEDULES[self._options.schedule]
         self._placed = _Placed(
@@ -203,7 +211,10 @@ class Pipeline(Engine):
         now = self._now
         for stage in now.stages:
             stage.train(model.training)
-        return relay(now.stages, now.share, now.ranks, now.wire, batch, last)
+        found = relay(now.stages, now.share, now.ranks, now.wire, batch, last)
+        with torch.no_grad():
+            give_back(model)
+        return found
 
     def runnable(self, model: nn.Module) -> nn.Module:
         """The model as something that all ranks can call together for logits."""
@@ -223,16 +234,12 @@ class Pipeline(Engine):
         now = self._now
         for parameter in now.tied:
             if parameter in holders:
-                torch.distributed.all_reduce(_gradient(holders[parameter]), group=now.tied_group)
-        if now.data_size == 1:
+                mine = part(gradient_of(holders[parameter]))
+                torch.distributed.all_reduce(mine, group=now.tied_group)
+        if now.data_size == 1 or self._options.shard == FSDP2:
             return
-        for bucket in _buckets([_gradient(each) for each in holders.values()]):
-            flat = torch.cat([each.flatten() for each in bucket])
-            torch.distributed.all_reduce(flat, group=now.data_group)
-            flat.div_(now.data_size)
-            pieces = flat.split([each.numel() for each in bucket])
-            for each, piece in zip(bucket, pieces, strict=True):
-                each.copy_(piece.view_as(each))
+        gradients = [gradient_of(each) for each in holders.values()]
+        mean_over(gradients, now.data_group, now.data_size)
 
     @torch.no_grad()
     def clip(self, holders: Mapping[nn.Parameter, nn.Parameter], max_norm: float) -> torch.Tensor:
@@ -248,11 +255,15 @@ class Pipeline(Engine):
             for parameter, holder in holders.items()
             if holder.grad is not None and not any(parameter is each for each in repeated)
         ]
-        square = torch.nn.utils.get_total_norm(counted).to(now.wire.device).double() ** 2
+        mine = torch.nn.utils.get_total_norm([part(each) for each in counted])
+        square = mine.to(now.wire.device).double() ** 2
         torch.distributed.all_reduce(square, group=now.wire.group)
+        if self._options.shard == FSDP2:
+            torch.distributed.all_reduce(square, group=now.data_group)
         norm = square.sqrt().float()
-        if max_norm < float("inf"):
-            torch.nn.utils.clip_grads_with_norm_(holders.values(), max_norm, norm)
+        gradients = [part(each.grad) for each in holders.values() if each.grad is not None]
+        if max_norm < float("inf") and gradients:
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     def take_seconds(self) -> tuple[float, float]:
@@ -265,20 +276,24 @@ class Pipeline(Engine):
     def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Small weights of all ranks by name, on the first one; nothing on the others."""
         now = self._now
+        held = {name: whole(value.detach(), value.dtype).cpu() for name, value in mine.items()}
         if self._process.dist_rank % now.data_size:
             return {}
-        part = {name: value.detach().cpu() for name, value in mine.items()}
         parts: list[Any] | None = [None] * len(now.ranks) if self._rank == 0 else None
-        torch.distributed.gather_object(part, parts, dst=now.ranks[0], group=now.wire.group)
+        torch.distributed.gather_object(held, parts, dst=now.ranks[0], group=now.wire.group)
         return {name: value for each in parts or () for name, value in each.items()}
 
     def write_weights(self, model: nn.Module, folder: Path) -> None:
-        """Write this rank's part of the model, next to the others'; nothing is gathered."""
+        """Write this rank's part of the model, next to the others'; no rank gathers all of it."""
         now = self._now
         torch.distributed.barrier()
         writes = self._process.dist_rank % now.data_size == 0
+        own: dict[str, torch.Tensor] = {}
+        for name, value in self._own(model):
+            saved = whole(value, self._saved_dtypes.get(name, value.dtype))
+            own |= {name: saved.cpu()} if writes else {}
         write_shards(
-            dict(self._own(model)) if writes else None,
+            own if writes else None,
             folder,
             group=now.wire.group,
             rank=self._rank,
@@ -287,11 +302,16 @@ class Pipeline(Engine):
 
     def _own(self, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """What ``state_dict`` has of this rank's share, each tensor once."""
-        seen = set() if self._now.share.has_first else {each.data_ptr() for each in self._now.tied}
+        tied = () if self._now.share.has_first else self._now.tied
+        seen = {part(each).data_ptr() for each in tied}
         for name, value in model.state_dict().items():
-            if value.data_ptr() not in seen:
-                seen.add(value.data_ptr())
+            if part(value).data_ptr() not in seen:
+                seen.add(part(value).data_ptr())
                 yield name, value
+
+    def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """What the model was loaded in, and is saved in."""
+        return self._saved_dtypes.get(name, parameter.dtype)
 
     def save_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
         """Write trained weights, in fp32 where there are masters, and the optimizer's state."""
@@ -341,7 +361,7 @@ def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Give the model the weights that were loaded, where they are not its own already."""
     for name, value in weights.items():
         parameter = model.get_parameter(name)
-        if parameter.data_ptr() != value.data_ptr():
+        if part(parameter).data_ptr() != part(value).data_ptr():
             parameter.copy_(value)
 
 
@@ -352,25 +372,3 @@ def _dtype_of_states(model: nn.Module) -> torch.dtype:
         for name, parameter in decoder(model).layers.named_parameters()
         if "lora_" not in name and parameter.is_floating_point()
     )
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Zeros where a step has left none: the ranks add up together."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Gradients of one dtype, about `_BUCKET` numbers at a time."""
-    for dtype in dict.fromkeys(each.dtype for each in gradients):
-        bucket: list[torch.Tensor] = []
-        for each in gradients:
-            if each.dtype != dtype:
-                continue
-            bucket.append(each)
-            if sum(one.numel() for one in bucket) >= _BUCKET:
-                yield bucket
-                bucket = []
-        if bucket:
-            yield bucket
