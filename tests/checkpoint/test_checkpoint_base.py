@@ -121,3 +121,22 @@ def test_patterns_that_are_none(tmp_path, patterns):
     path.write_text(json.dumps({**json.loads(path.read_text()), "rank_pattern": patterns}))
     with pytest.raises(CheckpointError, match="patterns are damaged"):
         read_adapter(tmp_path / "adapter")
+
+
+def test_how_a_base_reads_images_travels_with_what_is_trained_from_it(tmp_path):
+    """Into checkpoints and ``final/``, and on into what is merged or exported; no code with it."""
+    from trainkit.checkpoint.weights.companions import PROCESSORS, copy_companions
+    from trainkit.train.checkpoints import remember_origin
+
+    base, final, merged = (tmp_path / name for name in ("base", "final", "merged"))
+    for directory in (base, final, merged):
+        directory.mkdir()
+    for name in PROCESSORS:
+        settings = {"image_mean": [0.5], "auto_map": {"AutoImageProcessor": "code.Mine"}}
+        (base / name).write_text(json.dumps(settings))
+    remember_origin(final, base)
+    copy_companions((final, base), merged)
+    for directory in (final, merged):
+        for name in PROCESSORS:
+            assert json.loads((directory / name).read_text()) == {"image_mean": [0.5]}
+    remember_origin(final, tmp_path / "on" / "the" / "hub")  # nothing there, and no harm

@@ -70,7 +70,12 @@ def test_what_is_no_model_says_so(tmp_path, run_directory):
 def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     record = {
         "train": {
-            "options": {"system": "Be kind.", "frozen_date": "2020-01-01", "max_length": 7},
+            "options": {
+                "system": "Be kind.",
+                "frozen_date": "2020-01-01",
+                "max_length": 7,
+                "thinking": "preserve",
+            },
             "end_of_turn": {"<|im_end|>": 257},
         }
     }
@@ -78,6 +83,7 @@ def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     assert training_options(run_directory) == {
         "system_policy": "Be kind.",
         "frozen_date": "2020-01-01",
+        "thinking": "preserve",
     }
     assert trained_stop_ids(run_directory) == (257,)
     assert training_options(None) == {}

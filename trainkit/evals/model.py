@@ -12,7 +12,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from trainkit.data.render.template import THINK_OPEN
 from trainkit.evals.answers import Prompt, Writer, room_for
 from trainkit.evals.likelihood import Pair, Scorer
-from trainkit.evals.prompts import PromptRecord, PromptStyle
+from trainkit.evals.prompts import AskedAsTrained, PromptStyle
 
 MAX_NEW_TOKENS = 256
 """Where a task does not say; the harness's own."""
@@ -33,7 +33,7 @@ class Ranks:
     gather: Callable[[Any], list[Any]] = lambda value: [value]
 
 
-class TrainedModel(TemplateLM):
+class TrainedModel(AskedAsTrained, TemplateLM):
     """A loaded model for `lm_eval.evaluate`.
 
     Args:
@@ -61,13 +61,10 @@ class TrainedModel(TemplateLM):
     ) -> None:
         super().__init__()
         self.tokenizer = prompts.tokenizer
-        self.prompts = prompts
-        self.record = PromptRecord()
-        self.written: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self.ask_with(prompts)
         self._model = model
         self._max_length = max_length
         self._max_new_tokens = max_new_tokens
-        self._is_scored = False
         self._ranks = ranks or Ranks()
         self._rank, self._world_size = self._ranks.rank, self._ranks.size
         self._device = torch.device("cpu")  # of what the harness gathers
@@ -94,18 +91,6 @@ class TrainedModel(TemplateLM):
 
     # -- prompts ------------------------------------------------------------------------------
 
-    def prepare_for(self, task: Any) -> None:
-        """Know whether a task's answers are scored or written: prompts of the two differ."""
-        self._is_scored = task.OUTPUT_TYPE != "generate_until"
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """A conversation as training renders it, up to where the model goes on."""
-        return self.prompts.text(
-            chat_history, is_scored=self._is_scored, continues=not add_generation_prompt
-        )
-
     @property
     def tokenizer_name(self) -> str:
         """A name for the harness's cache, which is not used."""
@@ -121,13 +106,6 @@ class TrainedModel(TemplateLM):
         """What stands before a text without context."""
         return self.prompts.prefix_id
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> list[int]:
-        """Token ids of a prompt."""
-        del add_special_tokens, kwargs
-        return self.prompts.encode([string])[0]
-
     # -- requests -----------------------------------------------------------------------------
 
     def loglikelihood(
@@ -135,10 +113,8 @@ class TrainedModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """How likely each continuation is, and whether greedy decoding would write it."""
         del disable_tqdm
-        split = self.prompts.encode_pairs([request.args[:2] for request in requests])
-        for request, (context, continuation) in zip(requests, split, strict=True):
-            self.record.add(request, [*context, *continuation])
-        return self._loglikelihood_tokens([(("", ""), *pair) for pair in split])
+        pairs = self.encode_pairs(requests)
+        return self._loglikelihood_tokens([(("", ""), *pair) for pair in pairs])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -182,8 +158,7 @@ class TrainedModel(TemplateLM):
             todo.append(self._prompt(request.args[0], own, request.args[1], str(eos)))
         answers = self._writer.write(todo)
         for request, answer in zip(requests, answers, strict=True):
-            found = {"text": answer.text, "is_whole": answer.is_whole}
-            self.written.setdefault((request.task_name, request.doc_id), []).append(found)
+            self.note_written(request, answer.text, is_whole=answer.is_whole)
         return [answer.answer for answer in answers]
 
     def _prompt(self, text: str, ids: list[int], settings: Mapping[str, Any], eos: str) -> Prompt:

@@ -139,6 +139,49 @@ def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, 
     return [{**first, "content": f"{system['content'].rstrip()}\n\n{first['content']}"}, *rest]
 
 
+class AskedAsTrained:
+    """Goes before a model class of the harness: its prompts become those of training."""
+
+    def ask_with(self, prompts: PromptStyle) -> None:
+        """Take the prompts of training."""
+        self.prompts = prompts
+        self.record = PromptRecord()
+        self.written: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._is_scored = False
+
+    def prepare_for(self, task: Any) -> None:
+        """Know whether a task's answers are scored or written: prompts of the two differ."""
+        self._is_scored = task.OUTPUT_TYPE != "generate_until"
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as training renders it, up to where the model goes on."""
+        return self.prompts.text(
+            chat_history, is_scored=self._is_scored, continues=not add_generation_prompt
+        )
+
+    def tok_encode(
+        self, string: str | list[str], add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> Any:
+        """Token ids of one text or of several."""
+        del add_special_tokens, kwargs
+        ids = self.prompts.encode([string] if isinstance(string, str) else string)
+        return ids[0] if isinstance(string, str) else ids
+
+    def encode_pairs(self, requests: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+        """Contexts and continuations of requests; they are noted."""
+        pairs = self.prompts.encode_pairs([request.args[:2] for request in requests])
+        for request, (context, continuation) in zip(requests, pairs, strict=True):
+            self.record.add(request, [*context, *continuation])
+        return pairs
+
+    def note_written(self, request: Any, text: str, *, is_whole: bool) -> None:
+        """Keep all of what was written, which the harness does not see."""
+        key = (request.task_name, request.doc_id)
+        self.written.setdefault(key, []).append({"text": text, "is_whole": is_whole})
+
+
 class PromptRecord:
     """A hash of every prompt's token ids, by task: equal hashes, equal prompts."""
 

@@ -145,7 +145,10 @@ def training_options(run: Path | None) -> Mapping[str, Any]:
         return {}
     if "system" in options:  # as runs before this version called it
         options = {"system_policy": options["system"], **options}
-    kept = ("system_policy", "template_kwargs", "chat_template", "frozen_date", "escape_special")
+    kept = (
+        "system_policy", "template_kwargs", "chat_template", "frozen_date", "escape_special",
+        "thinking",
+    )  # fmt: skip
     return {key: options[key] for key in kept if key in options}
 
 

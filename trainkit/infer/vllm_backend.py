@@ -7,7 +7,7 @@ from trainkit.data import DataOptions
 from trainkit.errors import RecipeError
 from trainkit.evals.answers import after_thinking, room_for
 from trainkit.evals.model import MAX_NEW_TOKENS
-from trainkit.evals.prompts import PromptRecord, PromptStyle
+from trainkit.evals.prompts import AskedAsTrained, PromptStyle
 from trainkit.infer.benchmark import Asking, uses_chat
 from trainkit.infer.locate import ModelPaths, training_options
 from trainkit.models.loading import load_tokenizer
@@ -54,51 +54,23 @@ def vllm_model(paths: ModelPaths, asking: Asking, dtype: str) -> tuple[Any, bool
     chat = uses_chat(asking, paths, tokenizer)
     options = DataOptions(**training_options(paths.run))
     prompts = PromptStyle(tokenizer, options, chat=chat, thinking=asking.thinking)
-    kind = type("TrainedVllm", (AskedAsTrained, VLLM), {})
+    kind = type("TrainedVllm", (AskedOverVllm, VLLM), {})
     model = kind(**vllm_arguments(paths, asking, dtype))
-    model.ask_with(prompts, asking)
+    model.ask_with(prompts)
+    model._max_new_tokens = asking.max_new_tokens
     return model, chat
 
 
-class AskedAsTrained:
-    """Goes before a wrapper of the harness: prompts, and answers read behind thoughts."""
+class AskedOverVllm(AskedAsTrained):
+    """Goes before the harness's wrapper: prompts, and answers read behind thoughts."""
 
     num_truncated = 0
     max_length: int
-
-    def ask_with(self, prompts: PromptStyle, asking: Asking) -> None:
-        """Take the prompts of training."""
-        self.prompts = prompts
-        self.record = PromptRecord()
-        self.written: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        self._asking = asking
-        self._is_scored = False
-
-    def prepare_for(self, task: Any) -> None:
-        """Know whether a task's answers are scored or written."""
-        self._is_scored = task.OUTPUT_TYPE != "generate_until"
-
-    def apply_chat_template(
-        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """A conversation as training renders it."""
-        return self.prompts.text(
-            chat_history, is_scored=self._is_scored, continues=not add_generation_prompt
-        )
-
-    def tok_encode(
-        self, string: str | list[str], add_special_tokens: bool | None = None, **kwargs: Any
-    ) -> Any:
-        """Token ids of one text or of several."""
-        del add_special_tokens, kwargs
-        ids = self.prompts.encode([string] if isinstance(string, str) else string)
-        return ids[0] if isinstance(string, str) else ids
+    _max_new_tokens: int | None = None
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> Any:
         """As the wrapper does; prompts are noted."""
-        pairs = self.prompts.encode_pairs([request.args[:2] for request in requests])
-        for request, (context, continuation) in zip(requests, pairs, strict=True):
-            self.record.add(request, [*context, *continuation])
+        self.encode_pairs(requests)
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)  # type: ignore[misc]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
@@ -115,8 +87,7 @@ class AskedAsTrained:
             is_thinking, answer = after_thinking(text, thinks=opened)
             for stop in _stops(request.args[1]) if self.prompts.thinking else ():
                 answer = answer.partition(stop)[0]
-            found = {"text": text, "is_whole": not is_thinking}
-            self.written.setdefault((request.task_name, request.doc_id), []).append(found)
+            self.note_written(request, text, is_whole=not is_thinking)
             answers.append(answer)
         return answers
 
@@ -124,7 +95,7 @@ class AskedAsTrained:
         changed = dict(settings)
         own = int(changed.get("max_gen_toks", MAX_NEW_TOKENS))
         room = room_for(own, thinks=bool(self.prompts.thinking), max_length=self.max_length)
-        changed["max_gen_toks"] = self._asking.max_new_tokens or room
+        changed["max_gen_toks"] = self._max_new_tokens or room
         if self.prompts.thinking:
             changed["until"] = []
         return changed

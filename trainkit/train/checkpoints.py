@@ -22,7 +22,7 @@ from trainkit.checkpoint.weights.base_fingerprint import (
     check_fingerprint,
     write_fingerprint,
 )
-from trainkit.checkpoint.weights.companions import carry_record
+from trainkit.checkpoint.weights.companions import carry_record, copy_processors, stored_at
 from trainkit.checkpoint.weights.contents import check_contents
 from trainkit.checkpoint.whole.atomic import (
     commit,
@@ -249,10 +249,12 @@ def remember_origin(directory: Path, base: Path) -> None:
     """Write down where saved weights come from, in checkpoints as in ``final/``.
 
     An adapter gets the fingerprint of its base, and a model what a conversion knew about
-    the model that it was made from.
+    the model that it was made from, and how its base reads images.
     """
     if not write_fingerprint(directory):
+        base = stored_at(base)
         carry_record(base, directory)
+        copy_processors(base, directory)
 
 
 def size_of(directory: Path) -> int:

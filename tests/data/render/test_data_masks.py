@@ -173,6 +173,23 @@ class TestThinking:
             [f"<think>\nR1\n</think>\n\nA1{END}", f"<think>\nR2\n</think>\n\nA2{END}"]
         ]
 
+    @pytest.mark.parametrize("thinking", ["template", "split", "preserve"])
+    @pytest.mark.parametrize("form", ["in the text", "in its field"])
+    def test_the_prompt_of_inference_is_what_training_put_before_the_answer(
+        self, write, ready, thinking, form
+    ):
+        row = chat("q1", THOUGHT.format(1), "q2", THOUGHT.format(2), "q3", THOUGHT.format(3))
+        if form == "in its field":
+            for turn, message in enumerate(row["messages"]):
+                if message["role"] == "assistant":
+                    message.update(content=f"A{turn}", reasoning_content=f"R{turn}")
+        data = ready(write([row]), tokenizer=self.tokenizer, thinking=thinking)
+        ids = data[len(data) - 1]["input_ids"]
+        options = DataOptions(thinking=thinking)
+        prompt = render_prompt(self.tokenizer, row["messages"][:-1], options=options)
+        assert list(ids[: len(prompt)]) == prompt
+        assert ("R" in self.tokenizer.decode(prompt)) == (thinking == "preserve")
+
     def test_an_empty_think_of_the_template_is_not_trained(self, write, ready):
         rows = write([chat("q", "a")])
         assert self.trained(ready(rows, tokenizer=self.tokenizer)) == [[f"a{END}"]]

@@ -13,6 +13,8 @@ from trainkit.checkpoint.weights.plain_files import is_plain_name, plain_file, r
 from trainkit.checkpoint.weights.tiktoken_vocabulary import build_tokenizer_json
 from trainkit.errors import CheckpointError
 
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""How images, videos and sounds are read; settings alone, and no code."""
 _COPIED = (
     "tokenizer.json",
     "special_tokens_map.json",
@@ -63,6 +65,7 @@ def carry_companions(
         is_qwen2 = new_config.get("model_type") == "qwen2"
         _write(target / "tokenizer_config.json", _plain_tokenizer(settings, is_qwen2=is_qwen2))
         came["tokenizer_config.json"] = "copied without remote code"
+    came.update(dict.fromkeys(copy_processors(source, target), "copied without remote code"))
     _write(target / "generation_config.json", _generation_config(source, config, new_config))
     came["generation_config.json"] = "written"
     return came
@@ -91,9 +94,40 @@ def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
                 (target / name).write_bytes(plain_file(source, name).read_bytes())
                 came[name] = str(source)
     for source in sources:
+        came.update(dict.fromkeys(copy_processors(source, target), str(source)))
         if RECORD_NAME not in came and carry_record(source, target):
             came[RECORD_NAME] = str(source)
     return came
+
+
+def stored_at(base: Path) -> Path:
+    """The directory of a model: itself, or where the hub's cache has one of that name."""
+    if base.is_dir() or base.is_absolute() or len(base.parts) > 2:
+        return base
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(str(base), "config.json")
+    return Path(found).parent if isinstance(found, str) else base
+
+
+def copy_processors(source: Path, target: Path) -> list[str]:
+    """Copy the settings of a model's processors, where it has any and the target has none.
+
+    Args:
+        source: model directory.
+        target: directory to write into.
+
+    Returns:
+        The names of the files.
+    """
+    copied = []
+    for name in PROCESSORS:
+        if (source / name).is_file() and not (target / name).exists():
+            settings = _object(source, name)
+            settings.pop("auto_map", None)
+            _write(target / name, settings)
+            copied.append(name)
+    return copied
 
 
 def carry_record(source: Path, target: Path) -> bool:

@@ -6,9 +6,10 @@ template gets nothing to strip.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from trainkit.data.read.messages import Conversation, RowError
+from trainkit.data.read.messages import Conversation, Message, RowError
 from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.spans import Masked, Span
 from trainkit.data.render.template import THINK_CLOSE, join_reasoning
@@ -35,13 +36,54 @@ def find_preserving(
             f"turn {turn + 1}: the template strips this turn's thinking and has its own form of "
             "it, so it cannot be put back; use thinking: split",
         )
-    whole = {
+    whole = _thoughtful(conversation)
+    hidden, names = _hidden(conversation, whole)
+    return _put_back(finder.find(hidden, others), whole, names)
+
+
+def preserved_prompt(
+    conversation: Conversation, splits: bool, render: Callable[[Conversation], str]
+) -> str:
+    """A prompt with all thinking of earlier turns in place, as `find_preserving` trained it.
+
+    Args:
+        conversation: prepared for the template.
+        splits: the template has a form of its own for thinking, and nothing can be put back.
+        render: a conversation as the template prints it.
+    """
+    text = render(conversation)
+    whole = _thoughtful(conversation)
+    thoughts = (_thought(conversation.messages[turn]) for turn in whole)
+    if splits or all(thought in text for thought in thoughts):
+        return text
+    hidden, names = _hidden(conversation, whole)
+    rest, pieces = render(hidden), []
+    for turn, answer in whole.items():
+        before, _, rest = rest.partition(names[turn])
+        empty = EMPTY_THINK_TAIL.search(before)
+        pieces += [before[: empty.start()] if empty else before, answer]
+    return "".join([*pieces, rest])
+
+
+def _thoughtful(conversation: Conversation) -> dict[int, str]:
+    """The answers with thinking, by turn, as plain text with the thinking in it."""
+    return {
         turn: join_reasoning(message.reasoning, message.content)
         if message.reasoning
         else message.content
         for turn, message in enumerate(conversation.messages)
         if message.role == "assistant" and (message.reasoning or THINK_CLOSE in message.content)
     }
+
+
+def _thought(message: Message) -> str:
+    return (message.reasoning or message.content.partition(THINK_CLOSE)[0]).strip()
+
+
+def _hidden(
+    conversation: Conversation, whole: Mapping[int, str]
+) -> tuple[Conversation, dict[int, str]]:
+    """The conversation with opaque words for those answers, and the words by turn."""
     everything = "".join(message.content for message in conversation.messages)
     word = next(w for w in (f"opaque{'x' * n}" for n in range(10**6)) if w not in everything)
     names = {turn: f"{word}-{turn}-" for turn in whole}
@@ -49,8 +91,7 @@ def find_preserving(
         replace(message, content=names[turn], reasoning=None) if turn in whole else message
         for turn, message in enumerate(conversation.messages)
     )
-    masked = finder.find(replace(conversation, messages=hidden), others)
-    return _put_back(masked, whole, names)
+    return replace(conversation, messages=hidden), names
 
 
 def _put_back(masked: Masked, whole: dict[int, str], names: dict[int, str]) -> Masked:

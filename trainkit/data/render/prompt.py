@@ -11,6 +11,7 @@ from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import parse_messages
 from trainkit.data.read.messages import Conversation, Row, RowError, TokenRow, join_users
 from trainkit.data.render.encode import Encoder
+from trainkit.data.render.preserve import preserved_prompt
 from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import DataError
 
@@ -63,8 +64,14 @@ class PromptRenderer:
             conversation = replace(conversation, messages=join_users(conversation.messages))
             template = self._template_of(conversation)
             conversation, _ = template.prepare(conversation)
-            rendered = [template.as_dict(message) for message in conversation.messages]
-            return template.render(rendered, conversation.tools, generation=generation)
+
+            def render(each: Conversation) -> str:
+                messages = [template.as_dict(message) for message in each.messages]
+                return template.render(messages, each.tools, generation=generation)
+
+            if self._options.thinking != "preserve":
+                return render(conversation)
+            return preserved_prompt(conversation, template.style.splits_thinking, render)
         except RowError as error:
             raise DataError(error.detail, where="messages") from error
 
