@@ -160,3 +160,49 @@ def test_the_hash_is_of_all_prompts_whoever_asked_them():
     assert PromptRecord.joined([one.hashes, other.hashes]) == PromptRecord.joined([whole.hashes])
     whole.add(Request(3), [3, 6])
     assert PromptRecord.joined([one.hashes, other.hashes]) != PromptRecord.joined([whole.hashes])
+
+
+def test_vllm_is_asked_in_the_words_of_training_and_its_wrapper_is_the_one_that_is_known(
+    tiny_tokenizer,
+):
+    """vLLM does not run here: a stand-in has the methods of the harness's wrapper."""
+    import ast
+    import importlib.util
+    from pathlib import Path
+    from types import SimpleNamespace
+
+    from trainkit.infer.benchmark import Asking
+    from trainkit.infer.locate import ModelPaths
+    from trainkit.infer.vllm_backend import AskedOverVllm, vllm_arguments
+
+    spec = importlib.util.find_spec("lm_eval")
+    source = Path(spec.origin).parent / "models" / "vllm_causallms.py"
+    classes = [n for n in ast.parse(source.read_text()).body if isinstance(n, ast.ClassDef)]
+    methods = {
+        node.name: {arg.arg for arg in node.args.args + node.args.kwonlyargs}
+        for node in next(c for c in classes if c.name == "VLLM").body
+        if isinstance(node, ast.FunctionDef)
+    }
+    given = vllm_arguments(ModelPaths("m", None, "m", None, None), Asking(), "auto")
+    assert set(given) | {"lora_local_path", "max_lora_rank"} <= methods["__init__"]
+    assert {"tok_encode", "apply_chat_template", "loglikelihood", "generate_until"} <= set(methods)
+
+    class Wrapper:
+        max_length = 4096
+
+        def generate_until(self, requests, disable_tqdm=True):
+            self.settings = [request.args[1] for request in requests]
+            return ["<think>a\n\nb</think>\n\n7\n\nmore"] * len(requests)
+
+    model = type("Model", (AskedOverVllm, Wrapper), {})()
+    model.ask_with(PromptStyle(tiny_tokenizer, chat=True))
+    model.prompts.thinking = True
+    request = SimpleNamespace(
+        args=("What?", {"until": ["\n\n"], "max_gen_toks": 50}),
+        task_name="t", doc_id=0, idx=0,
+    )  # fmt: skip
+    assert model.generate_until([request]) == ["7"]
+    assert model.settings[0]["until"] == []
+    assert model.settings[0]["max_gen_toks"] > 50
+    assert model.written["t", 0][0]["is_whole"]
+    assert model.record.hashes["t"]

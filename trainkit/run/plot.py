@@ -8,7 +8,7 @@ threads.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,10 @@ CURVES = (
 )
 BY_SOURCE = Curve("loss_by_source", "loss/", "Loss by source", "nats per trained token")
 """Its key is the beginning of the keys of its lines."""
+MEASURED = Curve("evaluations", "eval_", "Evaluations", "score", False)
+"""Benchmarks and answers during training; its key is the beginning of theirs."""
 
-_DRAWN = (*(curve.key for curve in CURVES), "eval_loss", BY_SOURCE.key)
+_DRAWN = (*(curve.key for curve in CURVES), MEASURED.key, BY_SOURCE.key)
 _OVERVIEW = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 
@@ -95,10 +97,10 @@ def draw_plots(run: RunDirectory) -> list[Path]:
         figure, (axes,) = _figure(1)
         _draw(axes, curve, rows, resumed=resumed)
         written.append(_save(figure, run.plots / f"{curve.name}.png"))
-    if source_keys(rows):
+    for curve, draw in _lines_by_name(rows):
         figure, (axes,) = _figure(1)
-        _draw_sources(axes, rows)
-        written.append(_save(figure, run.plots / f"{BY_SOURCE.name}.png"))
+        draw(axes, rows)
+        written.append(_save(figure, run.plots / f"{curve.name}.png"))
     shown = [curve for curve in drawn if curve.name in _OVERVIEW]
     if shown:
         figure, panels = _figure(len(shown))
@@ -116,14 +118,13 @@ def svg_plots(run: RunDirectory) -> list[tuple[str, str]]:
     resumed = run.status().resumed_at_steps
     pictures = []
     drawn = [curve for curve in CURVES if len(rows.series(curve.key)) > 1]
-    if source_keys(rows):
-        drawn.insert(1, BY_SOURCE)
-    for curve in drawn:
+    several = dict(_lines_by_name(rows))
+    for curve in [*drawn[:1], *several, *drawn[1:]]:
         # Text stays text, in the reader's own font; names of clip paths differ by picture.
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": curve.name}):
             figure, (axes,) = _figure(1)
-            if curve is BY_SOURCE:
-                _draw_sources(axes, rows, most_points=500)
+            if curve in several:
+                several[curve](axes, rows, most_points=500)
             else:
                 _draw(axes, curve, rows, resumed=resumed, most_points=500)
             buffer = io.StringIO()
@@ -277,6 +278,34 @@ def _draw(
     # One plain line needs no key.
     if has_legend and len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend(fontsize=8.5, frameon=False, handlelength=1.6)
+
+
+def _lines_by_name(rows: Columns) -> list[tuple[Curve, Callable[..., None]]]:
+    """The pictures with a line for each source or figure, where there is any, and how to draw."""
+    found: list[tuple[Curve, Callable[..., None]]] = []
+    if source_keys(rows):
+        found.append((BY_SOURCE, _draw_sources))
+    if measured_keys(rows):
+        found.append((MEASURED, _draw_measured))
+    return found
+
+
+def measured_keys(rows: Columns) -> list[str]:
+    """Figures of benchmarks and answers that have a curve, in order of appearance."""
+    keys = [key for key in rows.keys if key.startswith(MEASURED.key) and "/" in key]
+    own = [key for key in keys if not key.startswith(f"{MEASURED.key}{BY_SOURCE.key}")]
+    return [key for key in own if len(rows.series(key)) > 1]
+
+
+def _draw_measured(axes: Any, rows: Columns, *, most_points: int = _MOST_POINTS) -> None:
+    for index, key in enumerate(measured_keys(rows)):
+        colour, line, _ = _look(index)
+        values = rows.thinned(key, most_points)
+        name = key.removeprefix(MEASURED.key)
+        axes.plot(values.steps, values.values, line, color=colour, label=name)
+        axes.plot(values.steps, values.values, "o", color=colour, markersize=4)
+    _dress(axes, MEASURED, "step")
+    axes.legend(fontsize=8.5, frameon=False, handlelength=2.2)
 
 
 def source_keys(rows: Columns) -> list[str]:
