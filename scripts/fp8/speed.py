@@ -19,6 +19,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,11 @@ def child(name: str, policies_file: str, tiny: bool) -> None:
         sys.stdout.flush()
 
 
+def log_of(name: str) -> Path:
+    """Where a part's errors go."""
+    return Path(tempfile.gettempdir()) / f"fp8_speed_{name.replace(' ', '_')}.log"
+
+
 def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     """The process of a part, which imports and waits."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -56,7 +62,7 @@ def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
         paths.insert(0, args.peers)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "UNSLOTH_DISABLE_STATISTICS": "1"}
     command = [sys.executable, __file__, "-", "--child", name, "--policies", args.policies]
-    log = args.output.with_name(f"{args.output.stem}.{name.replace(' ', '_')}.err").open("w")
+    log = log_of(name).open("w")
     return subprocess.Popen(
         [*command, *(["--tiny"] if args.tiny else [])],
         stdin=subprocess.PIPE,
@@ -143,7 +149,8 @@ def main() -> None:
             if line.startswith("ROW "):
                 write(args, name, json.loads(line[4:]), about)
         if running.wait():
-            print(name, "FAILED or stopped", flush=True)
+            said = log_of(name).read_text(errors="replace")[-1200:]
+            print(name, "FAILED or stopped", said, flush=True)
 
 
 if __name__ == "__main__":
