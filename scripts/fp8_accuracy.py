@@ -305,7 +305,7 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     runs = Runs(args, args.folder, size)
     make_starts(args.model, args.folder, size, {CASES[name].start for name in cases})
-    of_text(args.folder, size)
+    of_text(args.folder, CASES[cases[0]].start, size)
     print(f"weights and text at {runs.seconds:.0f} s", flush=True)
     runs.run(cases)
 

@@ -18,18 +18,31 @@ class Size:
     steps: int = 300
     length: int = 1024
     batch: int = 16
-    piece: int = 2600
     pieces: int = 40000
     held_pieces: int = 110
     questions: int = 200
     scratch_layers: int = 10
 
 
-TINY = Size(3, 640, 2, 420, 30, 4, 4, 2)
+TINY = Size(3, 640, 2, 30, 4, 4, 2)
 
 
-def of_text(folder: Path, size: Size) -> None:
-    """train.jsonl, held_out.jsonl and questions.jsonl (held out) of Python's standard library."""
+_SHOWN = 48
+"""Tokens of a piece that the model is given."""
+
+
+def of_text(folder: Path, start: str, size: Size) -> None:
+    """train.jsonl, held_out.jsonl and questions.jsonl (held out) of Python's standard library.
+
+    Args:
+        folder: where they go, and where `make_starts` has written.
+        start: whose tokenizer cuts the files into pieces that fit.
+        size: how long and how many they are.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / start)
+    piece = size.length * 7 // 8
     place = Path(os.__file__).parent
     files = [*sorted(place.glob("*.py")), *sorted(place.glob("*/*.py"))]
     found: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": [], "questions": []}
@@ -43,9 +56,13 @@ def of_text(folder: Path, size: Size) -> None:
         except (UnicodeDecodeError, SyntaxError):
             continue
         name = file.relative_to(place).as_posix()
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        starts = range(0, len(ids) - 2 * _SHOWN, piece)
+        texts = [[ids[at : at + _SHOWN], ids[at + _SHOWN : at + piece]] for at in starts]
         pieces = [
-            said(f"Go on with {name}:\n{text[at : at + 200]}", text[at + 200 : at + size.piece])
-            for at in range(0, len(text) - 400, size.piece)
+            said(f"Go on with {name}:\n{begin}", end)
+            for begin, end in map(tokenizer.batch_decode, texts)
+            if end.strip()
         ]
         if number % 12:
             found["train"] += [*pieces, *asked]
@@ -82,6 +99,8 @@ def questions_of(text: str) -> Iterator[Any]:
 
 def make_starts(model: str, folder: Path, size: Size, wanted: set[str]) -> None:
     """The weights that runs begin from: a directory of each name that is wanted."""
+    if all((folder / name).exists() for name in wanted):
+        return
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
