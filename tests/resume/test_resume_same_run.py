@@ -17,6 +17,7 @@ VARIANTS = {
     "some layers frozen": ["lora=null", 'model.frozen=["embed_tokens","0"]'],
     "4-bit base": ["lora.quantize=nf4"],
     "fp8 base": ["lora.quantize=fp8"],
+    "full in fp8": ["lora=null", "model.fp8=true", "kernels=true"],
     "rows logged now and then": ["lora=null", "kernels=true", "training.logging_steps=5"],
     "streamed": ["data.streaming=8", "data.packing=true", "training.logging_steps=3"],
     "evaluated each epoch": ["training.num_train_epochs=2", "training.max_steps=-1"],
@@ -27,6 +28,7 @@ ON_TWO_RANKS = {
     "zero2": ["deepspeed=zero2"],
     "fp8 base": ["lora.quantize=fp8"],
     "fp8 base under zero3": ["lora.quantize=fp8", "deepspeed=zero3"],
+    "full in fp8 under zero3": ["lora=null", "model.fp8=all", "deepspeed=zero3"],
     "zero3": ["lora=null", "deepspeed=zero3", "training.logging_steps=3"],
 }
 

@@ -25,6 +25,15 @@ class LoadDtype(str, Enum):
     float32 = "float32"
 
 
+class Base(str, Enum):
+    """How a base under an adapter is held."""
+
+    auto = "auto"
+    none = "none"
+    nf4 = "nf4"
+    fp8 = "fp8"
+
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -47,6 +56,13 @@ RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1, repeats 
 Beams = Annotated[int, typer.Option("--beams", help="Search with this many beams.")]
 Seed = Annotated[int, typer.Option(help="Of the sampling.")]
 DtypeOption = Annotated[LoadDtype, typer.Option(help="Of the weights in memory.")]
+Quantize = Annotated[
+    Base,
+    typer.Option(
+        help="How the model's linear layers are held: none, as they were saved; nf4, in 4 bits; "
+        "fp8, in 8, those that an fp8 run had so; auto: nf4 where the adapter was trained over it."
+    ),
+]
 AnyBase = Annotated[
     bool, typer.Option("--any-base", help="Put the adapter over other weights than its own base.")
 ]
@@ -72,23 +88,45 @@ class Trust:
     any_base: bool
 
 
-def load(
-    paths: "ModelPaths", dtype: LoadDtype, device: str, system: str | None, trust: Trust
-) -> "Engine":
-    """Load a found model as its run trained it."""
+@dataclass(frozen=True)
+class Held:
+    """How the weights are in memory.
+
+    Attributes:
+        dtype: of those that are not quantised.
+        quantize: how linear layers are.
+        device: where they are.
+    """
+
+    dtype: LoadDtype
+    quantize: Base
+    device: str
+
+
+def load(paths: "ModelPaths", held: Held, system: str | None, trust: Trust) -> "Engine":
+    """Load a found model."""
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.infer.engine import load_engine
 
-    quantize = run_settings(paths.run).quantize if paths.adapter is not None else None
+    def say(line: str) -> None:
+        echo(line, err=True)
+
+    quantize = None if held.quantize is Base.none else held.quantize.value
+    if held.quantize is Base.auto:
+        quantize = run_settings(paths.run).quantize if paths.adapter is not None else None
+        if quantize == "fp8":
+            say("the adapter was trained over a base in fp8, and answers over it in 16 bits here;")
+            say("--quantize fp8 holds it as it was in training")
+            quantize = None
     return load_engine(
         paths,
-        dtype=dtype.value,
+        dtype=held.dtype.value,
         quantize=quantize,
-        device=device,
+        device=held.device,
         system=system,
         verify=trust.verify,
         any_base=trust.any_base,
-        say=lambda line: echo(line, err=True),
+        say=say,
     )

@@ -21,6 +21,7 @@ from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base_proof import prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
+from trainkit.infer.packed_base import pack, packs_late
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.models.linears import quantization_config
@@ -238,7 +239,8 @@ def load_engine(
     Args:
         paths: model, adapter and tokenizer.
         dtype: of the weights in memory: bfloat16, float16, float32, or auto (as saved).
-        quantize: ``nf4`` loads the base in 4 bits, as a QLoRA run did; ``fp8`` loads it as saved.
+        quantize: ``nf4`` holds the base in 4 bits, as a QLoRA run did, ``fp8`` in 8 what its run
+            had in 8; None holds it as it was saved.
         device: ``cpu``, ``cuda``, ``cuda:1``, or auto.
         system: the system prompt that the caller puts into conversations itself; it goes before a
             system policy of the run.
@@ -260,19 +262,17 @@ def load_engine(
     if paths.adapter is not None:
         prove_base(paths.adapter, paths.model, say, any_base=any_base)
     tokenizer = load_tokenizer(ModelOptions(name_or_path=paths.tokenizer))
-    packing = None
+    packing, late = None, quantize is not None and packs_late(quantize)
     if quantize is not None:
         packing = quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
-        if packing is None:
-            say(
-                f"the adapter was trained over the base in {quantize}; here the base is unquantised"
-            )
-    model = load_model(
+    model: Any = load_model(
         ModelOptions(name_or_path=paths.model, dtype=dtype),
         attention=own_attention(paths.model),
         quantization=packing,
-        device=torch.device(device),
+        device=None if late else torch.device(device),
     )
+    if quantize is not None and late:
+        model = pack(model, quantize, torch.device(device), paths.run)
     if paths.adapter is not None:
         # Only here: peft brings bitsandbytes and torch's compiler, a third of the time of a start.
         from trainkit.lora.adapter import load_adapter

@@ -67,6 +67,7 @@ def render_report(run: RunDirectory, *, is_training: bool = False) -> str:
         section("Data", _data(data)),
         section("Samples", _samples(read_json(run.root / SAMPLES))),
         section("Kernels", _kernels(read_json(run.kernels))),
+        section("FP8", _fp8((read_json(run.kernels) or {}).get("fp8"))),
         section("Memory and time", _memory(read_json(run.memory))),
         section("Against the run before", _against_earlier(run, rows)),
         section("Recipe", _recipe(run)),
@@ -316,6 +317,46 @@ def _kernels(kernels: Mapping[str, Any] | None) -> str:
         cells = [[_figure(row.get(key)) for key in keys] for row in checks]
         parts.append(details("Self-check before training", table(keys, cells)))
     return "".join(parts)
+
+
+def _fp8(chosen: Mapping[str, Any] | None) -> str:
+    """Which groups of layers multiply in fp8, what that saves and what it costs."""
+    if not chosen:
+        return ""
+    groups: Sequence[Mapping[str, Any]] = chosen.get("groups", ())
+    if not groups:
+        number = sum(row["number"] for row in chosen.get("layers", ()))
+        return paragraph(f"{number} linear layers of the base are in fp8, whatever that costs.")
+    budget = chosen["policy"]["loss_budget"]
+    about = [
+        f"Saves {chosen['saved_ms']:.3g} of {chosen['most_ms']:.3g} ms a micro-batch "
+        f"({chosen['timing']})."
+    ]
+    loss, cost = chosen.get("loss"), chosen.get("loss_increase")
+    if loss is None or cost is None:
+        about.append("What it costs was not measured, since no budget limits it.")
+    else:
+        about.append(
+            f"Costs {cost:.4f} nats before training, {cost / max(loss, 1e-9):.2%} of the loss "
+            f"{loss:.4f} on {chosen['num_tokens']} tokens; the budget is {budget:.2%}."
+        )
+    rows = [
+        (
+            group["group"],
+            len(group["layers"]),
+            group["runs"],
+            _figure(group["loss_increase"]),
+            f"{group['forward_ms']:.3g}",
+            f"{group['backward_ms']:.3g}",
+            group["reason"],
+        )
+        for group in groups
+    ]
+    rows += [
+        (reason, number, "16 bits", "", "", "", "") for reason, number in chosen["kept"].items()
+    ]
+    heads = ("group", "layers", "runs", "costs, nats", "forward, ms", "backward, ms", "why not all")
+    return "".join(map(paragraph, about)) + table(heads, rows)
 
 
 def _recipe(run: RunDirectory) -> str:

@@ -41,6 +41,7 @@ def chat(
     beams: shared.Beams = 1,
     seed: shared.Seed = 0,
     dtype: shared.DtypeOption = shared.LoadDtype.auto,
+    quantize: shared.Quantize = shared.Base.auto,
     device: shared.Device = "auto",
     any_base: shared.AnyBase = False,
     verify: shared.Verify = True,
@@ -64,7 +65,8 @@ def chat(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
     paths = find_model(model, adapter=adapter, base_model=base_model)
-    engine = shared.load(paths, dtype, device, system, shared.Trust(verify, any_base))
+    held = shared.Held(dtype, quantize, device)
+    engine = shared.load(paths, held, system, shared.Trust(verify, any_base))
     import torch
 
     torch.manual_seed(seed)

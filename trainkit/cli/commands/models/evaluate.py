@@ -193,7 +193,8 @@ def _measured(
         model, chat, ranks, is_patched = *vllm_model(paths, asking, dtype.value), None, False
     else:
         ranks = benchmark.start_ranks(process)
-        engine = shared.load(paths, dtype, benchmark.rank_device(device, process), None, trust)
+        held = shared.Held(dtype, shared.Base.auto, benchmark.rank_device(device, process))
+        engine = shared.load(paths, held, None, trust)
         chat = benchmark.uses_chat(asking, paths, engine.tokenizer)
         is_patched = asking.kernels and benchmark.patch(engine, lambda line: _note(line, process))
         model = benchmark.harness_model(engine, asking, chat=chat, ranks=ranks)

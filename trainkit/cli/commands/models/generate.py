@@ -56,6 +56,7 @@ def generate(
     beams: shared.Beams = 1,
     seed: shared.Seed = 0,
     dtype: shared.DtypeOption = shared.LoadDtype.auto,
+    quantize: shared.Quantize = shared.Base.auto,
     device: shared.Device = "auto",
     any_base: shared.AnyBase = False,
     verify: shared.Verify = True,
@@ -71,6 +72,7 @@ def generate(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
     paths = find_model(model, adapter=adapter, base_model=base_model)
+    held = shared.Held(dtype, quantize, device)
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
@@ -91,9 +93,10 @@ def generate(
         "adapter": str(paths.adapter),
         "weights": weights_digest(paths),
         "dtype": dtype.value,
+        **({} if quantize is shared.Base.auto else {"quantize": quantize.value}),
     }
     before = generate_file(
-        lambda: shared.load(paths, dtype, device, system, shared.Trust(verify, any_base)),
+        lambda: shared.load(paths, held, system, shared.Trust(verify, any_base)),
         questions,
         out,
         sampling,
