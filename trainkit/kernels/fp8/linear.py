@@ -39,7 +39,8 @@ def carry_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
         codes: (M, K).
         scales: (M, 1).
     """
-    setattr(x, _CARRIED, (codes, scales, x._version))
+    if not x.is_inference():  # else nobody knows whether it was changed since
+        setattr(x, _CARRIED, (codes, scales, x._version))
 
 
 def take_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -48,7 +49,9 @@ def take_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
     Taken, because x is kept for the backward pass and would keep them. Numbers that were changed
     in place since are not in them.
     """
-    codes, scales, version = x.__dict__.pop(_CARRIED, (None, None, -1))
+    if _CARRIED not in x.__dict__:
+        return None
+    codes, scales, version = x.__dict__.pop(_CARRIED)
     return (codes, scales) if version == x._version else None
 
 
