@@ -102,6 +102,12 @@ class Held:
     quantize: Base
     device: str
 
+    def settings(self) -> dict[str, str]:
+        """What answers depend on, as a file of answers records it."""
+        if self.quantize is Base.auto:
+            return {"dtype": self.dtype.value}
+        return {"dtype": self.dtype.value, "quantize": self.quantize.value}
+
 
 def load(paths: "ModelPaths", held: Held, system: str | None, trust: Trust) -> "Engine":
     """Load a found model."""

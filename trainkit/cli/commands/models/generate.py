@@ -92,8 +92,7 @@ def generate(
         "model": paths.model,
         "adapter": str(paths.adapter),
         "weights": weights_digest(paths),
-        "dtype": dtype.value,
-        **({} if quantize is shared.Base.auto else {"quantize": quantize.value}),
+        **held.settings(),
     }
     before = generate_file(
         lambda: shared.load(paths, held, system, shared.Trust(verify, any_base)),
