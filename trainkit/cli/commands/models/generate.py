@@ -82,12 +82,9 @@ def generate(
 
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
-    questions = read_questions(
-        str(prompts),
-        QuestionOptions(
-            format=row_format, system=system, plain_prompts=is_trained_on_texts(paths.run)
-        ),
-    )
+    is_text = is_trained_on_texts(paths.run)
+    asked = QuestionOptions(format=row_format, system=system, plain_prompts=is_text)
+    questions = read_questions(str(prompts), asked)
     settings = {
         "model": paths.model,
         "adapter": str(paths.adapter),
