@@ -83,8 +83,8 @@ def generate(
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
     is_text = is_trained_on_texts(paths.run)
-    asked = QuestionOptions(format=row_format, system=system, plain_prompts=is_text)
-    questions = read_questions(str(prompts), asked)
+    reading = QuestionOptions(format=row_format, system=system, plain_prompts=is_text)
+    questions = read_questions(str(prompts), reading)
     settings = {
         "model": paths.model,
         "adapter": str(paths.adapter),
