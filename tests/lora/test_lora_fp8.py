@@ -98,6 +98,30 @@ def test_one_layer_against_plain_torch():
     )
 
 
+def test_outlier_channels_and_large_activations_over_a_base_in_fp8():
+    """A thousandfold channel, and one number 10^4 times the rest of its token: base and adapter."""
+    linear, _ = layer(128, 256, 0)
+    linear.weight.data[:, :2] /= 1000
+    packed = Fp8Linear(linear, torch.device("cpu"))
+    p = projection(packed)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
+    x[:, :2] *= 1000
+    x[5, 9] = 1e4
+    x = x.to(BF16).requires_grad_()
+    dy = torch.randn(64, 128, generator=torch.Generator().manual_seed(2)).to(BF16)
+    y = lora_linear(x, p)
+    y.backward(dy)
+    wide, weight = x.detach().double(), linear.weight.double()
+    a, b = p.lora_a.detach().double(), p.lora_b.detach().double()
+    exact = wide @ weight.t() + linear.bias.double() + wide @ a.t() @ b.t() * 2
+    size = (wide.square() @ weight.square().t()).sqrt() + (wide @ a.t() @ b.t() * 2).abs()
+    assert ((y - exact).norm() / size.norm()).item() < PRODUCT_LIMIT
+    dx = dy.double() @ weight + dy.double() @ b @ a * 2
+    assert relative(x.grad, dx) < PRODUCT_LIMIT
+    assert relative(p.lora_a.grad, (dy.double() @ b).t() @ wide * 2) < 2**-6
+    assert relative(p.lora_b.grad, dy.double().t() @ (wide @ a.t()) * 2) < 2**-6
+
+
 def mean_error(function, linears, packed, x):
     """Of outputs and of the gradients of x, A and B: fp8 against the bf16 layers."""
     results = []
