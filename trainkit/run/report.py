@@ -17,6 +17,7 @@ from trainkit.run.format import format_count, format_duration, format_loss, form
 from trainkit.run.metrics import SCORE_HEAD, read_metrics, read_scores, score_cells
 from trainkit.run.page import details, figures, page, paragraph, section, table
 from trainkit.run.plot import svg_plots
+from trainkit.run.sections.what_runs import figure, fp8_section, kernels_section
 from trainkit.run.starts import read_starts
 from trainkit.terminal import visible
 
@@ -66,8 +67,8 @@ def render_report(run: RunDirectory, *, is_training: bool = False) -> str:
         section("Benchmarks", _benchmarks(run)),
         section("Data", _data(data)),
         section("Samples", _samples(read_json(run.root / SAMPLES))),
-        section("Kernels", _kernels(read_json(run.kernels))),
-        section("FP8", _fp8((read_json(run.kernels) or {}).get("fp8"))),
+        section("Kernels", kernels_section(read_json(run.kernels))),
+        section("FP8", fp8_section(read_json(run.kernels))),
         section("Memory and time", _memory(read_json(run.memory))),
         section("Against the run before", _against_earlier(run, rows)),
         section("Recipe", _recipe(run)),
@@ -298,67 +299,6 @@ def _file_cell(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _kernels(kernels: Mapping[str, Any] | None) -> str:
-    if not kernels:
-        return ""
-    parts = []
-    attention = kernels.get("attention")
-    if attention:
-        parts.append(paragraph(f"Attention: {attention.get('name')}, {attention.get('reason')}."))
-    rows = [
-        (row["op"], row["status"], row["num_modules"], row["reason"])
-        for row in (*kernels.get("ops", ()), *kernels.get("lora", ()))
-    ]
-    if rows:
-        parts.append(table(("op", "status", "modules", "reason"), rows))
-    checks: Sequence[Mapping[str, Any]] = kernels.get("self_check", ())
-    if checks:
-        keys = list(dict.fromkeys(key for row in checks for key in row))
-        cells = [[_figure(row.get(key)) for key in keys] for row in checks]
-        parts.append(details("Self-check before training", table(keys, cells)))
-    return "".join(parts)
-
-
-def _fp8(chosen: Mapping[str, Any] | None) -> str:
-    """Which groups of layers multiply in fp8, what that saves and what it costs."""
-    if not chosen:
-        return ""
-    groups: Sequence[Mapping[str, Any]] = chosen.get("groups", ())
-    if not groups:
-        number = sum(row["number"] for row in chosen.get("layers", ()))
-        return paragraph(f"{number} linear layers of the base are in fp8, whatever that costs.")
-    budget = chosen["policy"]["loss_budget"]
-    about = [
-        f"Saves {chosen['saved_ms']:.3g} of {chosen['most_ms']:.3g} ms a micro-batch "
-        f"({chosen['timing']})."
-    ]
-    loss, cost = chosen.get("loss"), chosen.get("loss_increase")
-    if loss is None or cost is None:
-        about.append("What it costs was not measured, since no budget limits it.")
-    else:
-        about.append(
-            f"Costs {cost:.4f} nats before training, {cost / max(loss, 1e-9):.2%} of the loss "
-            f"{loss:.4f} on {chosen['num_tokens']} tokens; the budget is {budget:.2%}."
-        )
-    rows = [
-        (
-            group["group"],
-            len(group["layers"]),
-            group["runs"],
-            _figure(group["loss_increase"]),
-            f"{group['forward_ms']:.3g}",
-            f"{group['backward_ms']:.3g}",
-            group["reason"],
-        )
-        for group in groups
-    ]
-    rows += [
-        (reason, number, "16 bits", "", "", "", "") for reason, number in chosen["kept"].items()
-    ]
-    heads = ("group", "layers", "runs", "costs, nats", "forward, ms", "backward, ms", "why not all")
-    return "".join(map(paragraph, about)) + table(heads, rows)
-
-
 def _recipe(run: RunDirectory) -> str:
     if not run.resolved.is_file():
         return ""
@@ -377,11 +317,11 @@ def _memory(memory: Mapping[str, Any] | None) -> str:
         return ""
     said, measured = memory["estimated"], memory["measured"]
     rows: list[tuple[str, str, str]] = [
-        ("peak, GiB", _figure(said["peak_gib"]), _figure(measured.get("peak_gib"))),
-        ("first step, GiB", "", _figure(measured.get("first_step_gib"))),
-        ("a step, s", _figure(said["step_seconds"]), _figure(measured.get("step_seconds"))),
+        ("peak, GiB", figure(said["peak_gib"]), figure(measured.get("peak_gib"))),
+        ("first step, GiB", "", figure(measured.get("first_step_gib"))),
+        ("a step, s", figure(said["step_seconds"]), figure(measured.get("step_seconds"))),
     ]
-    rows += [(f"{name}, GiB", _figure(gib), "") for name, gib in said["by_owner"].items() if gib]
+    rows += [(f"{name}, GiB", figure(gib), "") for name, gib in said["by_owner"].items() if gib]
     about = f"Estimated for {said['gpus']} x {said['gpu']}: {said['anchored_on']}."
     return paragraph(about) + table(("", "estimated", "measured"), rows)
 
@@ -423,12 +363,6 @@ def _environment(environment: Mapping[str, Any] | None) -> str:
     if git.get("diff"):
         parts.append(details("Uncommitted changes", f"<pre>{escape(git['diff'])}</pre>"))
     return "".join(parts)
-
-
-def _figure(value: Any) -> str:
-    if value is None:
-        return ""
-    return format_number(value) if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> str:
