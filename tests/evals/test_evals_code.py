@@ -27,11 +27,10 @@ def test_how_a_program_ends(monkeypatch, program, passes, word):
     assert word in verdict.reason
 
 
-def test_a_program_that_hangs_dies_with_all_that_it_started(tmp_path):
-    started = tmp_path / "started"
+def test_a_program_that_hangs_dies_with_all_that_it_started():
     program = (
         "import os, time\n"
-        f"pid = os.fork()\nopen({str(started)!r} + str(os.getpid()), 'w').close()\n"
+        "pid = os.fork()\nopen('started' + str(os.getpid()), 'w').close()\n"
         "time.sleep(60)\n"
     )
     verdict = run_program(program, Limits(seconds=0.5))
@@ -45,6 +44,17 @@ def test_a_program_has_no_network_where_the_system_allows_that():
     if not run_program(probe).passed:
         pytest.skip("this system gives no namespace of its own to a process")
     assert "unreachable" in run_program(reach).reason
+
+
+def test_a_program_writes_in_its_own_folder_alone_where_the_system_allows_that(tmp_path):
+    probe = "import os\nassert os.statvfs('/').f_flag & os.ST_RDONLY"
+    if not run_program(probe).passed:
+        pytest.skip("this system gives no mounts of its own to a process")
+    for place in (tmp_path / "out", "/tmp/out", "/dev/shm/out"):
+        assert "Read-only" in run_program(f"open({str(place)!r}, 'w').write('x')").reason
+    assert run_program("open('in', 'w').write('x'); assert open('in').read() == 'x'").passed
+    assert run_program("import tempfile; tempfile.TemporaryFile().write(b'x')").passed
+    assert not list(tmp_path.iterdir())
 
 
 DOC = {
