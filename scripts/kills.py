@@ -197,7 +197,7 @@ class Cell:
     def _run(self, number: str, kill: Kill | None) -> tuple[int, Path]:
         """The command of one round: the same every time."""
         folder = self._starts.folder
-        recipe, run = folder / f"{number}.yaml", folder / f"run{number}"
+        recipe, run = folder / f"recipe{number}.yaml", folder / f"run{number}"
         recipe.write_text(self._text + DATA.format(cache=f"cache{number}", **self._data))
         arguments = ["--config", recipe.name, "--output-dir", run.name, "--resume"]
         given = [*arguments, *self._overrides]
