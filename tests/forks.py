@@ -6,7 +6,7 @@ import threading
 
 
 def give_forks_their_own_threads():
-    """Let every process that is forked from now on make torch's threads anew, alone.
+    """Let every process that is forked from now on make torch's threads again, alone.
 
     torch marks its pool of threads as lost in a forked process and makes it again where it is next
     asked for. Two threads that ask at once (one trains, one saves) meet between the two: "Invalid
