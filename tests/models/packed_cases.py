@@ -61,6 +61,17 @@ def run_documents_together():
     return lambda: setattr(pattern.Pattern, "spans", spans)
 
 
+def leaking_run(cwd):
+    """A command where attention runs the documents together, and no proof of a layer sees it."""
+    from commands import run_command
+
+    from trainkit.models.attention import layer_proof, proof
+
+    run_documents_together()
+    proof._ROUNDINGS = layer_proof._ROUNDINGS = 1e9  # so that the leak test is what finds it
+    return run_command(cwd, ["sft", "--config", "small.yaml", "--output-dir", "run"])
+
+
 def broken(engine):
     """What the leak test says when all documents of a row are one."""
     mend = run_documents_together()
