@@ -52,6 +52,7 @@ from trainkit.train.faults.signals import StopRequest, saving_on_signals
 from trainkit.train.faults.smaller_batch import BatchFinder, TryLongestBatch
 from trainkit.train.faults.watch import MarkProgress, Watch
 from trainkit.train.log.flops import peak_flops, training_flops_per_token
+from trainkit.train.log.trackers import RememberTrackers, go_on_with
 from trainkit.train.memory import MemoryRecord
 from trainkit.train.model import BuiltModel
 from trainkit.train.optimizer.finite import NumberError
@@ -142,6 +143,9 @@ class Session:
         recorder = self._recorder(point)
         if recorder is not None:
             trainer.add_callback(recorder)
+            trainer.add_callback(RememberTrackers(self.run))
+            for note in go_on_with(self.run, self.args.report_to) if point is not None else ():
+                self.console.note(note)
             if self.expected is not None:
                 trainer.add_callback(self._memory_record(self.expected))
         if self.batch.can_try:  # after the record of this start

@@ -27,6 +27,10 @@ _TRACKERS = frozenset(
 """Those of transformers' names for trackers that are also the package's name."""
 
 
+_SAME_AS = {"tensorboard": ("tensorboardX",), "mlflow": ("mlflow-skinny",)}
+"""Packages that serve instead."""
+
+
 def check_files(loaded: LoadedRecipe) -> None:
     """Refuse data and model paths that lead nowhere.
 
@@ -102,7 +106,7 @@ def _missing_trackers(chosen: str | list[str] | None) -> list[str]:
 
 def _is_installed(package: str) -> bool:
     """Looked up in the installed packages: a directory ``wandb`` next to the recipe is none."""
-    if package == "tensorboard" and _is_installed("tensorboardX"):
+    if any(map(_is_installed, _SAME_AS.get(package, ()))):
         return True
     try:
         metadata.distribution(package)

@@ -1,0 +1,57 @@
+"""A continued run goes on in its trackers' own runs, or says that it does not."""
+
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from trainkit.run import RunDirectory
+from trainkit.train.log.trackers import FILE, TRACKERS, RememberTrackers, go_on_with
+
+FAKES = {
+    "wandb": SimpleNamespace(run=SimpleNamespace(id="w1")),
+    "mlflow": SimpleNamespace(
+        active_run=lambda: SimpleNamespace(info=SimpleNamespace(run_id="m1"))
+    ),
+    "swanlab": SimpleNamespace(get_run=lambda: SimpleNamespace(id="s1")),
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    for name, tracker in TRACKERS.items():
+        monkeypatch.setitem(sys.modules, tracker.package, FAKES[name])
+        for variable in tracker.variables:
+            monkeypatch.setenv(variable, "")
+            monkeypatch.delenv(variable)
+    return RunDirectory.create_at(tmp_path / "run")
+
+
+def test_every_tracker_is_gone_on_with(run):
+    RememberTrackers(run).on_train_begin(SimpleNamespace(report_to=list(TRACKERS)), None, None)
+    assert json.loads((run.root / FILE).read_text()) == {
+        "wandb": "w1",
+        "mlflow": "m1",
+        "swanlab": "s1",
+    }
+    notes = go_on_with(run, [*TRACKERS, "comet_ml", "tensorboard"])
+    assert os.environ["WANDB_RUN_ID"] == "w1"
+    assert os.environ["WANDB_RESUME"] == "allow"
+    assert os.environ["MLFLOW_RUN_ID"] == "m1"
+    assert os.environ["SWANLAB_RUN_ID"] == "s1"
+    assert notes[:3] == [f"{name} goes on with its run {name[0]}1" for name in TRACKERS]
+    assert notes[3:] == ["comet_ml begins another run: it does not say how to go on with one"]
+
+
+def test_what_the_environment_says_wins(run, monkeypatch):
+    run.write_json(run.root / FILE, {"wandb": "w1"})
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    go_on_with(run, ["wandb"])
+    assert os.environ["WANDB_RUN_ID"] == "mine"
+
+
+def test_trackers_that_are_not_asked_for_are_left_alone(run):
+    RememberTrackers(run).on_train_begin(SimpleNamespace(report_to=["tensorboard"]), None, None)
+    assert not (run.root / FILE).exists()
