@@ -19,7 +19,7 @@ from trainkit.models.families import FAMILIES
 from trainkit.models.recompute import offload
 from trainkit.options.kernels import LORA_OPS, OPS
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
-from trainkit.recipe import load_recipe
+from trainkit.recipe import Recipe, load_recipe
 from trainkit.recipe.shipped import shipped_recipes
 from trainkit.train.optimizer import rounding
 
@@ -178,3 +178,22 @@ def test_gpus_are_in_order() -> None:
     for name, gpu in GPUS.items():
         assert name == gpu.name == name.lower()
         assert min(gpu.teraflops, gpu.bandwidth, gpu.memory_gib) > 10
+
+
+@pytest.mark.parametrize("shard", ["none", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("lora", [None, {"r": 16}])
+def test_two_ranks_that_share_a_row_need_what_each_would_for_half_of_it(shard, lora) -> None:
+    def found(length, **parallel):
+        recipe = Recipe(
+            model={"name_or_path": "Qwen/Qwen2.5-7B"},
+            data={"train": ["a.jsonl"], "max_length": length},
+            lora=lora,
+            parallel={"shard": shard, **parallel},
+            global_batch_size=8,
+            training={"per_device_train_batch_size": 1},
+        )
+        return plan_of(recipe, 2)
+
+    shared, apart = found(8192, sequence=2), replace(found(4096), accumulation=8)
+    assert peak(shared).by_owner == peak(apart).by_owner
+    assert shared.tokens * shared.accumulation * shared.gpus == 8 * 8192

@@ -59,7 +59,8 @@ class Plan:
         fsdp: torch's FSDP2 shards, at stage 3, and keeps trained weights as fp32 shards.
         offloads_optimizer: masters and optimizer states wait in host memory.
         offloads_weights: weights wait there, too.
-        gpus: ranks.
+        gpus: ranks that hold parts of one model, or compute parts of one batch.
+        sequence: of them, those that share a row.
         gpu_gib: memory of each; FSDP2 keeps a small model whole where there is room.
         trainer: trainkit's Trainer drives it, with fp32 masters; else a bare step.
         keeps_masters: trained half-precision weights have fp32 copies.
@@ -77,6 +78,7 @@ class Plan:
     batch_size: int
     length: int
     accumulation: int = 1
+    sequence: int = 1
     base: str = "bfloat16"
     adapters: Adapters | None = None
     fp8: Literal["all", "some", "none"] = "none"
@@ -103,8 +105,8 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.batch_size * self.length
+        """Of a micro-batch, on one rank: ranks that share a row have equal parts of it."""
+        return -(-self.batch_size * self.length // self.sequence)
 
     @property
     def is_tiled(self) -> bool:

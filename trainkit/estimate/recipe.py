@@ -37,7 +37,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
 
     Args:
         recipe: the recipe.
-        gpus: ranks; what those of one model share is not counted.
+        gpus: ranks; what those of a pipeline or of split products share is not counted.
         shape: of its model; None looks it up.
 
     Raises:
@@ -45,7 +45,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         RecipeError: the global batch cannot be divided so.
     """
     shape = shape or find_shape(recipe.model.name_or_path, recipe.model.revision)
-    gpus = recipe.parallel.data_ranks(gpus)
+    data_ranks, sequence = recipe.parallel.data_ranks(gpus), recipe.parallel.sequence
     training = recipe.training
     lora = recipe.lora
     strategy = strategy_for(recipe.parallel.shard)
@@ -59,7 +59,8 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         shape=shape,
         batch_size=int(training.get("per_device_train_batch_size", MICRO_BATCH)),
         length=recipe.data.max_length,
-        accumulation=resolve_accumulation(recipe, gpus),
+        accumulation=resolve_accumulation(recipe, data_ranks),
+        sequence=sequence,
         base=(lora and lora.quantize) or ("bfloat16" if dtype == "float16" else dtype),
         adapters=None
         if lora is None
@@ -70,7 +71,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         fsdp=fsdp,
         offloads_optimizer=_goes_to_host(zero, "offload_optimizer"),
         offloads_weights=_goes_to_host(zero, "offload_param"),
-        gpus=gpus,
+        gpus=data_ranks * sequence,
         chunk_tokens=recipe.model.loss_chunk_tokens,
         tile_tokens=recipe.model.mlp_chunk_tokens,
         keeps_masters=recipe.model.master_weights,
@@ -136,7 +137,7 @@ def uncounted(recipe: Recipe) -> list[str]:
         found.append("lora.target_parameters are not counted")
     if recipe.training.get("torch_compile"):
         found.append("training.torch_compile is not counted: measure with --dry-run")
-    if recipe.parallel.model_ranks > 1:
+    if recipe.parallel.tensor * recipe.parallel.pipeline > 1:
         found.append("parallel: counted as if each rank held a whole model: measure with --dry-run")
     if recipe.objective != "sft":
         found.append(f"counted as sft; objective {recipe.objective} may keep more")
