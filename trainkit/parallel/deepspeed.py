@@ -126,7 +126,9 @@ class DeepSpeed(Engine):
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 numbers = sum(getattr(each, "ds_numel", 0) for each in layer.parameters())
-                set_z3_leaf_module(layer, numbers <= _GATHERED_AT_ONCE)
+                # DeepSpeed 0.19 releases a layer whose weights train in part before its backward.
+                trains = all(each.requires_grad for each in layer.parameters())
+                set_z3_leaf_module(layer, trains and numbers <= _GATHERED_AT_ONCE)
 
     def loading_device(self, device: torch.device) -> torch.device | None:
         """ZeRO-3 shards weights while they are loaded, and puts them where they belong."""
