@@ -116,9 +116,11 @@ class DeepSpeed(Engine):
         """Under ZeRO-3 a layer is gathered at once, not matrix by matrix.
 
         What DeepSpeed does on the host for each module is slower than a GPU's own work otherwise.
+        A layer whose input has no gradient (the first one with adapters, the one behind frozen
+        ones) DeepSpeed 0.19 would release before its backward pass: those models stay as they were.
         """
         del device
-        if not self.shards_weights:
+        if not self.shards_weights or not all(each.requires_grad for each in model.parameters()):
             return
         from deepspeed.utils import set_z3_leaf_module
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -126,9 +128,7 @@ class DeepSpeed(Engine):
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 numbers = sum(getattr(each, "ds_numel", 0) for each in layer.parameters())
-                # DeepSpeed 0.19 releases a layer whose weights train in part before its backward.
-                trains = all(each.requires_grad for each in layer.parameters())
-                set_z3_leaf_module(layer, trains and numbers <= _GATHERED_AT_ONCE)
+                set_z3_leaf_module(layer, numbers <= _GATHERED_AT_ONCE)
 
     def loading_device(self, device: torch.device) -> torch.device | None:
         """ZeRO-3 shards weights while they are loaded, and puts them where they belong."""
