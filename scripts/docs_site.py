@@ -20,7 +20,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-_SOURCE_LINK = re.compile(r"\]\((?:\.\./)*((?:trainkit|scripts|configs|tests)/[\w./-]+)\)")
+_SOURCE_LINK = re.compile(
+    r"\]\((?:\.\./)*((?:trainkit|scripts|configs|tests)/[\w./-]+|Dockerfile)\)"
+)
 _TOP = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -124,6 +126,8 @@ def recipe_keys() -> Iterator[str]:
             title = f"`{head}:`" if head else "At the left margin"
             yield f"\n## {title}\n\n| key | value | default | |\n|---|---|---|---|"
         default = "required" if entry.is_required else f"`{json.dumps(entry.default, default=str)}`"
+        if isinstance(entry.default, dict) and entry.default:
+            default = "that of its keys"
         yield f"| `{entry.key}` | {_cell(entry.type)} | {_cell(default)} | {_cell(entry.help)} |"
 
 

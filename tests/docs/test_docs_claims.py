@@ -1,6 +1,7 @@
 """What the documents claim is there: commands parse, recipes load, links and pictures exist."""
 
 import contextlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -97,6 +98,36 @@ def test_trainkit_commands_and_their_options_exist(document):
 def test_a_command_that_does_not_exist_is_noticed(line):
     with pytest.raises(UsageError):
         parsed(line.split())
+
+
+def blocks(document):
+    """The fenced blocks of a page with their languages."""
+    return re.findall(
+        r"^```(\w*)\n(.*?)^```", document.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+
+
+CHECKED = {"bash", "yaml", "python", "json", ""}  # "": what a command prints
+LEFT_TO_THE_READER = {
+    "name_or_path:": "model.name_or_path=some/model",
+    "train:": "data.train=a.jsonl",
+}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_blocks_are_of_a_kind_that_is_checked_and_hold(document, tmp_path):
+    """Commands have tests of their own above; pages of the tutorial are run."""
+    for language, text in blocks(document):
+        assert language in CHECKED, language
+        if language == "python":
+            compile(text, str(document), "exec")
+        if language == "json":
+            for line in text.splitlines():
+                json.loads(line)
+        if language == "yaml":
+            recipe = tmp_path / "part.yaml"
+            recipe.write_text(text, encoding="utf-8")
+            load_recipe(recipe, [v for key, v in LEFT_TO_THE_READER.items() if key not in text])
 
 
 def test_every_command_of_the_table_is_in_a_document():

@@ -38,6 +38,25 @@ def test_every_command_and_key_has_its_place(site):
         assert f"<code>{entry.key}</code>" in keys
 
 
+def options_of(command, name):
+    """Every command below this one, with the names of its options and arguments."""
+    command = command.load() if hasattr(command, "load") else command
+    if hasattr(command, "commands"):
+        for each, inner in command.commands.items():
+            yield from options_of(inner, f"{name} {each}")
+    elif not command.hidden:
+        shown = (each for each in command.params if not getattr(each, "hidden", False))
+        yield name, [spelling for each in shown for spelling in each.opts if spelling[0] == "-"]
+
+
+def test_every_option_stands_under_its_command(site):
+    page = (site / "reference/commands/index.html").read_text()
+    parts = dict(re.findall(r'<h2 id="[^"]*">(trainkit [^<]*)(.*?)(?=<h2 |\Z)', page, re.DOTALL))
+    for name, options in options_of(typer.main.get_command(app), "trainkit"):
+        missing = [option for option in options if f"<code>{option}</code>" not in parts[name]]
+        assert not missing, (name, missing)
+
+
 def test_every_guide_is_in_the_navigation(site):
     config = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").glob("*/*.md")):

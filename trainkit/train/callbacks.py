@@ -25,6 +25,9 @@ from trainkit.run.redraw import CurveRefresher
 from trainkit.train.checkpoints import TRAINER_STATE, ResumePoint
 from trainkit.train.faults.signals import FAILED, StopRequest
 
+FEW_STEPS = 10
+"""A run of fewer steps that nobody asked for is most likely a small file under a large batch."""
+
 
 class RunRecorder(TrainerCallback):
     """Writes metrics, keeps the console and the curves up to date. Rank 0 only.
@@ -69,6 +72,12 @@ class RunRecorder(TrainerCallback):
             row["step"] for row in rows if any(key.startswith("eval_") for key in row)
         }
         self._run.write_status("running", total_steps=state.max_steps)
+        if args.max_steps <= 0 and state.max_steps < FEW_STEPS:  # else it was asked for
+            self._console.warn(
+                f"all data and epochs make {state.max_steps} optimizer steps, which hardly train a "
+                "model: lower global_batch_size, or data.max_length (a packed row of that many "
+                "tokens holds several conversations), or raise training.num_train_epochs"
+            )
         self._console.start(state.max_steps, first_step=state.global_step, due=_due(args, state))
 
     def on_step_end(
