@@ -1,5 +1,6 @@
 """What the record of a run says of figures that are none."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -55,3 +56,31 @@ def test_each_pass_over_streamed_data_is_told_once(resume_step, told):
         recorder.on_log(None, SimpleNamespace(global_step=step), None, row)
     assert len(console.notes) == len(told)
     assert all(text in note for text, note in zip(told, console.notes, strict=True))
+
+
+class Record:
+    """The little of a run's directory that a start writes to."""
+
+    metrics = Path("none")
+
+    def open_metrics(self, resume_step):
+        return None
+
+    def write_status(self, status, total_steps):
+        self.total_steps = total_steps
+
+
+@pytest.mark.parametrize(
+    ("asked", "steps", "told"), [(-1, 2, True), (-1, 9, True), (-1, 10, False), (2, 2, False)]
+)
+def test_few_steps_that_nobody_asked_for_are_told(asked, steps, told, monkeypatch):
+    """A small file under a large batch ends 'done' and has trained nothing."""
+    monkeypatch.setattr("trainkit.train.callbacks.read_metrics", lambda path: [])
+    console, run = Listener(), Record()
+    console.start = lambda total, first_step: None
+    recorder = RunRecorder(run, console, resume_step=None, begin=lambda args: None)
+    recorder.on_train_begin(
+        SimpleNamespace(max_steps=asked), SimpleNamespace(max_steps=steps, global_step=0), None
+    )
+    assert run.total_steps == steps
+    assert [f"make {steps} optimizer steps" in text for text in console.warned] == [True] * told
