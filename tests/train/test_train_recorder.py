@@ -77,10 +77,11 @@ def test_few_steps_that_nobody_asked_for_are_told(asked, steps, told, monkeypatc
     """A small file under a large batch ends 'done' and has trained nothing."""
     monkeypatch.setattr("trainkit.train.callbacks.read_metrics", lambda path: [])
     console, run = Listener(), Record()
-    console.start = lambda total, first_step: None
+    console.start = lambda total, first_step, due: None
     recorder = RunRecorder(run, console, resume_step=None, begin=lambda args: None)
-    recorder.on_train_begin(
-        SimpleNamespace(max_steps=asked), SimpleNamespace(max_steps=steps, global_step=0), None
-    )
+    arguments = {"max_steps": asked, "eval_strategy": "no", "save_strategy": "no"}
+    state = {"max_steps": steps, "global_step": 0, "num_train_epochs": 1}
+    state |= {"eval_steps": 0, "save_steps": 0}
+    recorder.on_train_begin(SimpleNamespace(**arguments), SimpleNamespace(**state), None)
     assert run.total_steps == steps
     assert [f"make {steps} optimizer steps" in text for text in console.warned] == [True] * told
