@@ -13,6 +13,8 @@ from trainkit.estimate.gpus import ANCHOR, Gpu
 from trainkit.estimate.plan import Plan
 
 BAND_ANCHORED, BAND_NEAR, BAND_SCALED, BAND_GUESSED = 0.12, 0.15, 0.30, 0.50
+ROUNDING = 112
+"""Bytes a number that rounding by chance takes: one run at 8B, pieces waiting for each other."""
 SOME_FP8 = 0.5
 """Share of products that run in fp8 under a loss budget; the run chooses it."""
 
@@ -73,6 +75,8 @@ def work(plan: Plan) -> Work:
     trained = plan.trained
     ranks = plan.gpus if plan.stage else 1
     optimizer = 0.0 if plan.optimizer is None else (26 + plan.optimizer) * trained / ranks
+    if not plan.keeps_masters:
+        optimizer += ROUNDING * trained
     return Work(
         matrix=head + (products * (1 - some) if not in_fp8 else 0.0),
         matrix_fp8=products if in_fp8 else products * some,
@@ -166,6 +170,8 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
     """How far a time may be off, as a share, and why."""
     if plan.offloads_optimizer or plan.offloads_weights:
         return BAND_GUESSED, "the host's part is not measured"
+    if not plan.keeps_masters or plan.in_backward:
+        return BAND_SCALED, "rounding by chance and steps in the backward pass: one run, on an H200"
     if plan.stage == 3 and plan.gpus > 1:
         return BAND_SCALED, "from one H200's measurements: weights in shards were not timed"
     if gpu.name == ANCHOR:
