@@ -6,6 +6,11 @@ from typing import Any
 import torch
 
 
+_Copies = dict[Any, tuple[torch.Tensor, torch.Tensor]]
+"""A place in memory to the tensor there and its copy. The tensor is held: what a composed one is
+made of may be made for the asking, and once let go of, its place is another's."""
+
+
 def snapshot(value: Any) -> Any:
     """Copy every tensor of a nested state to the host; other values are copied shallowly.
 
@@ -15,7 +20,7 @@ def snapshot(value: Any) -> Any:
     Args:
         value: dictionaries, lists and tuples of tensors and plain values.
     """
-    copies: dict[Any, torch.Tensor] = {}
+    copies: _Copies = {}
     found = _copy(value, copies)
     if any(device != "cpu" for *_, device in copies):
         torch.cuda.synchronize()
@@ -27,7 +32,7 @@ def is_composed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "to_local")
 
 
-def _copy(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
+def _copy(value: Any, copies: _Copies) -> Any:
     if isinstance(value, torch.Tensor):
         return _copy_tensor(value.detach(), copies)
     if isinstance(value, dict):
@@ -42,7 +47,7 @@ def _copy(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
     return copy.copy(value)
 
 
-def _copy_tensor(tensor: torch.Tensor, copies: dict[Any, torch.Tensor]) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, copies: _Copies) -> torch.Tensor:
     if is_composed(tensor):
         names, meta = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = {name: _copy_tensor(getattr(tensor, name), copies) for name in names}
@@ -51,10 +56,10 @@ def _copy_tensor(tensor: torch.Tensor, copies: dict[Any, torch.Tensor]) -> torch
         return whole
     place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device.type)
     if place in copies and tensor.numel():
-        return copies[place]
+        return copies[place][1]
     if tensor.device.type == "cuda":
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        copies[place] = host.copy_(tensor, non_blocking=True)
+        copies[place] = tensor, host.copy_(tensor, non_blocking=True)
     else:
-        copies[place] = tensor.clone()
-    return copies[place]
+        copies[place] = tensor, tensor.clone()
+    return copies[place][1]
