@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-
 _Copies = dict[Any, tuple[torch.Tensor, torch.Tensor]]
 """A place in memory to the tensor there and its copy. The tensor is held: what a composed one is
 made of may be made for the asking, and once let go of, its place is another's."""
