@@ -69,5 +69,6 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """All of a tensor in the dtype that it is saved in; all ranks that have parts call it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    gathered: torch.Tensor = tensor.to(dtype).full_tensor()
-    return gathered
+    converted = tensor.to(dtype)
+    assert isinstance(converted, DTensor)
+    return converted.full_tensor()
