@@ -30,6 +30,11 @@ ON_TWO_RANKS = {
     "fp8 base under zero3": ["lora.quantize=fp8", "deepspeed=zero3"],
     "full in fp8 under zero3": ["lora=null", "model.fp8=all", "deepspeed=zero3"],
     "zero3": ["lora=null", "deepspeed=zero3", "training.logging_steps=3"],
+    "layers frozen under zero3": [
+        "lora=null",
+        "deepspeed=zero3",
+        'model.frozen=["embed_tokens","0"]',
+    ],
 }
 
 
