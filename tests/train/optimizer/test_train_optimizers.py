@@ -241,12 +241,12 @@ class Packed(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes.clone(), args[0].scales.clone())  # as torchao does it
+            return cls(args[0].codes.detach(), args[0].scales.clone())  # as torchao does it
         raise NotImplementedError(func)
 
 
 def test_states_that_are_made_of_tensors_are_copied_and_looked_through():
-    states = [Packed(torch.full((4,), n, dtype=torch.uint8), torch.ones(1) * n) for n in (1, 2)]
+    states = [Packed(torch.full((4,), n, dtype=torch.uint8), torch.ones(256) * n) for n in (1, 2)]
     copies = snapshot({"a": states[0], "b": states[1]})
     states[0].codes.zero_()
     # Neither is the other, though what detach made of the first was gone before the second's.
