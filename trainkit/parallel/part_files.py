@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
 from trainkit.errors import CheckpointError
 
 FOLDER = "sharded_state"
@@ -46,6 +47,8 @@ _NEEDED = frozenset(
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if f"{module}.{name}" == GETATTR:
+            return member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _NEEDED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import safe_globals
 
+from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
 from trainkit.checkpoint.weights.plain_files import read_json
 from trainkit.checkpoint.weights.reader import SafetensorsFile
 from trainkit.checkpoint.whole.manifest import list_files
@@ -44,6 +45,10 @@ class StandIn:
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
+
+
+def _member(kind: Any, name: Any) -> Any:
+    return StandIn(name) if kind is StandIn else member(kind, name)
 
 
 def check_contents(directory: Path, *, state_file: str = "trainer_state.json") -> None:
@@ -80,6 +85,7 @@ def open_pickle(path: Path) -> Any:
         if is_zip:
             _check_archive(path)
         stand_ins: list[Any] = [(StandIn, name) for name in SHARD_CLASSES]
+        stand_ins.append((_member, GETATTR))
         with safe_globals(), torch.serialization.safe_globals(stand_ins):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, MemoryError):

@@ -18,6 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
 from trainkit.errors import CheckpointError
 from trainkit.parallel.snapshot import snapshot
 
@@ -73,7 +74,7 @@ class ShardFiles(TorchCheckpointEngine):
             CheckpointError: it is damaged, or holds something else than a shard does.
         """
         try:
-            with torch.serialization.safe_globals(list(NEEDED)):
+            with torch.serialization.safe_globals([*NEEDED, (member, GETATTR)]):
                 return torch.load(path, map_location=map_location, weights_only=True)
         except (OSError, MemoryError):
             raise
