@@ -1,5 +1,6 @@
 """``recompute`` in a run: the same bytes whatever is recomputed, and a budget that is kept to."""
 
+import gc
 import hashlib
 import json
 
@@ -8,6 +9,7 @@ from tiny import make_qwen2
 
 from trainkit.cli.app import main
 from trainkit.train.recompute.budget import AIM, GIB, Choice, Measured, next_choice
+from trainkit.train.recompute.peaks import CountedMemory
 
 LAYERS = 8
 RECIPE = """\
@@ -75,14 +77,16 @@ def test_what_is_recomputed_changes_no_byte(folder, plain, said):
 
 def test_a_budget_is_measured_chosen_recorded_and_taken_up(folder, plain, capsys):
     """Counted on a CPU: the tensors that there are; a layer is the step between two choices."""
-    assert train(folder, "budget", "recompute={budget_gib: 0.012}") == plain
+    gc.collect()
+    budget = 0.012 + CountedMemory().now() / GIB  # with what other tests of this process keep
+    assert train(folder, "budget", f"recompute={{budget_gib: {budget}}}") == plain
     kept = json.loads((folder / "budget" / "recompute.json").read_text())
     assert kept["layers"] == LAYERS
     assert 0 < kept["recomputed"] < LAYERS
     assert len(kept["measured"]) >= 3
     last = kept["measured"][-1]
     a_layer = last["layer_keeps_mib"] / 1024
-    assert 0.012 - a_layer < last["peak_gib"] <= 0.012
+    assert budget - a_layer < last["peak_gib"] <= budget
     said = capsys.readouterr().err
     assert f"{kept['recomputed']} of {LAYERS} layers are recomputed" in said
     assert main(["sft", "--resume", "budget/checkpoint-4"]) == 0

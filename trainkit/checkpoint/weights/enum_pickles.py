@@ -1,7 +1,7 @@
 """Members of enumerations as early versions of Python 3.11 pickle them: ``getattr(class, name)``.
 
-An unpickler that runs no code refuses ``getattr``, with which a pickle reaches any attribute. What
-stands in for it here looks up a member by its name and nothing else.
+An unpickler that runs no code refuses ``getattr``, with which a pickle reaches any attribute. Here
+a function replaces it that looks up a member by its name and nothing else.
 """
 
 import pickle

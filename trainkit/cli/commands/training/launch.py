@@ -59,7 +59,7 @@ def launch(
     if form is not None:
         own = ["--max-restarts", str(max_restarts)] if max_restarts else []
         text = _lines(form, [*own, *arguments[1:]])
-        row = {"form": form.value, "lines": text.splitlines()}
+        row = {"form": form.value, "lines": text.removesuffix("\n").split("\n")}
         typer.echo(json.dumps(row) if as_json else text, nl=as_json)
         return
     arguments += ["--json"] if as_json else []
