@@ -68,7 +68,7 @@ def prepare(folder: Path, cells: list[Cell], num_rows: int) -> None:
 
 
 def command(cell: Cell, folder: Path, run: Path, steps: int, total: int) -> list[str]:
-    """What starts a cell; it waits for ``GO`` beside its run directory."""
+    """What starts a cell; it waits for its `gate`."""
     num_gpus = cell.gpus(total)
     start = [sys.executable]
     if num_gpus > 1 or cell.provider != "trainkit":

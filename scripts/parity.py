@@ -30,6 +30,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from chatml_tokenizer import chatml_tokenizer
+
 WAYS: dict[str, dict[str, Any]] = {
     **{shard: {"shard": shard} for shard in ("none", "zero1", "zero2", "zero3", "fsdp2")},
     **{
@@ -104,24 +106,11 @@ def cells(ranks: int, only: str, switches: list[tuple[bool, bool, bool]]) -> Ite
 def prepare(root: Path) -> None:
     """A model of three layers with a tied head, and rows that nothing is alike in."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>"
-        "\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
+    tokenizer = chatml_tokenizer({c: i for i, c in enumerate(alphabet)}, [])
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

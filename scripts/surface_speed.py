@@ -20,6 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from chatml_tokenizer import chatml_tokenizer
+
 from trainkit.bench.measure.record import append, environment, records
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -146,8 +148,7 @@ def _make_project(root: Path, small: bool) -> None:
 
 def _make_tokenizer(size: int):  # type: ignore[no-untyped-def]
     """Byte-level BPE with as many tokens and merges as Qwen2's: it takes as long to load."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(alphabet)}
@@ -162,21 +163,7 @@ def _make_tokenizer(size: int):  # type: ignore[no-untyped-def]
                     merges.append((first, second))
                     longer.append(first + second)
         left = longer
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' "
-        "+ message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    )
-    return tokenizer
+    return chatml_tokenizer(vocabulary, merges)
 
 
 if __name__ == "__main__":
