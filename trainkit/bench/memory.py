@@ -7,7 +7,7 @@ backward, and AdamW where there are adapters. Weights and tokens are random.
 
 A row also has what the estimate says of its point.
 
-    python -m trainkit.bench.memory [--only WORD ...] [--output FILE] [--seconds N]
+    python -m trainkit.bench.memory [--only WORD ...] [--output FILE] [--seconds N] [--not-in FILE]
 """
 
 import argparse
@@ -230,14 +230,24 @@ def row_of(point: Point) -> dict[str, Any]:
     return {**said, **values, **environment()}
 
 
+def measured_in(file: Path) -> set[str]:
+    """Names of the points that have a peak in a file of rows."""
+    rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return {row["case"] for row in rows if "peak_memory_gib" in row}
+
+
 def main() -> None:
     """Measure and print one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="points whose name has one of these words")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no point after these")
+    parser.add_argument("--not-in", type=Path, help="leave out points that have a peak there")
     options = parser.parse_args()
     chosen = [p for p in POINTS if not options.only or any(w in p.name for w in options.only)]
+    if options.not_in is not None:
+        done = measured_in(options.not_in)
+        chosen = [point for point in chosen if point.name not in done]
     for row in run(chosen, options.seconds):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
