@@ -44,11 +44,11 @@ def prepare(folder: Path, cells: list[Cell], num_rows: int) -> None:
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from trainkit.bench.providers import MODELS
+    from trainkit.bench.memory_points import SHAPES
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name in dict.fromkeys(cell.model for cell in cells):
-        shape = MODELS[name]
+        shape = SHAPES[name]
         torch.manual_seed(0)
         config = AutoConfig.for_model(shape.family, **shape.config, eos_token_id=1, pad_token_id=0)
         with torch.device(device):
@@ -233,6 +233,7 @@ def measure(started: list[Started], steps: int, total: int, deadline: float) -> 
             "num_gpus": cell.gpus(total),
             "micro_batch": cell.micro_batch,
             "checkpointing": bool(cell.overrides.get("training.gradient_checkpointing")),
+            "overrides": cell.overrides,
         }
         try:
             wait_for_steps(each.process, each.run / "metrics.jsonl", steps, deadline)

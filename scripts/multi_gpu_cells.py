@@ -12,7 +12,7 @@ class Cell:
     """One run.
 
     Args:
-        model: a key of `trainkit.bench.providers.MODELS`.
+        model: a key of `trainkit.bench.memory_points.SHAPES`.
         provider: ``trainkit``, ``hf`` or ``liger``.
         num_gpus: processes; 0 for all GPUs of the host.
         shard: a preset of trainkit's ``parallel.shard``.
@@ -43,7 +43,8 @@ class Cell:
     def group(self) -> str:
         """What is trained: cells of one group and one batch are compared with one another."""
         adapters = "-lora" if "lora.r" in self.overrides else ""
-        return f"{self.model}{adapters}{'-fp8' if 'lora.quantize' in self.overrides else ''}"
+        base = self.overrides.get("lora.quantize")
+        return f"{self.model}{adapters}{f'-{base}' if base else ''}"
 
     @property
     def name(self) -> str:
@@ -54,19 +55,29 @@ class Cell:
     def way(self) -> str:
         """How it is spread: a strategy, or the schedule of a pipeline."""
         if "parallel.pipeline" not in self.overrides:
-            return self.shard
-        return f"pipeline{self.pipeline}-{self.overrides['parallel.schedule']}"
+            shared = [
+                f"{kind}{self.overrides[f'parallel.{kind}']}"
+                for kind in ("tensor", "sequence")
+                if f"parallel.{kind}" in self.overrides
+            ]
+            return "-".join([self.shard, *shared])
+        return f"pipeline{self.pipeline}-{self.schedule}"
 
     @property
     def pipeline(self) -> int:
         """Stages' ranks."""
         return int(self.overrides.get("parallel.pipeline", 1))
 
+    @property
+    def schedule(self) -> str:
+        """Of a pipeline."""
+        return str(self.overrides.get("parallel.schedule", "1f1b"))
+
     def own_bubble(self, total: int) -> float | None:
         """The share of a step that the schedule itself has every rank wait."""
         if self.pipeline == 1:
             return None
-        per_rank = {"1f1b": 1, "interleaved": 2}.get(self.overrides["parallel.schedule"], 0)
+        per_rank = {"1f1b": 1, "interleaved": 2}.get(self.schedule, 0)
         replicas = self.gpus(total) // self.pipeline
         turns = self.global_batch(total) // self.micro_batch // replicas * per_rank
         return (self.pipeline - 1) / (turns + self.pipeline - 1) if per_rank else 0.0
@@ -110,6 +121,17 @@ CELLS = (
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b"), 2),
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "interleaved"), 2),
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv"), 2),
+    # `trainkit estimate` is held against these; nothing in it is fitted to them.
+    Cell("llama-3.2-1b", "trainkit", 0, "zero1", 16, 4, {"parallel.tensor": 2}),
+    Cell("qwen2-7b", "trainkit", 0, "zero3", 4, 2, {**CHECKPOINTED, "parallel.sequence": 2}),
+    Cell("qwen2-1.5b", "trainkit", 2, "none", 16, 2, {"parallel.pipeline": 2}, 2),
+    Cell("glm4-9b", "trainkit", 0, "zero3", 8, 2, LORA),
+    Cell(
+        "qwen2-7b", "trainkit", 0, "fsdp2", 16, 4, {**LORA, **CHECKPOINTED, "lora.quantize": "nf4"}
+    ),
+    Cell("qwen2-1.5b", "trainkit", 0, "zero2", 16, 4, {"recompute.every": 2}),
+    Cell("llama-3.2-1b", "trainkit", 0, "none", 16, 4, {"training.optim": "adamw_8bit"}),
+    Cell("glm4-9b", "trainkit", 2, "none", 8, 1, {**LORA, "parallel.pipeline": 2}, 2),
 )
 """In the order in which they run; neighbours on fewer GPUs than the host has, side by side."""
 
