@@ -119,6 +119,11 @@ def flat(case: str, provider: str) -> dict[str, Any]:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.copy_(gradient)
     numel = sum(p.numel() for p in parameters)
     found = {"tensors": len(parameters), "numel": numel, "milliseconds": milliseconds(call)}
+    wait()
+    begun = time.perf_counter()
+    call()  # returns before the GPU is done
+    found["host_milliseconds"] = 1e3 * (time.perf_counter() - begun)
+    wait()
     return {"bench": "flat", "case": case, "provider": provider, **found}
 
 
@@ -187,6 +192,36 @@ def chunked_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return total / ids[:, 1:].numel()
 
 
+def phases(forward: Any, end: Any, model: Any) -> dict[str, Any]:
+    """Where a step's time goes: forward, with the backward pass, with updates; and its kernels.
+
+    The backward pass alone is taken by letting go of gradients as they arrive.
+    """
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    found: dict[str, Any] = {"forward": milliseconds(lambda: forward().detach(), 3)}
+    found["step"] = milliseconds(lambda: (forward().backward(), end()), 3)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if DEVICE.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        forward().backward()
+        end()
+        wait()
+    totals = profiler.key_averages()
+    on_device = sorted(totals, key=lambda each: -each.self_device_time_total)[:40]
+    found["on_device"] = {e.key[:90]: [e.self_device_time_total / 1e3, e.count] for e in on_device}
+    on_host = sorted(totals, key=lambda each: -each.self_cpu_time_total)[:25]
+    found["on_host"] = {e.key[:90]: [e.self_cpu_time_total / 1e3, e.count] for e in on_host}
+    for parameter in model.parameters():
+        parameter._post_accumulate_grad_hooks = None
+        parameter.register_post_accumulate_grad_hook(drop)
+    found["forward and backward"] = milliseconds(lambda: forward().backward(), 3)
+    return found
+
+
 def big(provider: str, steps: int, tiny: bool) -> dict[str, Any]:
     """Peak memory and speed of full steps at 8B."""
     model = llama(tiny)
@@ -196,14 +231,18 @@ def big(provider: str, steps: int, tiny: bool) -> dict[str, Any]:
     ids = torch.randint(model.config.vocab_size, size, device=DEVICE, generator=generator)
     if DEVICE.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+
+    def forward() -> torch.Tensor:
+        if provider == "trainkit":
+            loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+            return loss
+        return chunked_loss(model, ids)
+
     times, losses = [], []
     for _ in range(steps):
         wait()
         begun = time.perf_counter()
-        if provider == "trainkit":
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        else:
-            loss = chunked_loss(model, ids)
+        loss = forward()
         loss.backward()
         end()
         wait()
@@ -213,6 +252,7 @@ def big(provider: str, steps: int, tiny: bool) -> dict[str, Any]:
         "bench": "8b", "provider": provider, "losses": torch.stack(losses).tolist(),
         "seconds": times, "tokens_per_second": ids.numel() / statistics.median(times[2:]),
     }  # fmt: skip
+    row |= {"milliseconds": phases(forward, end, model)}
     if DEVICE.type == "cuda":
         free, total = torch.cuda.mem_get_info()
         row |= {
