@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +56,34 @@ class Case:
         shape: of its configuration.
         memory_gib: that a GPU may use.
         shortest: tokens of the first row, for each GPU.
+        longest: of the last one, likewise.
         recipe: what it trains with, besides rows and model.
-        model: likewise, of ``model``.
+        alone: what ``model`` says of a run on one GPU.
+        shard: what ``parallel.shard`` says of a run on several.
     """
 
     family: str
     shape: dict[str, Any]
     memory_gib: float
     shortest: int
+    longest: int
     recipe: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
+    alone: dict[str, Any] = field(default_factory=dict)
+    shard: str = "none"
 
 
 CASES = {
-    "lora": Case("qwen2", QWEN2_7B, 40, 24 * 1024, {"lora": {"r": 16}}),
-    # All of an 8B, its gradients and AdamW's states in bf16: what one GPU can hold.
-    "full": Case("llama", LLAMA_8B, 80, 12 * 1024, model={"master_weights": False}),
+    "lora": Case("qwen2", QWEN2_7B, 24, 24 * 1024, 96 * 1024, {"lora": {"r": 16}}),
+    # One GPU has no room for fp32 masters of an 8B beside gradients and states; two share them.
+    "full": Case(
+        "llama",
+        LLAMA_8B,
+        112,
+        10 * 1024,
+        56 * 1024,
+        alone={"master_weights": False},
+        shard="fsdp2",
+    ),
 }
 
 
@@ -103,13 +115,13 @@ def start(
     recipe = {
         "data": {"train": [str(folder / "rows.jsonl")], "max_length": lengths[-1]},
         "kernels": True,
-        "parallel": {"sequence": len(gpus)},
+        "parallel": {"sequence": len(gpus), "shard": case.shard if len(gpus) > 1 else "none"},
         "global_batch_size": 1,
         **case.recipe,
     }
     recipe["data"]["packing"] = False
-    recipe["model"] = {"name_or_path": str(folder / "model"), "init": "random", **case.model}
-    recipe["model"]["dtype"] = "bfloat16"
+    recipe["model"] = {"name_or_path": str(folder / "model"), "init": "random"}
+    recipe["model"] |= {"dtype": "bfloat16", **(case.alone if len(gpus) == 1 else {})}
     recipe["training"] = {
         "per_device_train_batch_size": 1,
         "gradient_checkpointing": True,
@@ -135,6 +147,27 @@ def start(
     words = [sys.executable, *launch, "--config", str(path), "--output-dir", str(folder / "run")]
     with log.open("w", encoding="utf-8") as file:
         return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+@dataclass
+class Started:
+    """A run that goes on."""
+
+    name: str
+    gpus: list[int]
+    case: Case
+    lengths: list[int]
+    folder: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def row(self, deadline: float) -> dict[str, Any]:
+        """Wait for its end and read what it has come to."""
+        wait_for_steps(
+            self.process, self.folder / "run" / "metrics.jsonl", len(self.lengths), deadline
+        )
+        about = {"case": self.name, "gpus": len(self.gpus), "memory_gib": self.case.memory_gib}
+        return {"bench": "longest_row", **about, **figures(self.folder, self.lengths, self.log)}
 
 
 def figures(folder: Path, lengths: list[int], log: Path) -> dict[str, Any]:
@@ -169,16 +202,31 @@ def growing(first: int, last: int, part: float, unit: int) -> list[int]:
     return lengths
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """A line for each run, and the ratio to one GPU."""
+    alone = {row["case"]: row["longest"] for row in rows if row["gpus"] == 1}
+    lines = [""]
+    for row in rows:
+        longest, base = row["longest"] or 0, alone.get(row["case"]) or 0
+        at_least = "" if row["ended_for_memory"] else "at least "
+        ratio = f"  {longest / base:.2f}x one GPU" if base and row["gpus"] > 1 else ""
+        lines.append(
+            f"{row['case']:5} x{row['gpus']} under {row['memory_gib']} GiB: {at_least}{longest} "
+            f"tokens, {row.get('kib_per_token', 0):.0f} KiB a token{ratio}  {row.get('said', '')}"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """All cases, each on every number of GPUs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--cases", default="lora,full")
     parser.add_argument("--gpus", default="1,2", help="numbers of them")
-    parser.add_argument("--part", type=float, default=0.06, help="that a row is longer by")
+    parser.add_argument("--part", type=float, default=0.08, help="that a row is longer by")
     parser.add_argument("--memory-gib", type=float, help="instead of the case's own")
     parser.add_argument("--shortest", type=int, help="instead of the case's own")
-    parser.add_argument("--longest", type=int, default=1 << 18, help="tokens for each GPU")
+    parser.add_argument("--longest", type=int, help="instead of the case's own")
     parser.add_argument("--shape", type=json.loads, default={}, help="of the model, instead")
     parser.add_argument("--deadline-seconds", type=float, default=560.0)
     chosen = parser.parse_args()
@@ -186,38 +234,37 @@ def main() -> None:
 
     on_cpu, total = not torch.cuda.is_available(), torch.cuda.device_count() or 8
     deadline = time.monotonic() + chosen.deadline_seconds
-    waiting = [(case, int(n)) for n in chosen.gpus.split(",") for case in chosen.cases.split(",")]
+    waiting = [(name, int(n)) for n in chosen.gpus.split(",") for name in chosen.cases.split(",")]
+    rows = []
     with tempfile.TemporaryDirectory() as scratch:
         while waiting and time.monotonic() < deadline:
-            going, free = [], list(range(total))
+            going, free = list[Started](), list(range(total))
             while waiting and waiting[0][1] <= len(free):
                 name, number = waiting.pop(0)
                 gpus, free = free[:number], free[number:]
-                case = CASES[name]
-                case = Case(
-                    case.family,
-                    {**case.shape, **chosen.shape},
-                    chosen.memory_gib or case.memory_gib,
-                    chosen.shortest or case.shortest,
-                    case.recipe,
-                    case.model,
-                )
-                first, last = case.shortest * number, chosen.longest * number
+                given = {
+                    key: value
+                    for key in ("memory_gib", "shortest", "longest")
+                    if (value := getattr(chosen, key))
+                }
+                case = replace(CASES[name], **given)
+                case = replace(case, shape={**case.shape, **chosen.shape})
+                first, last = case.shortest * number, case.longest * number
                 lengths = growing(first, last, chosen.part, UNIT * number)
                 folder = Path(scratch, f"{name}-{number}")
                 folder.mkdir()
                 log = chosen.output.parent / f"longest-{name}-{number}.log"
                 process = start(folder, case, lengths, gpus, log, on_cpu=on_cpu)
-                going.append((name, number, case, lengths, folder, log, process))
-            for name, number, case, lengths, folder, log, process in going:
-                wait_for_steps(process, folder / "run" / "metrics.jsonl", len(lengths), deadline)
-                about = {"case": name, "gpus": number, "memory_gib": case.memory_gib}
-                row = {"bench": "longest_row", **about, **figures(folder, lengths, log)}
+                going.append(Started(name, gpus, case, lengths, folder, log, process))
+            for run in going:
+                row = run.row(deadline)
                 row["gpu"] = None if on_cpu else torch.cuda.get_device_name(0)
+                rows.append(row)
                 with chosen.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 sys.stdout.write(json.dumps(row) + "\n")
                 sys.stdout.flush()
+    sys.stdout.write(table(rows))
 
 
 if __name__ == "__main__":

@@ -272,14 +272,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--cell-seconds", type=float, default=150.0, help="of one group of cells")
     parser.add_argument("--commit", default=None, help="of the code that runs")
-    parser.add_argument("--deadline-seconds", type=float, default=3600.0)
+    parser.add_argument("--deadline-seconds", type=float, default=3600.0, help="of measuring")
+    parser.add_argument("--wait-for", type=Path, help="a file; until it is there, only import")
     chosen = parser.parse_args()
 
     import torch
 
     from trainkit.bench.measure.record import environment
 
-    deadline = time.monotonic() + chosen.deadline_seconds
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
     total = len(devices)
@@ -293,10 +293,15 @@ def main() -> None:
         for group in batches_of_cells(cells, total)
     ]
     every = [started for group in groups for started in group]
-    wait_for_imports(every, total)
-    found: list[Row] = []
-    for group in groups:
-        if time.monotonic() < deadline - 30:
+    try:
+        wait_for_imports(every, total)
+        while chosen.wait_for and not chosen.wait_for.exists():
+            time.sleep(0.2)
+        deadline = time.monotonic() + chosen.deadline_seconds
+        found: list[Row] = []
+        for group in groups:
+            if time.monotonic() > deadline - 30:
+                break
             limit = min(deadline, time.monotonic() + chosen.cell_seconds)
             rows = measure(group, chosen.steps, total, limit)
             found += rows
@@ -304,8 +309,9 @@ def main() -> None:
                 file.writelines(json.dumps({**row, **common}) + "\n" for row in rows)
             sys.stdout.write(table(rows) + f"   ({deadline - time.monotonic():.0f} s left)\n")
             sys.stdout.flush()
-    for each in every:
-        kill(each.process)
+    finally:
+        for each in every:
+            kill(each.process)
     sys.stdout.write(table(found) + "\n")
 
 

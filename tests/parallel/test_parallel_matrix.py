@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def parity():
     sys.path.insert(0, str(ROOT / "scripts"))
-    import parity
+    import parity_cells as parity
 
     yield parity
     sys.path.remove(str(ROOT / "scripts"))
