@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu import VOCABULARY, free_port, wait_for_steps
+from runs_at_once import errors_of
 
 UNIT = 512
 QWEN2_7B = {
@@ -182,7 +183,7 @@ def figures(folder: Path, lengths: list[int], log: Path) -> dict[str, Any]:
         "ended_for_memory": "out of memory" in said.lower(),
     }
     if not found["ended_for_memory"] and len(logged) < len(lengths):
-        found["said"] = said[said.find("error") :][:600]
+        found["said"] = errors_of(log)
     if logged:
         last = logged[-1]
         kept = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "peak_memory_gib")

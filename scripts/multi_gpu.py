@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from multi_gpu_cells import Cell, batches_of_cells, choose
+from runs_at_once import errors_of
 
 Row = dict[str, Any]
 LENGTH = 2048
@@ -239,7 +240,7 @@ def measure(started: list[Started], steps: int, total: int, deadline: float) -> 
             wait_for_steps(each.process, each.run / "metrics.jsonl", steps, deadline)
             row |= figures(cell, each.run, total)
         except (OSError, ValueError, IndexError, KeyError, statistics.StatisticsError):
-            row["error"] = " ".join(each.log.read_text(errors="replace").split()[-60:])
+            row["error"] = errors_of(each.log)
         found.append(row)
     return found
 
@@ -252,7 +253,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         case = row["case"].split(",")[0]
         who = f"{case:16} {row['provider']:9} {row['shard']:12} x{row['num_gpus']}"
         if "error" in row:
-            lines.append(f"{who}  {row['error'][-300:]}")
+            lines.append(f"{who}  {row['error'][:300]}")
             continue
         lines.append(
             f"{who}  {row['tokens_per_second_per_gpu']:9.0f} tokens/s/GPU  "

@@ -66,12 +66,8 @@ class Runs:
             time.sleep(0.05)
 
     def said(self, name: str) -> str:
-        """What a run's log says of an error, and its end."""
-        log = self.root / f"{name}.log"
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        errors = [line.strip() for line in lines if re.search(r"(?i)\berror\b|Error:", line)]
-        told = [*dict.fromkeys(errors), "..."][:4] if errors else []
-        return " ".join(" ".join([*told, *lines[-12:]]).split())[-1500:]
+        """What a run's log says."""
+        return errors_of(self.root / f"{name}.log")
 
     def _start(self, name: str, words: list[str], ranks: int) -> Started:
         with socket.socket() as probe:
@@ -130,6 +126,14 @@ class Runs:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         os.environ.update({name: str(value) for name, value in places.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def errors_of(log: Path) -> str:
+    """What a log says of an error, and its end; a launcher's own summary hides the cause."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    errors = [each.strip() for each in lines if re.search(r"(?i)\berror\b|Error:", each)]
+    told = [*dict.fromkeys(errors)][:4]
+    return " ".join(" ".join([*told, *lines[-12:]]).split())[:1500]
 
 
 def visible_gpus() -> str:
