@@ -69,7 +69,7 @@ class Estimate:
             "parameters": self.plan.shape.parameters,
             "trained_parameters": self.plan.trained,
             "gpu": self.gpu.name,
-            "gpus": self.plan.gpus,
+            "gpus": self.plan.ranks,
             "gpu_memory_gib": self.gpu.memory_gib,
             "fits": self.fits,
             "peak_gib": round(self.peak.gib, 3),

@@ -29,6 +29,8 @@ class Head:
 def head(plan: Plan) -> Head:
     """The head of a plan."""
     shape, e, tokens = plan.shape, plan.element, plan.tokens
+    if not shape.has_head:
+        return Head(0.0, 0.0, 0.0)
     trained = plan.trains_head
     if plan.fuses("rms_norm"):
         norm = plan.stream * shape.hidden

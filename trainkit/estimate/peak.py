@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from trainkit.estimate import activations, state
 from trainkit.estimate.head import head
 from trainkit.estimate.plan import Plan
+from trainkit.estimate.ranks import ranks_of
 
 GIB = 2**30
 OWNERS = (
@@ -61,12 +62,17 @@ class Peak:
 
 
 def peak(plan: Plan) -> Peak:
-    """The peak of one rank's optimizer step."""
+    """The peak of an optimizer step, on the rank that needs the most."""
+    return max(map(peak_of_rank, ranks_of(plan)), key=lambda found: found.gib)
+
+
+def peak_of_rank(plan: Plan) -> Peak:
+    """The peak of one rank's optimizer step, by its own share of a plan (see `ranks`)."""
     fixed = {
         "weights": state.weights(plan),
         "masters": state.masters(plan),
         "optimizer": state.optimizer(plan),
-        "buffers": state.buffers(plan),
+        "buffers": state.buffers(plan) + plan.wire,
     }
     worst, moment = max(
         (
@@ -113,7 +119,10 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     # Under accumulation the gradients of earlier micro-batches are there from the start.
     # In one buffer they are always there.
     earlier = all_gradients if plan.accumulation > 1 or plan.flat else 0.0
-    kept = sum(layers) + its_head.kept
+    # Other micro-batches that are on their way through a pipeline.
+    others = max(plan.held - plan.held_late - 1, 0.0) * sum(layers)
+    others += plan.held_late * shape.layers * _kept_for_weights(plan)
+    kept = sum(layers) + others + its_head.kept
     yield (
         "the loss",
         {
@@ -128,36 +137,47 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     per_layer = state.gradient_bytes(plan) * _trained_per_layer(plan)
     # An untied head's gradient is there first; a tied one waits for the embedding's.
     done = 0.0
-    if plan.adapters is None and not shape.tied:
+    if plan.trains_head and plan.adapters is None and not shape.tied:
         done = state.gradient_bytes(plan) * shape.table
     for layer in reversed(range(shape.layers)):
         again = _computed_again(plan) if plan.is_recomputed(layer) else 0.0
         owners = {
-            "activations": sum(layers[: layer + 1]) + again + moving,
+            "activations": sum(layers[: layer + 1]) + others + again + moving,
             "gradients": max(earlier, done),
             "logits": its_head.after,
             "buffers": state.gathered(plan, layer),
         }
         yield f"the backward pass of layer {layer}", owners
         done += per_layer
-    table = plan.element * shape.table if plan.adapters is None else 0
+    table = plan.element * shape.table if plan.adapters is None and shape.has_embeddings else 0
     yield (
         "the end of the backward pass",
         {
             "gradients": max(earlier, all_gradients),
-            "logits": table if shape.tied else 0.0,
+            "logits": table if shape.tied and shape.has_head else 0.0,
             "activations": table + plan.stream * shape.hidden * tokens,
             "buffers": plan.element * shape.table if plan.fsdp else 0.0,
         },
     )
     if plan.optimizer is not None:
         step = state.stepping(plan)
-        if plan.stage and not plan.fsdp and not plan.offloads_optimizer:
+        sums_whole = plan.stage == 1 and plan.accumulation > 1  # in fp32 already
+        if plan.stage and not (plan.fsdp or plan.offloads_optimizer or sums_whole):
             # DeepSpeed's fp32 gradients of its share.
             step += 4 * plan.trained / plan.gpus
             if plan.stage == 3:
                 step = min(step, 4 * state.SUB_GROUP)
+        step += state.averaged(plan)
         yield "the optimizer's step", {"gradients": all_gradients + step}
+
+
+def _kept_for_weights(plan: Plan) -> float:
+    """Bytes of a layer between the two parts of its backward pass, as ``zbv`` has them.
+
+    What the layer keeps, computed again or not, and the gradients of its products' outputs.
+    """
+    outputs = sum(outputs for _, outputs in plan.shape.linears().values())
+    return (activations.kept_per_token(plan) + plan.element * outputs) * plan.tokens
 
 
 def _computed_again(plan: Plan) -> float:

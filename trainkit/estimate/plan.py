@@ -61,6 +61,12 @@ class Plan:
         offloads_weights: weights wait there, too.
         gpus: ranks that hold parts of one model, or compute parts of one batch.
         sequence: of them, those that share a row.
+        tensor: ranks that share each matrix product; not among ``gpus``.
+        pipeline: for each rank of a pipeline, the layers of each of its stages; not among ``gpus``.
+        schedule: of the pipeline.
+        held: times what a rank's layers keep is there at once: micro-batches on their way.
+        held_late: of them, those whose weights' part of the backward pass is still to come.
+        wire: bytes of what is received from and sent to other stages.
         gpu_gib: memory of each; FSDP2 keeps a small model whole where there is room.
         trainer: trainkit's Trainer drives it, with fp32 masters; else a bare step.
         keeps_masters: trained half-precision weights have fp32 copies.
@@ -79,6 +85,12 @@ class Plan:
     length: int
     accumulation: int = 1
     sequence: int = 1
+    tensor: int = 1
+    pipeline: tuple[tuple[int, ...], ...] = ()
+    schedule: str = "1f1b"
+    held: float = 1.0
+    held_late: float = 0.0
+    wire: float = 0.0
     base: str = "bfloat16"
     adapters: Adapters | None = None
     fp8: Literal["all", "some", "none"] = "none"
@@ -107,6 +119,11 @@ class Plan:
     def tokens(self) -> int:
         """Of a micro-batch, on one rank: ranks that share a row have equal parts of it."""
         return -(-self.batch_size * self.length // self.sequence)
+
+    @property
+    def ranks(self) -> int:
+        """All of them: each has a GPU."""
+        return self.gpus * self.tensor * max(len(self.pipeline), 1)
 
     @property
     def is_tiled(self) -> bool:
@@ -179,4 +196,4 @@ class Plan:
     @property
     def trains_head(self) -> bool:
         """Whether the output layer's weight gets a gradient."""
-        return self.adapters is None or self.adapters.saved_tables > 0
+        return self.shape.has_head and (self.adapters is None or self.adapters.saved_tables > 0)

@@ -13,12 +13,15 @@ from typing import Any
 
 from trainkit.estimate.peak import peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
+from trainkit.estimate.ranks import split
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.estimate.state import RANK, optimizer_bytes
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
 from trainkit.options.fp8 import ALL
 from trainkit.options.lora import ALL_LINEAR
 from trainkit.options.optimizers import optimizer_row
+from trainkit.options.parallel import ParallelOptions
+from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
 from trainkit.recipe import Recipe, resolve_accumulation
 from trainkit.recipe.fields.table import CHECKPOINTING
@@ -37,7 +40,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
 
     Args:
         recipe: the recipe.
-        gpus: ranks; what those of a pipeline or of split products share is not counted.
+        gpus: ranks of all kinds.
         shape: of its model; None looks it up.
 
     Raises:
@@ -55,12 +58,16 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
     fsdp = strategy.name == "fsdp2"
     dtype = "bfloat16" if recipe.model.dtype == "auto" else recipe.model.dtype
     row = optimizer_row(training.get("optim"))
+    part = split(shape, recipe.parallel.tensor)
     plan = Plan(
         shape=shape,
         batch_size=int(training.get("per_device_train_batch_size", MICRO_BATCH)),
         length=recipe.data.max_length,
         accumulation=resolve_accumulation(recipe, data_ranks),
         sequence=sequence,
+        tensor=recipe.parallel.tensor,
+        pipeline=_stages(recipe.parallel, shape),
+        schedule=recipe.parallel.schedule,
         base=(lora and lora.quantize) or ("bfloat16" if dtype == "float16" else dtype),
         adapters=None
         if lora is None
@@ -78,9 +85,18 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         in_backward=recipe.optim_in_backward,
         flat=row.name == "flat_adamw",
         stepping=(row.step_bytes, row.step_largest_bytes),
-        optimizer=optimizer_bytes(row, shape, full=lora is None, rank=_rank(training)),
+        optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
     )
     return _recomputing(plan, recipe)
+
+
+def _stages(parallel: ParallelOptions, shape: ModelShape) -> tuple[tuple[int, ...], ...]:
+    """Layers of each stage of each rank; nothing without a pipeline."""
+    if parallel.pipeline == 1:
+        return ()
+    head = shape.table / shape.layer_matrices
+    shares = [Share.of(parallel, rank, shape.layers, head) for rank in range(parallel.pipeline)]
+    return tuple(tuple(map(len, share.stages.values())) for share in shares)
 
 
 def _recomputing(plan: Plan, recipe: Recipe) -> Plan:
@@ -137,8 +153,6 @@ def uncounted(recipe: Recipe) -> list[str]:
         found.append("lora.target_parameters are not counted")
     if recipe.training.get("torch_compile"):
         found.append("training.torch_compile is not counted: measure with --dry-run")
-    if recipe.parallel.tensor * recipe.parallel.pipeline > 1:
-        found.append("parallel: counted as if each rank held a whole model: measure with --dry-run")
     if recipe.objective != "sft":
         found.append(f"counted as sft; objective {recipe.objective} may keep more")
     return found

@@ -62,6 +62,8 @@ class ModelShape:
     Args:
         name: where they are from, for the report.
         family: ``model_type``.
+        has_embeddings: not on a later stage of a pipeline.
+        has_head: and the final norm; only on its last stage.
     """
 
     name: str
@@ -75,6 +77,8 @@ class ModelShape:
     vocab: int
     tied: bool
     qkv_bias: bool = False
+    has_embeddings: bool = True
+    has_head: bool = True
 
     @property
     def traits(self) -> Traits:
@@ -121,9 +125,15 @@ class ModelShape:
         return self.vocab * self.hidden
 
     @property
+    def tables(self) -> int:
+        """How many there are of them."""
+        ends = self.has_embeddings + self.has_head
+        return min(ends, 1) if self.tied else ends
+
+    @property
     def outside(self) -> int:
         """Weights outside the decoder layers."""
-        return self.table * (1 if self.tied else 2) + self.hidden
+        return self.tables * self.table + self.has_head * self.hidden
 
     @property
     def parameters(self) -> int:

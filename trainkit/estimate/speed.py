@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from trainkit.estimate import activations
 from trainkit.estimate.gpus import ANCHOR, Gpu
 from trainkit.estimate.plan import Plan
+from trainkit.estimate.ranks import ranks_of
 
 BAND_ANCHORED, BAND_NEAR, BAND_SCALED, BAND_GUESSED = 0.12, 0.15, 0.30, 0.50
 ROUNDING = 112
 """Bytes a number that rounding by chance takes: one run at 8B, pieces waiting for each other."""
+SUM = 10
+"""Bytes a number that summing gradients takes: bf16 is read, fp32 read and written."""
 SOME_FP8 = 0.5
 """Share of products that run in fp8 under a loss budget; the run chooses it."""
 
@@ -31,8 +34,10 @@ class Work:
         logits: bytes of passes over fp32 logits; none with the fused loss.
         adapters: bytes that low-rank products read and write.
         unpacking: bytes of 4-bit weights unpacked.
+        sums: bytes of adding a micro-batch's gradients to those before it.
         optimizer: bytes of clipping and the optimizer, once a step.
         traffic: bytes to other ranks, once a step, and to the host.
+        exchanged: bytes to other ranks in the layers, for which they wait.
         layers: layers that the host launches.
     """
 
@@ -43,8 +48,10 @@ class Work:
     logits: float
     adapters: float
     unpacking: float
+    sums: float
     optimizer: float
     traffic: float
+    exchanged: float
     layers: float
 
 
@@ -62,7 +69,7 @@ def work(plan: Plan) -> Work:
         products += tokens * 2 * 3 * shape.layers * shape.hidden * shape.ffn
     in_fp8 = plan.base == "fp8" or plan.fp8 == "all"
     some = SOME_FP8 if plan.fp8 == "some" else 0.0
-    head = tokens * per_weight * shape.table
+    head = tokens * per_weight * shape.table * shape.has_head
     # Causal: half of 4 S A forward, and two and a half times that backward.
     times = 3.5 if plan.selective else 3.5 + share
     attention = tokens * shape.layers * 2 * plan.length * shape.query * times
@@ -82,11 +89,15 @@ def work(plan: Plan) -> Work:
         matrix_fp8=products if in_fp8 else products * some,
         attention=attention,
         passes=kept * (1 + share / 3),
-        logits=0.0 if plan.fuses("linear_cross_entropy") else 4.0 * tokens * shape.vocab,
+        logits=0.0
+        if plan.fuses("linear_cross_entropy")
+        else 4.0 * tokens * shape.vocab * shape.has_head,
         adapters=adapters,
         unpacking=unpacked,
+        sums=SUM * trained / (plan.gpus if plan.stage > 1 else 1),
         optimizer=optimizer,
         traffic=_traffic(plan),
+        exchanged=_exchanged(plan),
         layers=shape.layers * (1 + share / 3),
     )
 
@@ -97,9 +108,23 @@ def _traffic(plan: Plan) -> float:
         return 0.0
     moved = (plan.gpus - 1) / plan.gpus * plan.element
     total = 2 * moved * plan.trained
+    if plan.pipeline and not plan.stage:
+        total *= 4 / plan.element  # gradients in fp32
     if plan.stage == 3:
         total += 2 * moved * plan.shape.parameters * plan.accumulation
     return total
+
+
+def _exchanged(plan: Plan) -> float:
+    """Bytes that ranks that share products, or rows, exchange in the layers of a micro-batch."""
+    shape, passes = plan.shape, 2 + plan.recomputed_share
+    a_layer = 0.0
+    if plan.tensor > 1:  # two sums over ranks a pass: after attention, after the block
+        a_layer += 2 * 2 * (plan.tensor - 1) / plan.tensor * shape.hidden
+    if plan.sequence > 1:  # q, k, v and attention's output: tokens for heads
+        width = 2 * shape.query + 2 * max(shape.key, plan.sequence * shape.head_dim)
+        a_layer += (plan.sequence - 1) / plan.sequence * width
+    return plan.element * plan.tokens * shape.layers * passes * a_layer
 
 
 @dataclass(frozen=True)
@@ -116,6 +141,7 @@ class Rates:
     logits: float = 10.522
     adapters: float = 1.863
     unpacking: float = 2.515
+    sums: float = 1.4
     optimizer: float = 2.534
 
 
@@ -138,6 +164,23 @@ HOST_ADAM = 0.8e9
 
 def seconds(plan: Plan, gpu: Gpu) -> float:
     """Of one optimizer step on all GPUs."""
+    shares = ranks_of(plan)
+    # Where ranks pass micro-batches on, the slowest one sets the pace.
+    total = _turns(plan) * max(_micro_batch(share, gpu) for share in shares)
+    total += (plan.accumulation - 1) * max(_summing(share, gpu) for share in shares)
+    total += max(_update(share, gpu) for share in shares)
+    return total * (ENGINE if plan.stage and not plan.fsdp else 1.0)
+
+
+def _turns(plan: Plan) -> float:
+    """Micro-batches that a rank has time for in a step: its own, and those it waits for."""
+    if not plan.pipeline or plan.schedule == "zbv":
+        return plan.accumulation
+    return plan.accumulation + (len(plan.pipeline) - 1) / len(plan.pipeline[0])
+
+
+def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
+    """Seconds of a micro-batch on the GPU, and of the host that launches it."""
     each, rates = work(plan), FUSED if plan.ops and plan.shape.traits.kernels else PLAIN
     flops, moved = gpu.teraflops * 1e12, gpu.bandwidth * 1e9
     fp8 = 2 * flops if gpu.fp8 else flops
@@ -149,21 +192,35 @@ def seconds(plan: Plan, gpu: Gpu) -> float:
         + rates.logits * each.logits / moved
         + rates.adapters * each.adapters / moved
         + rates.unpacking * each.unpacking / moved
+        + each.exchanged / (LINK * gpu.link * 1e9)
     )
-    host = HOST_LAYER * each.layers
+    return micro_batch, HOST_LAYER * each.layers
+
+
+def _micro_batch(plan: Plan, gpu: Gpu) -> float:
+    micro_batch, host = _computing(plan, gpu)
     # Where the two are near each other, each waits for the other now and then.
-    total = plan.accumulation * (micro_batch**3 + host**3) ** (1 / 3)
-    update = rates.optimizer * each.optimizer / moved
-    total += max(update, HOST_STEP) if micro_batch < host else update
-    total += 0.5 * each.traffic / (LINK * gpu.link * 1e9)
+    total: float = (micro_batch**3 + host**3) ** (1 / 3)
     if plan.stage == 3 and not plan.fsdp and plan.gpus > 1:
-        passes = 2 + plan.recomputed_share
-        total += plan.accumulation * FETCH * passes * plan.shape.layers
+        total += FETCH * (2 + plan.recomputed_share) * plan.shape.layers
+    if plan.offloads_weights:
+        total += 2 * 2 * plan.shape.parameters / HOST_BYTES
+    return total
+
+
+def _summing(plan: Plan, gpu: Gpu) -> float:
+    return FUSED.sums * work(plan).sums / (gpu.bandwidth * 1e9)
+
+
+def _update(plan: Plan, gpu: Gpu) -> float:
+    """Seconds of what comes once a step: gradients to other ranks, clipping, the optimizer."""
+    each, (micro_batch, host) = work(plan), _computing(plan, gpu)
+    update = FUSED.optimizer * each.optimizer / (gpu.bandwidth * 1e9)
+    total = max(update, HOST_STEP) if micro_batch < host else update
+    total += 0.5 * each.traffic / (LINK * gpu.link * 1e9)
     if plan.offloads_optimizer:
         total += plan.trained / plan.gpus * (1 / HOST_ADAM + 6 / HOST_BYTES)
-    if plan.offloads_weights:
-        total += 2 * 2 * plan.shape.parameters * plan.accumulation / HOST_BYTES
-    return total * (ENGINE if plan.stage and not plan.fsdp else 1.0)
+    return total
 
 
 def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
@@ -172,6 +229,10 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
         return BAND_GUESSED, "the host's part is not measured"
     if not plan.keeps_masters or plan.in_backward:
         return BAND_SCALED, "rounding by chance and steps in the backward pass: one run, on an H200"
+    if plan.pipeline:
+        return BAND_SCALED, "three pipelines of 2 and 4 H200s"
+    if plan.tensor * plan.sequence > 1:
+        return BAND_SCALED, "from one H200's measurements: what ranks exchange was not timed"
     if plan.stage == 3 and plan.gpus > 1:
         return BAND_SCALED, "from one H200's measurements: weights in shards were not timed"
     if gpu.name == ANCHOR:

@@ -62,7 +62,10 @@ def stepping(plan: Plan) -> float:
     of_all, of_largest = plan.stepping
     shape = plan.shape
     largest = max(inputs * outputs for inputs, outputs in shape.linears().values())
-    largest = max(largest, shape.table) if plan.adapters is None else 0
+    if plan.adapters is not None:
+        largest = 0
+    elif shape.tables:
+        largest = max(largest, shape.table)
     if not plan.keeps_masters:  # one weight after another
         return (of_all + of_largest) * largest
     return of_all * plan.trained * _share(plan, 1) + of_largest * largest
@@ -118,6 +121,8 @@ def gradient_bytes(plan: Plan) -> float:
     if plan.fsdp:
         return 4.0 / plan.gpus
     if plan.stage > 0:
+        if plan.accumulation > 1 and element == 2:  # DeepSpeed sums them in fp32
+            return 6.0 if plan.stage == 1 else 4.0 / plan.gpus
         return element * _share(plan, 2)
     if plan.flat and plan.accumulation == 1:
         return float(element)
@@ -130,7 +135,8 @@ def buffers(plan: Plan) -> float:
     if plan.gpus == 1 and plan.stage == 0:
         return total
     element = plan.element if plan.adapters is None else plan.adapters.element
-    if plan.stage == 0 and (plan.in_backward or plan.flat):  # nobody wraps the model
+    # Nobody wraps the model.
+    if plan.stage == 0 and (plan.in_backward or plan.flat or plan.pipeline):
         return total
     if plan.stage == 0:  # DDP's buckets hold every gradient once more
         return total + element * plan.trained
@@ -142,6 +148,18 @@ def buffers(plan: Plan) -> float:
         live = min(2 * plan.shape.layer_matrices + plan.shape.table, SUB_GROUP)
         total += MATRIX_BYTES[plan.base] * (live + plan.shape.table)
     return total
+
+
+AVERAGED = 2**26
+"""Numbers that the data ranks of a pipeline average at once, or else one weight's gradient."""
+
+
+def averaged(plan: Plan) -> float:
+    """Bytes of the copy in which ranks that have the same stage average their gradients."""
+    if not plan.pipeline or plan.stage or plan.gpus == 1:
+        return 0.0
+    largest = plan.shape.table if plan.shape.tables and plan.adapters is None else 0
+    return 4.0 * min(max(AVERAGED, largest), plan.trained)
 
 
 STAYS_WHOLE = 1 / 8
@@ -160,14 +178,15 @@ def gathered(plan: Plan, layer: int) -> float:
         return 0.0
     shape, each = plan.shape, MATRIX_BYTES[plan.base] * plan.shape.layer_matrices
     at_loss = layer == shape.layers
-    tables = plan.element * (shape.outside if at_loss else shape.table)
+    table = plan.element * shape.table if shape.tables else 0
+    tables = plan.element * shape.outside if at_loss else table
     if MATRIX_BYTES[plan.base] * shape.parameters > STAYS_WHOLE * plan.gpu_gib * 2**30:
         # Two layers: one that computes, and the one that is fetched meanwhile.
-        layers, tables = 0.0 if at_loss else 2 * each, plan.element * shape.table
+        layers, tables = 0.0 if at_loss else 2 * each, table
     else:
         layers = each * min(layer + 1, shape.layers)
         if at_loss and not shape.tied:  # what the head's weight was gathered into
-            tables += plan.element * shape.table
+            tables += table
     if at_loss:
         return layers + tables
     numbers = shape.layer_matrices if plan.adapters is None else plan.adapter_numbers_per_layer

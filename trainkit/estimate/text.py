@@ -12,7 +12,7 @@ _WIDTH = 16
 def lines(found: Estimate) -> Iterator[str]:
     """The lines of an estimate."""
     plan, gpu = found.plan, found.gpu
-    ranks = f"{plan.gpus} x {gpu.name}" if plan.gpus > 1 else gpu.name
+    ranks = f"{plan.ranks} x {gpu.name}" if plan.ranks > 1 else gpu.name
     yield _line(
         "model",
         f"{plan.shape.name}: {_count(plan.shape.parameters)} parameters, "
