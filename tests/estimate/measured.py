@@ -1,165 +1,280 @@
-"""The rows of docs/benchmarks that the estimate is held against, each with its plan."""
+"""Every row of docs/benchmarks that has a peak, with the plan that the estimate is asked for.
+
+A file of rows has a reader. Of each row it makes a plan, or says why nobody could be told its peak
+beforehand; `test_estimate_measured` sees to it that no file and no row is passed over.
+"""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit.bench.memory_points import Point, plan_of
+from trainkit.bench.memory_points import LEAST, POINTS, Point, plan_of
 from trainkit.estimate.gpus import GPUS
-from trainkit.estimate.plan import Adapters, Plan
+from trainkit.estimate.peak import Peak, peak, peak_of_rank
+from trainkit.estimate.plan import ALL_OPS, Adapters, Plan
+from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.shape import find_shape
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PLAIN: frozenset[str] = frozenset()
 BARE: dict[str, Any] = {"trainer": False, "optimizer": None}
+H200 = GPUS["h200"]
+
+Row = dict[str, Any]
+Values = Mapping[str, float]
 
 
 class Measured(NamedTuple):
-    """A row: its name, GiB and tokens per second (of a GPU), and what ran."""
+    """A row: its name, GiB and tokens per second (of a GPU), and what ran.
+
+    A run's log has the peak of its first rank; of a pipeline the estimate says the worst rank's.
+    """
 
     name: str
-    peak_gib: float | None
+    peak_gib: float
     tokens_per_second: float | None
     plan: Plan
 
+    @property
+    def estimated(self) -> Peak:
+        """Of the rank that was measured."""
+        if self.plan.pipeline:
+            return peak_of_rank(ranks_of(self.plan)[0])
+        return peak(self.plan)
 
-def _rows(file: str) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Rows that differ in metric and value only, put together."""
-    found: dict[str, tuple[dict[str, Any], dict[str, float]]] = {}
-    for line in (FOLDER / file).read_text().splitlines():
+
+class LeftOut(NamedTuple):
+    """A row without a plan, and why."""
+
+    name: str
+    why: str
+
+
+OTHERS = "another library's step"
+HOST = "memory of the host"
+COMPILED = "a compiler decides by itself what is kept"
+_OF_METRIC = ("metric", "value", "unit", "versions", "attention", "last_loss")
+
+
+def rows_of(file: Path) -> Iterator[tuple[Row, Values]]:
+    """Rows with a peak; those that differ in metric and value only, put together."""
+    found: dict[str, tuple[Row, dict[str, float]]] = {}
+    for line in file.read_text().splitlines():
         row = json.loads(line)
-        of_metric = ("metric", "value", "unit", "versions", "commit", "attention", "last_loss")
-        facts = {key: value for key, value in row.items() if key not in of_metric}
-        values = found.setdefault(json.dumps(facts, sort_keys=True), (facts, {}))[1]
-        values[row["metric"].removesuffix("_per_gpu")] = row["value"]
-    yield from found.values()
+        if "metric" in row:
+            facts = {key: value for key, value in row.items() if key not in _OF_METRIC}
+            metric, key = row["metric"].removesuffix("_per_gpu"), json.dumps(facts, sort_keys=True)
+            while metric in found.setdefault(key, (facts, {}))[1]:  # measured again
+                key += " again"
+            found[key][1][metric] = row["value"]
+        else:
+            found[line] = (row, row)
+    yield from ((facts, values) for facts, values in found.values() if "peak_memory_gib" in values)
 
 
-def _measured(name: str, values: dict[str, float], plan: Plan) -> Measured:
-    return Measured(name, values.get("peak_memory_gib"), values.get("tokens_per_second"), plan)
+def _step(row: Row) -> tuple[Plan | str, bool]:
+    """Bare steps."""
+    provider, chunk = row["provider"], row["loss_chunk_tokens"]
+    if provider.endswith("_compile"):
+        return COMPILED, False
+    if provider != "trainkit" and not provider.startswith("hf_"):
+        return OTHERS, False
+    plan = Plan(find_shape(row["case"]), row["batch_size"], row["length"], **BARE)
+    plan = replace(plan, chunk_tokens=chunk)
+    # Small chunks are slow, and no recipe has them; nor does anybody choose slow attention.
+    is_slow = chunk is not None or provider in ("hf_flash", "hf_efficient", "hf_math")
+    return (_as_hf(plan) if provider.startswith("hf_") else plan), not is_slow
 
 
-def steps() -> Iterator[Measured]:
-    """Bare steps; compiled models, Liger's and forced attention kernels are others'."""
-    for file in ("step.jsonl", "step_9b.jsonl"):
-        for row, values in _rows(file):
-            provider = row["provider"]
-            is_hf = provider.startswith("hf_")
-            if not (is_hf or provider == "trainkit") or "peak_memory_gib" not in values:
-                continue
-            plan = Plan(find_shape(row["case"]), row["batch_size"], row["length"], **BARE)
-            if is_hf:
-                plan = _as_hf(plan)
-            chunk = row["loss_chunk_tokens"]
-            plan = _with(plan, chunk_tokens=chunk)
-            # Small chunks are slow, and no recipe has them; nor does anybody choose slow attention.
-            if chunk is not None or provider in ("hf_flash", "hf_efficient", "hf_math"):
-                values = {"peak_memory_gib": values["peak_memory_gib"]}
-            yield _measured(f"{file} {row['case']} {provider} {chunk}", values, plan)
-
-
-def loras() -> Iterator[Measured]:
+def _lora(row: Row) -> tuple[Plan | str, bool]:
     """LoRA, QLoRA and an fp8 base, ours and peft's."""
-    for file in ("lora.jsonl", "fp8.jsonl"):
-        for row, values in _rows(file):
-            if "peak_memory_gib" not in values or row["provider"] in ("unsloth", "frozen"):
-                continue
-            model, _, mode = row["case"].replace(",", "").partition(" ")
-            mode, _, through = mode.partition(" ")
-            offload = row.get("offload", row.get("offload_activations")) in (True, "auto")
-            plan = Plan(
-                find_shape(model),
-                row["batch_size"],
-                row["length"],
-                adapters=Adapters(rank=row["lora_rank"], offload=offload),
-                base="nf4" if mode.startswith("qlora") else "fp8" if "fp8" in mode else "bfloat16",
-                recompute=int(mode.endswith("checkpointed")),
-                trainer=bool(through),
-                gpus=row.get("num_gpus", 1),
-                stage=2 if "ZeRO-2" in row["provider"] else 0,
-            )
-            if row["provider"] == "peft":
-                plan = _with(_as_hf(plan), upcast=mode.startswith("qlora"))
-            name = f"{file} {row['case']} {row['provider']} {row['length']} {offload}"
-            yield _measured(f"{name} run {row.get('run', 1)}", values, plan)
+    if row["provider"] in ("unsloth", "frozen"):
+        return OTHERS if row["provider"] == "unsloth" else "nothing is trained", False
+    model, _, mode = row["case"].replace(",", "").partition(" ")
+    mode, _, through = mode.partition(" ")
+    offload = row.get("offload", row.get("offload_activations")) in (True, "auto")
+    plan = Plan(
+        find_shape(model),
+        row["batch_size"],
+        row["length"],
+        adapters=Adapters(rank=row["lora_rank"], offload=offload),
+        base="nf4" if mode.startswith("qlora") else "fp8" if "fp8" in mode else "bfloat16",
+        fp8=1.0 if "fp8" in mode else None,
+        recompute=int(mode.endswith("checkpointed")),
+        trainer=bool(through),
+        gpus=row.get("num_gpus", 1),
+        stage=2 if "ZeRO-2" in row["provider"] else 0,
+    )
+    if row["provider"] == "peft":
+        plan = replace(_as_hf(plan), upcast=mode.startswith("qlora"))
+    return plan, True
 
 
-def trainers() -> Iterator[Measured]:
-    """Whole steps through a Trainer, on one and on four GPUs."""
-    shape = find_shape("qwen2-0.5b")
-    for row, values in _rows("trainer.jsonl"):
-        yield _measured(f"trainer.jsonl {row['logging_steps']}", values, Plan(shape, 16, 2048))
-    for row, values in _rows("multi_gpu.jsonl"):
-        provider = row["provider"]
-        if "peak_memory_gib" not in values or provider.startswith("Liger"):
-            continue
-        if "pipeline" in row["case"]:  # the estimate knows no stages yet
-            continue
-        if "fp8 base" in row["case"]:  # the row does not say which layers ran in fp8
-            continue
-        if "beside" in row:  # something else slowed it
-            values = {"peak_memory_gib": values["peak_memory_gib"]}
-        model, *_, sharding, total = row["case"].split(", ")
-        batch = int(provider.partition("micro-batch ")[2].partition(",")[0])
-        if "global batch" in provider:  # a comparison that the case does not name
-            total = provider
-        gpus, total_rows = row["num_gpus"], int(total.rpartition(" ")[2])
-        plan = Plan(
-            find_shape(model.split()[0].removesuffix(" shape")),
-            batch,
-            2048,
-            accumulation=total_rows // (gpus * batch),
-            adapters=Adapters(rank=16) if "LoRA" in row["case"] else None,
-            recompute=int(provider.endswith("checkpointed")),
-            gpus=gpus,
-            gpu_gib=GPUS["h200"].memory_gib,
-            stage={"ZeRO-2": 2, "ZeRO-3": 3, "FSDP2": 3}.get(sharding, 0),
-            fsdp=sharding == "FSDP2",
-        )
-        if provider.startswith("HF"):  # whose FSDP2 gives every gathered layer back at once
-            plan = _with(_as_hf(plan), gpu_gib=0.0)
-        yield _measured(f"multi_gpu.jsonl {row['case']} {provider} {gpus}", values, plan)
-    for row, values in _rows("packing.jsonl"):
-        if row["provider"] == "trainkit" and row["case"].endswith("packed"):
-            values = {"peak_memory_gib": values["peak_memory_gib"]}
-            yield _measured("packing.jsonl packed", values, Plan(shape, 16, 2048, **BARE))
-    for row, values in _rows("ladder.jsonl"):
-        if "peak_memory_gib" in values and row["row"] in (1, 12):
-            adapters = Adapters()
-            plan = Plan(
-                find_shape(row["model"]),
-                row["batch_size"],
-                row["length"],
-                base="nf4",
-                adapters=adapters,
-                recompute=1,
-                trainer=False,
-            )
-            plan = _with(_as_hf(plan), upcast=True) if row["row"] == 1 else plan
-            values = {"peak_memory_gib": values["peak_memory_gib"]}
-            yield _measured(f"ladder.jsonl {row['name']}", values, plan)
+def _trainer(row: Row) -> tuple[Plan | str, bool]:
+    return Plan(find_shape("qwen2-0.5b"), 16, 2048), True
 
 
-def memories() -> Iterator[Measured]:
+_CUT = {
+    "pipeline of 2 ranks, 1f1b": ((14,), (14,)),
+    "pipeline of 2 ranks, interleaved": ((7, 7), (7, 7)),
+    "pipeline of 4 ranks, interleaved": ((3, 4), (3, 4), (3, 4), (4, 3)),
+}
+"""How layers were dealt out when these ran: not yet with the head counted."""
+
+
+def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
+    """Whole runs on some GPUs of a host."""
+    provider, case = row["provider"], row["case"]
+    if provider.startswith("Liger"):
+        return OTHERS, False
+    model, *_, sharding, total = case.split(", ")
+    batch = int(provider.partition("micro-batch ")[2].partition(",")[0])
+    if "global batch" in provider:  # a comparison that the case does not name
+        total = provider
+    gpus, total_rows = row["num_gpus"], int(total.rpartition(" ")[2])
+    stages = next((cut for words, cut in _CUT.items() if words in case), ())
+    data_ranks = gpus // max(len(stages), 1)
+    over_fp8 = "fp8 base" in case
+    plan = Plan(
+        find_shape(model.split()[0].removesuffix(" shape")),
+        batch,
+        2048,
+        accumulation=total_rows // (data_ranks * batch),
+        adapters=Adapters(rank=16) if "LoRA" in case else None,
+        base="fp8" if over_fp8 else "bfloat16",
+        fp8=0.74 if over_fp8 else None,  # 4.49 GiB of the base's 6.52 billion numbers
+        recompute=int(provider.endswith("checkpointed")),
+        gpus=data_ranks,
+        pipeline=stages,
+        schedule=sharding if stages else "1f1b",
+        gpu_gib=H200.memory_gib,
+        stage={"ZeRO-2": 2, "ZeRO-3": 3, "FSDP2": 3}.get(sharding, 0),
+        fsdp=sharding == "FSDP2",
+    )
+    if provider.startswith("HF"):  # whose FSDP2 gives every gathered layer back at once
+        plan = replace(_as_hf(plan), gpu_gib=0.0)
+    return plan, "beside" not in row  # something else slowed it
+
+
+def _packing(row: Row) -> tuple[Plan | str, bool]:
+    if row["provider"] == "liger":
+        return OTHERS, False
+    if row["case"].endswith("batch"):
+        return "the row does not say how long the longest of its batches is", False
+    plan = Plan(find_shape("qwen2-0.5b"), 16, 2048, **BARE)
+    return (plan if row["provider"] == "trainkit" else replace(_as_hf(plan), masked=True)), False
+
+
+def _ladder(row: Row) -> tuple[Plan | str, bool]:
+    """From plain Hugging Face's QLoRA to trainkit's, a step at a time."""
+    plan = Plan(
+        find_shape(row["model"]),
+        row["batch_size"],
+        row["length"],
+        base="nf4",
+        adapters=Adapters(),
+        recompute=1,
+        trainer=False,
+        upcast=row["row"] == 1,
+    )
+    ops = {9: ["rms_norm"], 10: ["linear_cross_entropy"], 11: ["swiglu", "lora_mlp"], 12: ALL_OPS}
+    return replace(plan, ops=frozenset(o for at in ops if at <= row["row"] for o in ops[at])), False
+
+
+def _memory(row: Row) -> tuple[Plan | str, bool]:
     """The points of ``trainkit.bench.memory``; none of them calibrated anything."""
-    for line in (FOLDER / "memory.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if "peak_memory_gib" not in row:
-            continue
-        known = {field.name: row[field.name] for field in fields(Point) if field.name in row}
-        known["recompute"] = int(row["recompute"])
-        plan = plan_of(Point(**known))
-        yield _measured(f"memory.jsonl {row['case']}", row, plan)
+    known = {field.name: row[field.name] for field in fields(Point) if field.name in row}
+    return plan_of(Point(**{**known, "recompute": int(row["recompute"])})), True
+
+
+def _optimizers(row: Row) -> tuple[Plan | str, bool]:
+    if row["bench"] == "each":
+        optim = row["case"].partition("4x2048")[2].strip()
+        point = Point("qwen2-0.5b", "full", 4)
+        return plan_of(replace(point, optim=optim) if optim else point), False
+    if row["bench"] == "8b":
+        return (plan_of(LEAST), False) if row["provider"] == "trainkit" else (OTHERS, False)
+    if row["way"] != "trainkit":
+        return "a second copy of the gradients, which no recipe has", False
+    return plan_of(Point("qwen2-7b", "full", 1, 1024, recompute=1, optim="lion_32bit")), False
+
+
+def _recompute(row: Row) -> tuple[Plan | str, bool]:
+    model, mode, size = row["case"].removeprefix("trainkit ").split()
+    point = next(p for p in POINTS if p.name.startswith(f"trainkit {model} {mode} {size}"))
+    plan = plan_of(replace(point, recompute=int(row["recompute"] == "full")))
+    return replace(plan, recompute_first=row["recomputed"] or 0), True
+
+
+def _fp8_accuracy(row: Row) -> tuple[Plan | str, bool]:
+    """Bare steps of a whole model, by what of it runs in fp8."""
+    model, of_products = row["case"].partition(" ")[0], row["case"].partition("full: ")[2]
+    shares = {"bf16": None, "every product": 1.0, "backward products only": 0.0}
+    part = re.search(r"(\d+)% of the forward", of_products)
+    if not part and of_products not in shares:
+        return "the row does not say what of it runs in fp8", False
+    share = int(part[1]) / 100 if part else shares[of_products]
+    return Plan(find_shape(model), 4, 2048, fp8=share, **BARE), True
+
+
+def _data(row: Row) -> tuple[Plan | str, bool]:
+    return HOST, False
+
+
+READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
+    "step": _step,
+    "step_9b": _step,
+    "lora": _lora,
+    "fp8": _lora,
+    "trainer": _trainer,
+    "multi_gpu": _multi_gpu,
+    "packing": _packing,
+    "ladder": _ladder,
+    "memory": _memory,
+    "optimizers": _optimizers,
+    "recompute": _recompute,
+    "fp8_accuracy": _fp8_accuracy,
+    "data": _data,
+}
+"""THE TABLE: for each file the plan of a row, or why there is none; and whether times count."""
+
+
+def _speed(values: Values, plan: Plan) -> float | None:
+    if "tokens_per_second" in values:
+        return values["tokens_per_second"]
+    seconds = values.get("step_seconds") or values.get("ms", 0.0) / 1e3
+    return plan.tokens * plan.accumulation / seconds if seconds else None
+
+
+def _named(file: Path, row: Row) -> str:
+    keys = ("case", "bench", "provider", "way", "num_gpus", "recompute", "length", "offload", "run")
+    told = [row.get(key) for key in (*keys, "offload_activations", "loss_chunk_tokens")]
+    return " ".join([file.name, *(str(each) for each in told if each is not None)])
+
+
+def read() -> Iterator[Measured | LeftOut]:
+    """All rows with a peak of all files.
+
+    Raises:
+        KeyError: a file has such rows and no reader.
+    """
+    for file in sorted(FOLDER.glob("*.jsonl")):
+        for row, values in rows_of(file):
+            plan, is_timed = READERS[file.stem](row)
+            name = _named(file, row)
+            if isinstance(plan, str):
+                yield LeftOut(name, plan)
+            else:
+                speed = _speed(values, plan) if is_timed else None
+                yield Measured(name, values["peak_memory_gib"], speed, plan)
 
 
 def _as_hf(plan: Plan) -> Plan:
-    return _with(plan, ops=PLAIN)
+    return replace(plan, ops=PLAIN)
 
 
-def _with(plan: Plan, **values: Any) -> Plan:
-    return replace(plan, **values)
-
-
-ROWS = [*steps(), *loras(), *trainers(), *memories()]
+EVERY = list(read())
+ROWS = [each for each in EVERY if isinstance(each, Measured)]

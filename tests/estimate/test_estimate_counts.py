@@ -153,8 +153,11 @@ _LLAMA = find_shape("llama-3.1-8b")
         ({"gpus": 8, "stage": 3, "fsdp": True}, {"gpus": 8, "stage": 2}),
         ({"gpus": 8, "stage": 3, "fsdp": True}, {"gpus": 4, "stage": 3, "fsdp": True}),
         ({"adapters": Adapters()}, {}),
-        ({"adapters": Adapters(), "base": "fp8"}, {"adapters": Adapters()}),
-        ({"adapters": Adapters(), "base": "nf4"}, {"adapters": Adapters(), "base": "fp8"}),
+        ({"adapters": Adapters(), "base": "fp8", "fp8": 1.0}, {"adapters": Adapters()}),
+        (
+            {"adapters": Adapters(), "base": "nf4"},
+            {"adapters": Adapters(), "base": "fp8", "fp8": 1.0},
+        ),
         (
             {"adapters": Adapters(offload=True), "recompute": 1},
             {"adapters": Adapters(), "recompute": 1},
@@ -162,7 +165,7 @@ _LLAMA = find_shape("llama-3.1-8b")
         ({"adapters": Adapters()}, {"adapters": Adapters(dropout=0.1)}),
         ({}, {"ops": frozenset()}),
         ({"optimizer": 2.03}, {}),
-        ({"fp8": "all"}, {"fp8": "none"}),
+        ({"fp8": 0.5}, {"fp8": 1.0}),
     ],
     ids=str,
 )

@@ -110,7 +110,7 @@ def plan_of(point: Point) -> Plan:
         accumulation=point.accumulation,
         base={"qlora": "nf4", "fp8": "fp8"}.get(point.mode, "bfloat16"),
         adapters=None if is_full else Adapters(rank=point.lora_rank, offload=point.offload),
-        fp8="all" if point.mode == "full_fp8" else "none",
+        fp8=1.0 if point.mode in ("full_fp8", "fp8") else None,
         recompute=point.recompute,
         selective=point.selective,
         offload=point.offload,

@@ -88,6 +88,8 @@ def _attention(plan: Plan) -> float:
     # q and k after the rotation, v, and the output, which is the input of o_proj as well.
     value = a + 2 * k if shape.traits.packed_qkv else k
     kept: float = e * (2 * a + k + value) + _STATISTIC * shape.heads
+    if plan.masked:  # heads of k and v are repeated, and each layer makes a mask of its own
+        kept += e * (2 * (a - k) + plan.length)
     if shape.traits.head_norms:
         if plan.fuses("rms_norm"):
             kept += e * (a + k) + _STATISTIC * (shape.heads + shape.kv_heads)
@@ -108,7 +110,7 @@ def _feed_forward(plan: Plan) -> float:
     if not plan.fuses("swiglu") and not plan.fuses_lora:
         kept += e * shape.ffn  # the activated gate
     if plan.adapters is None:
-        return kept + e * shape.ffn * (0.5 if plan.fp8 == "all" else 1)
+        return kept + e * shape.ffn * (1 if plan.fp8 is None else 0.5)
     if plan.fuses_lora:  # the product is formed again in the backward pass
         return kept + (e * plan.adapters.rank if plan.adapted("down_proj") else 0)
     return kept + _shared_input(plan, ["down_proj"], shape.ffn)
@@ -118,7 +120,7 @@ def _shared_input(plan: Plan, names: list[str], width: int, *, kept_anyway: bool
     """What layers that read the same input keep of it: once, or a copy each under peft."""
     e = plan.element
     if plan.adapters is None:
-        return (1 if plan.fp8 == "all" else e) * width
+        return (e if plan.fp8 is None else 1) * width
     adapted = [name for name in names if plan.adapted(name)]
     if not adapted:
         return 0

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import GIB, peak
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, SOME_FP8, Adapters, Plan
 from trainkit.estimate.speed import seconds
 
 MOST = 5
@@ -125,11 +125,11 @@ def _apply(plan: Plan, name: str) -> Plan:
         assert plan.adapters is not None
         return replace(plan, adapters=replace(plan.adapters, offload=True))
     if name in ("nf4", "fp8"):
-        return replace(plan, base=name)
+        return replace(plan, base=name, fp8=SOME_FP8 if name == "fp8" else None)
     if name in ("lora", "qlora"):
         adapters = Adapters(offload=plan.shape.hidden >= MIN_OFFLOAD_WIDTH)
         base = "nf4" if name == "qlora" else plan.base
-        return replace(plan, adapters=adapters, fp8="none", base=base)
+        return replace(plan, adapters=adapters, fp8=None, base=base)
     if name == "kernels":
         return replace(plan, ops=ALL_OPS)
     return replace(plan, **RECOMPUTED[name][1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from trainkit.estimate.shape import ModelShape
 
@@ -14,6 +13,10 @@ ALL_OPS = FUSED_OPS | FUSED_LORA
 
 MIN_OFFLOAD_WIDTH = 2048
 """From which width on ``lora.offload_activations: auto`` offloads, as in ``lora.offload``."""
+
+
+SOME_FP8 = 0.7
+"""Share of the layers that run in fp8 within the default loss budget; a run chooses by itself."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Plan:
         accumulation: micro-batches in a step.
         base: what weights are kept in: bfloat16, float32, nf4, fp8.
         adapters: None trains all weights.
-        fp8: which matrix products of trained weights run in fp8: all, some or none of them.
+        fp8: share of the layers whose forward products run in fp8, or that a frozen base has in
+            fp8; those of trained weights run so backward in all layers. None is 16 bits.
+        masked: rows are padded, and plain transformers hands attention a mask.
         ops: trainkit's kernels that run; none is plain transformers.
         recompute: 0 keeps every layer's activations, k recomputes every k-th layer.
         recompute_first: recomputes the first so many layers, as a budget does.
@@ -93,7 +98,8 @@ class Plan:
     wire: float = 0.0
     base: str = "bfloat16"
     adapters: Adapters | None = None
-    fp8: Literal["all", "some", "none"] = "none"
+    fp8: float | None = None
+    masked: bool = False
     ops: frozenset[str] = field(default=ALL_OPS)
     recompute: int = 0
     recompute_first: int = 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.estimate.peak import peak
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, SOME_FP8, Adapters, Plan
 from trainkit.estimate.ranks import split
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.estimate.state import RANK, optimizer_bytes
@@ -74,6 +74,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         else _adapters(lora, shape, adds_tokens=recipe.model.adds_tokens),
         fp8=_fp8(recipe),
         ops=_ops(recipe.kernels),
+        masked=recipe.model.attn_implementation == "sdpa" and not recipe.data.packing,
         stage=3 if fsdp else int(zero.get("stage", 0)),
         fsdp=fsdp,
         offloads_optimizer=_goes_to_host(zero, "offload_optimizer"),
@@ -153,6 +154,8 @@ def uncounted(recipe: Recipe) -> list[str]:
         found.append("lora.target_parameters are not counted")
     if recipe.training.get("torch_compile"):
         found.append("training.torch_compile is not counted: measure with --dry-run")
+    if recipe.model.attn_implementation == "eager":
+        found.append("model.attn_implementation: eager is not counted: it keeps all scores")
     if recipe.objective != "sft":
         found.append(f"counted as sft; objective {recipe.objective} may keep more")
     return found
@@ -199,11 +202,17 @@ def _targets(lora: LoraOptions, shape: ModelShape) -> frozenset[str] | None:
 _OF_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 
 
-def _fp8(recipe: Recipe) -> Any:
-    options = None if recipe.lora else Fp8Options.of(recipe.model.fp8)
+def _fp8(recipe: Recipe) -> float | None:
+    options = Fp8Options.of(recipe.model.fp8)
+    if recipe.lora is not None:
+        if recipe.lora.quantize != "fp8":
+            return None
+        options = options or Fp8Options()
     if options is None:
-        return "none"
-    return "all" if options.loss_budget == ALL else "some"
+        return None
+    if options.loss_budget == ALL:
+        return 1.0
+    return SOME_FP8 if options.loss_budget else 0.0
 
 
 def _ops(kernels: bool | dict[str, bool]) -> frozenset[str]:

@@ -18,8 +18,6 @@ ROUNDING = 112
 """Bytes a number that rounding by chance takes: one run at 8B, pieces waiting for each other."""
 SUM = 10
 """Bytes a number that summing gradients takes: bf16 is read, fp32 read and written."""
-SOME_FP8 = 0.5
-"""Share of products that run in fp8 under a loss budget; the run chooses it."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,9 @@ def work(plan: Plan) -> Work:
     products = tokens * (per_weight * matrices + 2 * share * again)
     if plan.is_tiled:  # each block forward once more, tile by tile
         products += tokens * 2 * 3 * shape.layers * shape.hidden * shape.ffn
-    in_fp8 = plan.base == "fp8" or plan.fp8 == "all"
-    some = SOME_FP8 if plan.fp8 == "some" else 0.0
+    in_fp8 = 0.0 if plan.fp8 is None else plan.fp8
+    if plan.fp8 is not None and plan.adapters is None:  # backward, two products of three
+        in_fp8 = (plan.fp8 + 2) / 3
     head = tokens * per_weight * shape.table * shape.has_head
     # Causal: half of 4 S A forward, and two and a half times that backward.
     times = 3.5 if plan.selective else 3.5 + share
@@ -85,8 +84,8 @@ def work(plan: Plan) -> Work:
     if not plan.keeps_masters:
         optimizer += ROUNDING * trained
     return Work(
-        matrix=head + (products * (1 - some) if not in_fp8 else 0.0),
-        matrix_fp8=products if in_fp8 else products * some,
+        matrix=head + products * (1 - in_fp8),
+        matrix_fp8=products * in_fp8,
         attention=attention,
         passes=kept * (1 + share / 3),
         logits=0.0

@@ -79,6 +79,8 @@ def weights(plan: Plan) -> float:
     """The model's, adapters included."""
     shape = plan.shape
     per_layer = MATRIX_BYTES[plan.base] * shape.layer_matrices
+    if plan.base == "fp8":
+        per_layer += (2 - MATRIX_BYTES["fp8"]) * (1 - (plan.fp8 or 0.0)) * shape.layer_matrices
     if plan.base in ("nf4", "fp8"):
         plain = 4.0 if plan.upcast else 2.0
     else:
@@ -88,8 +90,8 @@ def weights(plan: Plan) -> float:
     total = shape.layers * (per_layer + plain * shape.layer_vectors) + plain * shape.outside
     if plan.adapters is not None:
         total += plan.adapters.element * plan.trained
-    if plan.fp8 != "none":
-        total += shape.layers * shape.layer_matrices  # codes, kept between steps
+    elif plan.fp8 is not None:
+        total += plan.fp8 * shape.layers * shape.layer_matrices  # codes, kept between steps
     if plan.fsdp and plan.adapters is None:  # its fp32 shards are the masters
         return 0.0
     return 0.0 if plan.offloads_weights else total * _share(plan, 3)
