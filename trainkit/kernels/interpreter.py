@@ -69,6 +69,8 @@ def install() -> None:
     _serialise_launches(interpreter.GridExecutor)
     if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
         _remember_names(interpreter, tl)
+    if hasattr(interpreter, "_patch_lang_tensor"):
+        _index_by_item(interpreter)
     _installed = True
 
 
@@ -86,6 +88,17 @@ def _remember_names(interpreter: Any, tl: Any) -> None:
                 interpreter._patch_attr(package, name, member, *rest)
 
     interpreter._patch_builtin = patch
+
+
+def _index_by_item(interpreter: Any) -> None:
+    """Triton 3.6 asks numpy for the int of an array of one number, which numpy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
 
 
 def _wrap_bf16(builder: Any, interpreter: Any, tl: Any) -> None:
