@@ -1,12 +1,16 @@
 """Ways to install: one oldest Python everywhere, the image's file, the offline set."""
 
+import contextlib
 import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -28,9 +32,38 @@ def test_the_oldest_python_is_one_number():
 def test_what_is_pinned_for_new_pythons_is_pinned_for_the_oldest():
     newer = set(re.findall(r'^([\w.-]+)==\S+; python_version >= "3', PINS, re.MULTILINE))
     older = set(re.findall(r'^([\w.-]+)==\S+; python_version < "3', PINS, re.MULTILINE))
-    # compressed-tensors is a test's own, and only from Python 3.11 on.
-    assert newer - older == {"compressed-tensors"}
+    # These exist from Python 3.11 on only: a test's own, and what searches AWQ's scales.
+    assert newer - older == {"compressed-tensors", "auto-round"}
     assert not older - newer
+
+
+def wanted_by_the_oldest():
+    """Every requirement, of all extras, that holds on the oldest Python; pins of constraints too."""
+    _, _, tables = PROJECT.partition("dependencies = [")
+    listed = [
+        *re.findall(r'"([\w.-]+[><=][^"]*)"', tables.partition("[project.scripts]")[0]),
+        *re.findall(r"^[\w.-]+==.*$", PINS, re.MULTILINE),
+    ]
+    for text in listed:
+        requirement = Requirement(text)
+        on_oldest = {"python_version": OLDEST, "python_full_version": f"{OLDEST}.0"}
+        if requirement.marker is None or requirement.marker.evaluate(on_oldest):
+            yield requirement
+
+
+def test_a_version_that_the_oldest_python_gets_runs_on_it():
+    """Held against what the installed packages say of themselves."""
+    wanted = list(wanted_by_the_oldest())
+    assert len(wanted) > 60
+    names = {each.name.lower() for each in wanted}
+    assert {"torch", "trl", "import-linter", "lm-eval", "xllamacpp"} <= names
+    for requirement in wanted:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            version = metadata.version(requirement.name)
+            exact = any(each.operator == "==" for each in requirement.specifier)
+            if exact and requirement.specifier.contains(version):
+                runs_on = metadata.metadata(requirement.name)["Requires-Python"] or ""
+                assert SpecifierSet(runs_on).contains(f"{OLDEST}.99"), (requirement, runs_on)
 
 
 def test_the_image_is_made_of_what_is_there():

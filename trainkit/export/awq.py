@@ -8,6 +8,7 @@ model was asked.
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -56,7 +57,11 @@ def check(paths: ModelPaths, job: Job) -> None:
         raise ModelError(
             "AutoRound, which searches the scales, is not installed",
             where="trainkit export awq",
-            fix="pip install 'trainkit[awq]'",
+            fix=(
+                "pip install 'trainkit[awq]'"
+                if sys.version_info >= (3, 11)
+                else "AutoRound needs Python 3.11 or later: install trainkit[awq] with one"
+            ),
         )
     config = load_config(ModelOptions(name_or_path=str(weights_directory(paths))))
     if config.get_text_config() is not config:
