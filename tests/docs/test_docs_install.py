@@ -38,7 +38,7 @@ def test_what_is_pinned_for_new_pythons_is_pinned_for_the_oldest():
 
 
 def wanted_by_the_oldest():
-    """Every requirement, of all extras, that holds on the oldest Python; pins of constraints too."""
+    """Every requirement, pins included, that holds on the oldest Python."""
     _, _, tables = PROJECT.partition("dependencies = [")
     listed = [
         *re.findall(r'"([\w.-]+[><=][^"]*)"', tables.partition("[project.scripts]")[0]),
