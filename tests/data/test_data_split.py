@@ -1,15 +1,20 @@
 """Holding training data out: by conversation, the same for everyone, no duplicate on both sides."""
 
+import hashlib
+
 import numpy as np
 import pytest
 from conftest import chat
 
 from trainkit.data import Source
+from trainkit.data.build import store
 from trainkit.data.build.datasets import PackedDataset
 from trainkit.data.build.split import hold_out
+from trainkit.data.render import encode
 from trainkit.errors import DataError, RecipeError
 from trainkit.options import DataSection
 
+KEY = b"trainkit held out"
 ROWS = [chat(f"question {n}", f"answer {n}", f"more {n}", f"yes {n}") for n in range(200)]
 
 
@@ -43,6 +48,22 @@ def test_copies_stay_on_one_side(write, ready):
     trained, held = hold_out(ready(write(rows), write(rows[:50], "again.jsonl")), 0.3)
     assert not set(texts(trained)) & set(texts(held))
     assert held.summary["held_out"]["duplicates"] > 0
+
+
+def test_the_next_start_takes_the_digests_from_the_cache(write, ready, monkeypatch):
+    """Each row's digest is stored, so that a start neither hashes all tokens nor encodes any."""
+    path = write(ROWS[:30])
+    held = texts(hold_out(ready(path), 5)[1])
+    monkeypatch.setattr(encode, "find_ascii_bpe", None)
+    monkeypatch.setattr(store, "_row_hash", None)
+    data = ready(path)
+    assert texts(hold_out(data, 5)[1]) == held
+    digests = [
+        hashlib.blake2b(data[n]["input_ids"].astype("int32").tobytes(), digest_size=16, key=KEY)
+        for n in range(len(data))
+    ]
+    first = sorted(range(len(data)), key=lambda n: digests[n].digest())[:5]
+    assert sorted(held) == sorted(texts(data)[n] for n in first)
 
 
 def test_the_samples_of_one_row_stay_together(write, ready):

@@ -2,8 +2,8 @@
 
 A store is a directory: ``input_ids.npy`` (int32) and ``loss_mask.npy`` (uint8), all samples end to
 end; ``offsets.npy`` (int64, one more than samples); ``num_trained.npy``, ``file.npy``,
-``line.npy``, ``row.npy``, ``part.npy`` per sample; ``meta.json``; ``dropped.jsonl`` and
-``changed.jsonl`` where rows were.
+``line.npy``, ``row.npy``, ``part.npy`` per sample; ``row_digests.npy`` (uint8, 16 of them a row);
+``meta.json``; ``dropped.jsonl`` and ``changed.jsonl`` where rows were.
 """
 
 import hashlib
@@ -23,7 +23,13 @@ META = "meta.json"
 
 COLUMNS = ("num_trained", "file", "line", "row", "part")
 
-ARRAYS = ("input_ids", "loss_mask", "offsets", *COLUMNS)
+ROW_DIGESTS = "row_digests"
+
+ARRAYS = ("input_ids", "loss_mask", "offsets", ROW_DIGESTS, *COLUMNS)
+
+DIGEST_BYTES = 16
+
+_SALT = b"trainkit held out"
 
 _DIGESTS = "sha256"
 """Where ``meta.json`` has them, by array."""
@@ -86,6 +92,9 @@ class StoreWriter:
         self._mask = ArrayFile(directory / "loss_mask.npy", np.uint8)
         self._offsets = array("q", [0])
         self._columns = {name: array("q") for name in COLUMNS}
+        self._row_digests = bytearray()
+        self._row: tuple[int, int] | None = None
+        self._row_hash = _row_hash()
 
     @property
     def num_samples(self) -> int:
@@ -102,7 +111,11 @@ class StoreWriter:
         row: int,
         part: int,
     ) -> None:
-        """Write one sample."""
+        """Write one sample; those of one row follow one another."""
+        if (file, row) != self._row:
+            self._end_row()
+            self._row = (file, row)
+        self._row_hash.update(np.ascontiguousarray(input_ids, dtype=np.int32).data)
         self._ids.append(input_ids)
         self._mask.append(loss_mask)
         self._offsets.append(self._offsets[-1] + len(input_ids))
@@ -117,6 +130,10 @@ class StoreWriter:
         """Close all files; ``meta.json`` comes last."""
         self._ids.close()
         self._mask.close()
+        self._end_row()
+        digests = ArrayFile(self.directory / f"{ROW_DIGESTS}.npy", np.uint8)
+        digests.append(np.frombuffer(self._row_digests, dtype=np.uint8))
+        digests.close()
         for name, values in {"offsets": self._offsets, **self._columns}.items():
             column = ArrayFile(self.directory / f"{name}.npy", np.int64)
             column.append(
@@ -128,6 +145,11 @@ class StoreWriter:
             json.dump(whole, stream, ensure_ascii=False, indent=1)
             stream.flush()
             os.fsync(stream.fileno())
+
+    def _end_row(self) -> None:
+        if self._row is not None:
+            self._row_digests += self._row_hash.digest()
+            self._row_hash = _row_hash()
 
     def __enter__(self) -> "StoreWriter":
         return self
@@ -154,6 +176,7 @@ class Store:
         num_trained: (N,) trained labels.
         file, line, row, part: (N,) where each came from: the number of its file, the line its row
             starts on, the number of its row in the file, and which sample of that row it is.
+        row_digests: (R, 16) a digest of the tokens of each row that has samples, in their order.
         meta: what was written by :meth:`StoreWriter.finish`.
     """
 
@@ -166,6 +189,7 @@ class Store:
     line: np.ndarray
     row: np.ndarray
     part: np.ndarray
+    row_digests: np.ndarray
     meta: Mapping[str, Any]
 
     @classmethod
@@ -188,6 +212,7 @@ class Store:
             directory=directory,
             input_ids=_map(directory / "input_ids.npy"),
             loss_mask=_map(directory / "loss_mask.npy"),
+            row_digests=np.load(directory / f"{ROW_DIGESTS}.npy").reshape(-1, DIGEST_BYTES),
             meta=meta,
             **columns,
         )
@@ -231,6 +256,10 @@ def _digests(directory: Path) -> dict[str, str]:
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         return dict(zip(ARRAYS, pool.map(one, ARRAYS), strict=True))
+
+
+def _row_hash() -> "hashlib.blake2b":
+    return hashlib.blake2b(digest_size=DIGEST_BYTES, key=_SALT)
 
 
 def _map(path: Path) -> np.ndarray:

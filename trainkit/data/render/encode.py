@@ -4,6 +4,7 @@ The whole text is tokenised once, so ids are those of the plain rendering; spans
 mapped to tokens through the tokenizer's offsets.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,13 +47,17 @@ class Encoder:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._ascii = find_ascii_bpe(self._backend)
         # Tokens such as Phi-3's <|end|> take the blanks around them along.
         self._greedy = {
             index: token.content
             for index, token in tokenizer.added_tokens_decoder.items()
             if token.rstrip or token.lstrip
         }
+
+    @functools.cached_property
+    def _ascii(self) -> AsciiBpe | None:
+        """The fast way; proving it takes a second, which cached data never needs."""
+        return find_ascii_bpe(self._backend)
 
     def encode(
         self,
