@@ -19,16 +19,10 @@ ended with the right bytes and nobody had to help.
 """
 
 import argparse
-import contextlib
-import ctypes
 import fnmatch
-import gc
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,11 +32,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from kill_starts import ROOT, Starts, prepare
 
-from forks import give_forks_their_own_threads  # noqa: E402
-from moments import PLAN, Kill, arm, children, differences, digest_of, plan_of  # noqa: E402
+sys.path.append(str(ROOT / "tests"))
+from moments import Kill, differences, digest_of
 
 KINDS = {
     "full-fp32": "model: {name_or_path: m, dtype: float32}\n",
@@ -71,9 +64,10 @@ TRAINING = (
 PHASES = {"save": 40, "train": 20, "load": 15, "data": 15, "start": 10}
 """Where the kill comes, and how often of a hundred."""
 
-KILLS_A_ROUND = 4
-PATIENCE = 240.0
-"""Seconds after which a start hangs."""
+
+STEPS = 10
+KILLS_A_ROUND = 8
+"""At most: a round is over when a start was done before its kill came."""
 
 
 @dataclass
@@ -91,93 +85,10 @@ class Row:
     slowest_end_seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 
-
-# -- a start, from outside ---------------------------------------------------------------------
-
-
-class Starts:
-    """Starts commands in a folder, one at a time, and waits for everything they leave."""
-
-    def __init__(self, folder: Path, *, real: bool) -> None:
-        self.folder, self.real = folder, real
-        self._number = 0
-        # What a killed launcher leaves comes to this process, which waits for it.
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-        if real:
-            site = folder / "site"
-            site.mkdir(exist_ok=True)
-            (site / "sitecustomize.py").write_text(
-                f"import os, sys\nif os.environ.get({PLAN!r}):\n"
-                f"    sys.path.append({str(ROOT / 'tests')!r})\n"
-                "    import moments\n    moments.arm()\n"
-            )
-
-    def start(self, arguments: list[str], run: Path, num_ranks: int, kill: Kill | None) -> int:
-        """The exit code; -9 where it was killed.
-
-        Raises:
-            TimeoutError: it hangs.
-        """
-        self._number += 1
-        plan = plan_of(run, self.folder / "files", kill, is_launched=num_ranks > 1)
-        environment = {**os.environ, PLAN: plan, "NPROC_PER_NODE": str(num_ranks)}
-        with (self.folder / "said.log").open("ab") as log:
-            log.write(f"--- {self._number}: {kill}\n".encode())
-            log.flush()
-            if self.real:
-                first = self._program(arguments, num_ranks, environment, log)
-            else:
-                first = self._fork(arguments, num_ranks, environment, log)
-        return self._wait(first)
-
-    def _program(self, arguments: list[str], num_ranks: int, environment: Any, log: Any) -> int:
-        path = [str(self.folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        own = {"TRAINKIT_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
-        command = [sys.executable, "-m", "trainkit", "launch", *arguments]
-        if num_ranks == 1:
-            own["CUDA_VISIBLE_DEVICES"] = "0"  # else a process for each GPU
-        elif self._number % 2:
-            command = ["bash", str(ROOT / "train.sh"), *arguments]
-        return subprocess.Popen(
-            command, cwd=self.folder, env={**environment, **own}, stdout=log, stderr=log
-        ).pid
-
-    def _fork(self, arguments: list[str], num_ranks: int, environment: Any, log: Any) -> int:
-        pid = os.fork()
-        if pid:
-            return pid
-        with contextlib.suppress(BaseException):
-            os.environ.update(environment)
-            os.chdir(self.folder)
-            os.dup2(log.fileno(), 1), os.dup2(log.fileno(), 2)
-            if num_ranks > 1:
-                from launches import launch
-
-                os._exit(launch(arguments, num_ranks, in_rank=arm))
-            from trainkit.cli.app import main
-
-            arm()
-            os._exit(main(["sft", *arguments]))
-        os._exit(99)
-
-    def _wait(self, first: int) -> int:
-        deadline, code, hangs = time.monotonic() + PATIENCE, 0, False
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == first:
-                code = os.waitstatus_to_exitcode(status)
-            if not pid:
-                time.sleep(0.01)
-                if time.monotonic() > deadline:
-                    hangs = True
-                    for left in children(os.getpid()):
-                        os.kill(left, signal.SIGKILL)
-        if hangs:
-            raise TimeoutError(f"a start did not end in {PATIENCE:.0f} s")
-        return code
+    def share(self, kills: int, in_saves: int) -> float:
+        """How near it is to so many kills, so many of them inside a save; from 1 on it is there."""
+        done = self.kills / kills
+        return min(done, self.inside_saves / in_saves) if in_saves else done
 
 
 # -- rounds --------------------------------------------------------------------------------------
@@ -215,31 +126,39 @@ class Cell:
         self._clear("-whole")
         return digest, counts
 
-    def round(self, row: Row, whole: dict[str, str], counts: list[Counter[str]]) -> None:
-        """Kill some starts of a run, let the last one be, and compare."""
-        chance = random.Random(f"{self.name}/{row.starts}/{row.rounds}")
+    def round(
+        self,
+        row: Row,
+        whole: dict[str, str],
+        counts: list[Counter[str]],
+        *,
+        kills: int,
+        until: float,
+    ) -> None:
+        """Kill some starts of a run, let the last one be, and compare.
+
+        Args:
+            row: is told what came of it.
+            whole: the bytes of the run that nobody killed.
+            counts: what each rank of it does to files.
+            kills: at most so many.
+            until: none later, by `time.monotonic`.
+        """
+        chance = random.Random(f"{self.name}/{row.starts}/{row.rounds}/{KILLS_A_ROUND}")
         number = f"-{self.name.replace('/', '-')}-{row.rounds}"
+        run = self._starts.folder / f"run{number}"
         row.rounds += 1
-        events = []
+        events: list[str] = []
         try:
-            for _ in range(KILLS_A_ROUND):
-                kill = self._draw(chance, counts)
+            while len(events) < min(kills, KILLS_A_ROUND) and time.monotonic() < until:
+                kill = self._draw(chance, counts, row, run)
                 events.append(f"{kill.victim} {kill.phase} {kill.at} +{kill.delay:.3f}")
-                code, run = self._run(number, kill)
+                code, _ = self._run(number, kill)
                 events[-1] += f" -> {code}"
-                struck = self._starts.folder / "files"
-                if not struck.exists():
-                    if code:
-                        raise ValueError(f"a start that nobody killed ended with {code}")
-                    continue  # it was done before
-                ended = time.time() - struck.stat().st_mtime
-                row.slowest_end_seconds = max(row.slowest_end_seconds, round(ended, 1))
-                struck.unlink()
-                row.kills += 1
-                row.phases[kill.phase] = row.phases.get(kill.phase, 0) + 1
-                row.victims[kill.victim] = row.victims.get(kill.victim, 0) + 1
-                row.inside_saves += any(run.glob(".*staging*"))
-            code, run = self._run(number, None)
+                if not self._count(row, kill, run):
+                    break  # it was done before
+            else:
+                code, _ = self._run(number, None)
             wrong = differences(whole, digest_of(run)) if code == 0 else [f"exit code {code}"]
         except (TimeoutError, OSError, ValueError) as error:
             wrong = [f"{type(error).__name__}: {error}"]
@@ -249,10 +168,30 @@ class Cell:
             row.exact += 1
             self._clear(number)
 
-    def _draw(self, chance: random.Random, counts: list[Counter[str]]) -> Kill:
-        phase = chance.choices(list(PHASES), list(PHASES.values()))[0]
+    def _count(self, row: Row, kill: Kill, run: Path) -> bool:
+        """Whether the kill came; notes it."""
+        struck = self._starts.folder / "files"
+        if not struck.exists():
+            return False
+        ended = time.time() - struck.stat().st_mtime
+        row.slowest_end_seconds = max(row.slowest_end_seconds, round(ended, 1))
+        struck.unlink()
+        row.kills += 1
+        row.phases[kill.phase] = row.phases.get(kill.phase, 0) + 1
+        row.victims[kill.victim] = row.victims.get(kill.victim, 0) + 1
+        row.inside_saves += any(run.glob(".*staging*"))
+        return True
+
+    def _draw(self, chance: random.Random, counts: list[Counter[str]], row: Row, run: Path) -> Kill:
+        """A moment of what is left of the run, so that most kills come."""
+        more = 2 if row.inside_saves < 0.4 * row.kills else 1
+        weights = {**PHASES, "save": more * PHASES["save"]}
+        phase = chance.choices(list(weights), list(weights.values()))[0]
         rank = chance.randrange(self.num_ranks)
-        most = max(counts[rank].get(phase, 0), 1)
+        saved = run.glob("checkpoint-*")
+        done = max((int(path.name.partition("-")[2]) for path in saved), default=0)
+        share = {"save": 1 - done / STEPS, "start": 0.7, "load": 0.6, "data": 0.7, "train": 0}
+        most = max(int(counts[rank].get(phase, 0) * (share[phase] if done else 1)), 1)
         delay = {"train": 1.5, "start": 0.3, "load": 0.3}.get(phase, 0.03)
         victim = chance.choice(("rank", "launcher", "group")) if self.num_ranks > 1 else "rank"
         at = 1 if phase == "train" else chance.randint(1, most)
@@ -264,51 +203,6 @@ class Cell:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-
-
-def prepare(folder: Path, *, real: bool) -> None:
-    """A tiny model and some conversations; and the imports, for forked starts."""
-    if not real:
-        import deepspeed
-        import torch
-
-        import trainkit.cli.commands.training.sft
-        import trainkit.run.redraw
-        import trainkit.run.report
-        import trainkit.train.build
-        import trainkit.train.session
-
-        torch.set_num_threads(1)
-        give_forks_their_own_threads()
-        gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-        trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
-        trainkit.run.redraw.CurveRefresher.refresh = lambda self: False
-    if (folder / "d.jsonl").exists():
-        return
-    maker = os.fork()  # threads of torch's must not be there when a start is forked
-    if maker == 0:
-        with contextlib.suppress(BaseException):
-            make(folder)
-        os._exit(0)
-    os.waitpid(maker, 0)
-
-
-def make(folder: Path) -> None:
-    """The model and the conversations."""
-    from tiny import make_qwen2, make_tokenizer
-
-    tokenizer = make_tokenizer()
-    make_qwen2(len(tokenizer)).save_pretrained(folder / "m")
-    tokenizer.save_pretrained(folder / "m")
-    rows = (
-        [
-            {"role": "user", "content": f"Say {number}."},
-            {"role": "assistant", "content": f"It is {number}{'!' * (number % 7)}"},
-        ]
-        for number in range(48)
-    )
-    (folder / "d.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
 
 
 def table(rows: dict[str, Row]) -> str:
@@ -366,20 +260,21 @@ def main() -> int:
         prepare(folder, real=arguments.real)
         starts = Starts(folder, real=arguments.real)
         known: dict[str, Any] = {}
+        enough = arguments.kills, arguments.in_saves
         while names and time.monotonic() < deadline:
-            for name in list(names):
-                if time.monotonic() > deadline:
-                    break
-                row = rows.setdefault(f"{name} {kind_of_start}", Row(name, kind_of_start))
-                if row.kills >= arguments.kills:
-                    names.remove(name)
-                    continue
-                cell = Cell(name, starts, arguments.set)
-                if name not in known:
-                    known[name] = cell.whole()
-                cell.round(row, *known[name])
-                write_rows(arguments.json, rows)
-                print(f"{name}: {row.kills} kills, {row.exact} of {row.rounds} exact", flush=True)
+            made = {name: Row(name, kind_of_start) for name in names}
+            of = {name: rows.get(f"{name} {kind_of_start}", made[name]) for name in names}
+            name = min(names, key=lambda each: of[each].share(*enough))
+            row = rows.setdefault(f"{name} {kind_of_start}", of[name])
+            if row.share(*enough) >= 1:  # and so have all others
+                break
+            cell = Cell(name, starts, arguments.set)
+            if name not in known:
+                known[name] = cell.whole()
+            left = arguments.kills - row.kills
+            cell.round(row, *known[name], kills=max(left, 1), until=deadline)
+            write_rows(arguments.json, rows)
+            print(f"{name}: {row.kills} kills, {row.exact} of {row.rounds} exact", flush=True)
     print(table(rows))
     for row in rows.values():
         for failure in row.failures:
@@ -394,6 +289,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--cells", default="*", help="patterns, with commas: lora-bf16/*,*/zero2")
     made.add_argument("--kills", type=int, default=100, help="of each cell")
+    made.add_argument("--in-saves", type=int, default=40, help="of them, a save half done")
     made.add_argument("--json", type=Path, default=Path("kills.jsonl"), help="the rows")
     made.add_argument("--work", type=Path, help="a folder to work in, and to keep what fails in")
     made.add_argument("--deadline-seconds", type=float, default=float("inf"))

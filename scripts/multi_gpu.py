@@ -39,7 +39,7 @@ HERE = Path(__file__).resolve().parent
 
 # ---------------------------------------------------------------------------------- the runs
 def prepare(folder: Path, cells: list[Cell], num_rows: int) -> None:
-    """Models with random weights, a tokenizer, and rows of random tokens."""
+    """Models with random weights, a tokenizer, and rows of random tokens; 0 leaves those there."""
     import numpy as np
     import torch
     from tokenizers import Tokenizer, models
@@ -61,6 +61,8 @@ def prepare(folder: Path, cells: list[Cell], num_rows: int) -> None:
         PreTrainedTokenizerFast(
             tokenizer_object=core, pad_token="<0>", eos_token="<1>"
         ).save_pretrained(folder / name)
+    if not num_rows:
+        return
     random = np.random.default_rng(0)
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as file:
         for _ in range(num_rows):

@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """What surviving costs on GPUs: the stall of a save, the watching of every step, equal bytes.
 
-    python scripts/survival_gpu.py --output rows.jsonl [--parts stall,lora,watching,determinism]
+    python scripts/survival_gpu.py --output rows.jsonl [--parts stall,lora,...] [--seconds N]
 
 - ``stall``: 0.5B, ZeRO-2 on all GPUs: how long training stands still for a checkpoint, and how much
   slower its steps are while the checkpoint is written.
-- ``lora``: a 7B model's adapter on one GPU: the stall, beside that of a save that is waited for.
+- ``pinning``: how long a GiB of pinned memory takes, by the ways that torch has to make it.
+- ``lora``: a 7B model's adapter on one GPU: the stall of every other save, and between them those
+  that are waited for.
 - ``watching``: 0.5B on one GPU, in one run: twenty steps with all that watches for faults (bad
   numbers, other ranks, signals, the heartbeat), twenty without, in turn.
 - ``determinism``: 0.5B on one GPU: three runs with ``training.full_determinism``, their bytes, and
   what a step costs beside a run without it.
 
 Parts on one GPU run side by side. One JSON row a part; it is written as soon as the part is done.
+What has not ended after so many seconds is killed, and its row says so.
 """
 
 import argparse
@@ -24,116 +27,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multi_gpu import LENGTH, Cell, free_port, prepare
+from multi_gpu import LENGTH, Cell, free_port, kill, prepare
 
-RANK, SETTINGS = "--rank", "TRAINKIT_SURVIVAL"
+RANK, SETTINGS = Path(__file__).with_name("survival_rank.py"), "TRAINKIT_SURVIVAL"
 BLOCK = 20
 """Steps with the watching on, and then off."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run trains: so many rows a step over all its GPUs, ``micro_batch`` at once on each."""
+
+    model: str
+    shard: str
+    batch: int
+    micro_batch: int
+    overrides: dict[str, Any] = field(default_factory=dict)
+
 
 Run = tuple[Path, subprocess.Popen[bytes]]
 
 
-# -- inside a rank -------------------------------------------------------------------------------
-
-
-def train() -> None:
-    """``trainkit sft``, with a clock in it."""
-    import torch
-
-    from trainkit.cli.app import main as trainkit
-    from trainkit.train.checkpoints import CheckpointWriter
-    from trainkit.train.trainer import ObjectiveTrainer
-
-    settings = json.loads(os.environ[SETTINGS])
-    found: dict[str, dict[int, float]] = {"begun": {}, "saved": {}, "written": {}}
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
-    plain_begin, plain_save = ObjectiveTrainer.get_batch_samples, ObjectiveTrainer._save_checkpoint
-    plain_finish = CheckpointWriter._finish
-    block = settings["block"]
-    switch = turn_off_watching() if block else None
-
-    def begin(self: Any, *arguments: Any) -> Any:
-        step = self.state.global_step
-        if switch is None or step % block == 0:
-            synchronize()
-            found["begun"][step] = time.perf_counter()
-        if switch is not None:
-            switch(step // block % 2 == 1)
-        return plain_begin(self, *arguments)
-
-    def save(self: Any, *arguments: Any) -> None:
-        began = time.perf_counter()
-        plain_save(self, *arguments)
-        if settings["waits"]:
-            self.checkpoints.wait()
-        found["saved"][self.state.global_step] = time.perf_counter() - began
-
-    def finish(self: Any, save: Any, target: Path, *arguments: Any) -> None:
-        began = time.perf_counter()
-        plain_finish(self, save, target, *arguments)
-        found["written"][int(target.name.partition("-")[2])] = time.perf_counter() - began
-
-    ObjectiveTrainer.get_batch_samples = begin
-    ObjectiveTrainer._save_checkpoint = save
-    CheckpointWriter._finish = finish
-    code = trainkit(sys.argv[2:])
-    if int(os.environ.get("RANK") or 0) == 0:
-        Path(settings["clock"]).write_text(json.dumps(found))
-    sys.exit(code)
-
-
-def turn_off_watching() -> Callable[[bool], None]:
-    """A switch for everything that a step does about faults: True turns it off."""
-    import torch
-
-    from trainkit.run.directory import RunDirectory
-    from trainkit.train.callbacks import StopOnRequest
-    from trainkit.train.faults.watch import Watch
-    from trainkit.train.optimizer import watched
-    from trainkit.train.optimizer.finite import NumberGuard
-
-    is_off = [False]
-    nothing: list[torch.Tensor] = []
-
-    def close(self: Any, *_: Any, **__: Any) -> torch.Tensor:
-        self.flush()
-        if not nothing:
-            nothing.append(torch.zeros((), device=self._accelerator.device))
-        return nothing[0]
-
-    def without(owner: Any, name: str, other: Callable[..., Any]) -> None:
-        plain = getattr(owner, name)
-
-        def either(*arguments: Any, **keywords: Any) -> Any:
-            return (other if is_off[0] else plain)(*arguments, **keywords)
-
-        setattr(owner, name, either)
-
-    without(NumberGuard, "begin", lambda *_, **__: None)
-    without(NumberGuard, "add_loss", lambda *_, **__: None)
-    without(NumberGuard, "close", close)
-    without(watched, "hold_back", lambda *_, **__: None)
-    without(Watch, "mark", lambda *_, **__: None)
-    without(Watch, "_write", lambda *_, **__: None)
-    without(Watch, "_lost", lambda *_, **__: None)
-    without(StopOnRequest, "on_step_end", lambda *_, **__: None)
-    without(RunDirectory, "heartbeat", lambda *_, **__: None)
-
-    def switch(off: bool) -> None:
-        is_off[0] = off
-
-    return switch
-
-
-# -- outside -------------------------------------------------------------------------------------
-
-
 def start(
     name: str,
-    cell: Cell,
+    what: Trained,
     folder: Path,
     gpus: list[int],
     steps: int,
@@ -144,13 +65,13 @@ def start(
     """A run on some GPUs."""
     run = folder / name
     recipe = {
-        "model": {"name_or_path": str(folder / cell.model), "dtype": "bfloat16"},
+        "model": {"name_or_path": str(folder / what.model), "dtype": "bfloat16"},
         "data": {"train": [str(folder / "rows.jsonl")], "max_length": LENGTH, "packing": False},
         "kernels": device,
-        "parallel": {"shard": cell.shard},
-        "global_batch_size": cell.global_batch,
+        "parallel": {"shard": what.shard},
+        "global_batch_size": what.batch,
         "training": {
-            "per_device_train_batch_size": cell.micro_batch,
+            "per_device_train_batch_size": what.micro_batch,
             "learning_rate": 1e-5,
             "max_steps": steps,
             "save_strategy": "no",
@@ -158,8 +79,8 @@ def start(
     }
     path = run.with_suffix(".json")
     path.write_text(json.dumps(recipe), encoding="utf-8")
-    overrides = [f"{key}={json.dumps(value)}" for key, value in cell.overrides.items()]
-    words = [str(Path(__file__).resolve()), RANK, "sft", "--config", str(path)]
+    overrides = [f"{key}={json.dumps(value)}" for key, value in what.overrides.items()]
+    words = [str(RANK), "sft", "--config", str(path)]
     words += ["--output-dir", str(run), *overrides]
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(len(gpus))]
     launch = [*launch, "--master_port", str(free_port())] if len(gpus) > 1 else []
@@ -174,16 +95,20 @@ def start(
     return run, process
 
 
-def clock_of(run: Run) -> dict[str, dict[str, float]]:
+def clock_of(run: Run, deadline: float) -> dict[str, dict[str, float]]:
     """What its clock says, when it has ended.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: it failed, or did not end in time.
     """
     folder, process = run
-    if process.wait() != 0:
+    try:
+        process.wait(max(deadline - time.monotonic(), 1.0))
+    except subprocess.TimeoutExpired:
+        kill(process)
+    if process.returncode != 0:
         said = folder.with_suffix(".log").read_text(errors="replace").split()
-        raise RuntimeError(f"{folder.name} ended with {process.returncode}: {' '.join(said[-80:])}")
+        raise RuntimeError(f"{folder.name} ended with {process.returncode}: {' '.join(said[-99:])}")
     clock: dict[str, dict[str, float]] = json.loads(Path(f"{folder}.clock").read_text())
     return clock
 
@@ -214,49 +139,78 @@ def figures_of_saves(clock: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def stall(tools: "Tools") -> dict[str, Any]:
-    """0.5B, ZeRO-2."""
-    each = tools.batch
-    saves = {"training.save_strategy": "steps", "training.save_steps": tools.steps // 3}
+    """0.5B, ZeRO-2: two saves, so far apart that the first is written before the second begins."""
+    each, every = tools.batch, tools.steps // 2
+    saves = {"training.save_strategy": "steps", "training.save_steps": every}
     limit = {"training.save_total_limit": 1}
-    cell = Cell(
-        tools.small, "trainkit", 0, "zero2", each * len(tools.gpus), each, {**saves, **limit}
+    what = Trained(tools.small, "zero2", each * len(tools.gpus), each, {**saves, **limit})
+    run = tools.start("stall", what, tools.gpus, 2 * every + every // 3)
+    return {"model": what.model, "shard": "zero2", **figures_of_saves(tools.clock_of(run))}
+
+
+def pinning(tools: "Tools") -> dict[str, Any]:
+    """Memory that is pinned for the first time, for each setting of torch's allocator."""
+    code = (
+        "import time, torch\n"
+        "torch.ones(1, device='cuda').item()\n"
+        "for each in range(3):\n"
+        "    began = time.perf_counter()\n"
+        "    kept = torch.empty((each + 1) << 30, dtype=torch.uint8, pin_memory=True)\n"
+        "    print((time.perf_counter() - began) / (each + 1))\n"
+        "    kept = None\n"
     )
-    steps = tools.steps + tools.steps // 6
-    run = tools.start("stall", cell, tools.gpus, steps)
-    return {"model": cell.model, "shard": "zero2", **figures_of_saves(clock_of(run))}
+    found = {}
+    registered = "pinned_use_cuda_host_register:True"
+    settings = ("", registered, f"{registered},pinned_num_register_threads:8")
+    for setting in settings if tools.device else ():
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting}
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        found[setting or "default"] = done.stdout.split() or done.stderr[-300:]
+    return {"seconds_per_gib": found}
 
 
 def lora(tools: "Tools", gpu: int) -> Callable[[], dict[str, Any]]:
-    """A 7B model's adapter: saved in the background, and waited for."""
-    saves = {"training.save_strategy": "steps", "training.save_steps": tools.steps // 12}
+    """A 7B model's adapter: saved in the background, and waited for, in turn."""
+    saves = {"training.save_strategy": "steps", "training.save_steps": 6}
     more = {"lora.r": 16, "lora.alpha": 32, "training.save_total_limit": 1, **saves}
-    cell = Cell(tools.large, "trainkit", 1, "none", 2, 2, more)
-    steps = tools.steps // 3
+    what = Trained(tools.large, "none", 2, 2, more)
+    run = tools.start("lora", what, [gpu], 52, waits=True)
 
     def done() -> dict[str, Any]:
-        row: dict[str, Any] = {"model": f"{cell.model} LoRA"}
-        for name, waits in (("background", False), ("waited_for", True)):
-            run = tools.start(f"lora-{name}", cell, [gpu], steps, waits=waits)
-            row[name] = figures_of_saves(clock_of(run))
-        own, other = (
-            statistics.median(row[name]["stall_seconds"]) for name in ("background", "waited_for")
-        )
-        return {**row, "share_of_a_save_that_is_waited_for": round(own / other, 4)}
+        figures = figures_of_saves(tools.clock_of(run))
+        # The first save of each kind makes what all later ones use.
+        own, other = (figures["stall_seconds"][first::2][1:] for first in (0, 1))
+        return {
+            "model": f"{what.model} LoRA",
+            "stall_seconds": own,
+            "stall_seconds_waited_for": other,
+            "share_of_a_save_that_is_waited_for": round(
+                statistics.median(own) / statistics.median(other), 4
+            ),
+            "in_turn": figures,
+        }
 
     return done
 
 
 def watching(tools: "Tools", gpu: int) -> Callable[[], dict[str, Any]]:
     """With and without, twenty steps each."""
-    cell = Cell(tools.small, "trainkit", 1, "none", tools.batch, tools.batch)
-    run = tools.start("watching", cell, [gpu], 10 * BLOCK + 1, block=BLOCK)
+    what = Trained(tools.small, "none", tools.batch, tools.batch)
+    run = tools.start("watching", what, [gpu], 10 * BLOCK + 1, block=BLOCK)
 
     def done() -> dict[str, Any]:
-        begun = sorted((int(step), at) for step, at in clock_of(run)["begun"].items())
+        begun = sorted((int(step), at) for step, at in tools.clock_of(run)["begun"].items())
         blocks = [(later - at) / BLOCK for (_, at), (_, later) in itertools.pairwise(begun)]
         on, off = blocks[2::2], blocks[3::2]  # the first two compile
         return {
-            "model": cell.model,
+            "model": what.model,
             "step_seconds_watched": [round(each, 5) for each in on],
             "step_seconds_unwatched": [round(each, 5) for each in off],
             "overhead": round(statistics.median(on) / statistics.median(off) - 1, 5),
@@ -275,10 +229,10 @@ def determinism(tools: "Tools") -> dict[str, Any]:
             name = left.pop(0) if left else None
             if name:
                 is_on = {} if name == "plain" else {"training.full_determinism": True}
-                cell = Cell(tools.small, "trainkit", 1, "none", tools.batch, tools.batch, is_on)
-                running.append((name, tools.start(f"same-{name}", cell, [gpu], 14)))
+                what = Trained(tools.small, "none", tools.batch, tools.batch, is_on)
+                running.append((name, tools.start(f"same-{name}", what, [gpu], 14)))
         for name, run in running:
-            steps = list(seconds_of_steps(clock_of(run)).values())[4:]
+            steps = list(seconds_of_steps(tools.clock_of(run)).values())[4:]
             seconds["plain" if name == "plain" else "deterministic"] = statistics.median(steps)
             if name != "plain":
                 weights = (run[0] / "final/model.safetensors").read_bytes()
@@ -299,29 +253,35 @@ class Tools:
     Args:
         folder: for models, rows and runs.
         gpus: numbers; on a CPU of the processes.
-        steps: of the stall's run.
+        steps: about as many has the stall's run.
+        deadline: when everything has to have ended, by `time.monotonic`.
         device: whether there are GPUs.
     """
 
-    def __init__(self, folder: Path, gpus: list[int], steps: int, *, device: bool) -> None:
+    def __init__(
+        self, folder: Path, gpus: list[int], steps: int, deadline: float, *, device: bool
+    ) -> None:
         self.folder, self.gpus, self.steps, self.device = folder, gpus, steps, device
+        self.deadline = deadline
         self.small, self.large, self.batch = "qwen2-0.5b", "qwen2-7b", 8
 
-    def start(self, name: str, cell: Cell, gpus: list[int], steps: int, **settings: Any) -> Run:
+    def start(self, name: str, what: Trained, gpus: list[int], steps: int, **settings: Any) -> Run:
         """A run."""
-        return start(name, cell, self.folder, gpus, steps, device=self.device, **settings)
+        return start(name, what, self.folder, gpus, steps, device=self.device, **settings)
+
+    def clock_of(self, run: Run) -> dict[str, dict[str, float]]:
+        """What its clock says, when it has ended."""
+        return clock_of(run, self.deadline)
 
 
 def main() -> None:
     """Run the chosen parts."""
-    if sys.argv[1:2] == [RANK]:
-        train()
-        return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/survival_gpu"))
-    parser.add_argument("--parts", default="stall,lora,watching,determinism")
-    parser.add_argument("--steps", type=int, default=150, help="of the stall's run")
+    parser.add_argument("--parts", default="stall,pinning,watching,lora,determinism")
+    parser.add_argument("--steps", type=int, default=260, help="of the stall's run")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it")
     parser.add_argument("--commit", default=None, help="of the code that runs")
     chosen = parser.parse_args()
 
@@ -329,34 +289,43 @@ def main() -> None:
 
     from trainkit.bench.measure.record import environment
 
+    deadline = time.monotonic() + chosen.seconds
     device = torch.cuda.is_available()
     gpus = list(range(torch.cuda.device_count() if device else 2))
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    tools = Tools(chosen.folder, gpus, chosen.steps, device=device)
+    tools = Tools(chosen.folder, gpus, chosen.steps, deadline, device=device)
     parts = chosen.parts.split(",")
     common = {"bench": "survival", "num_gpus": len(gpus), **environment(chosen.commit)}
 
     def note(part: str, measure: Callable[[], dict[str, Any]]) -> None:
         try:
             row = {"part": part, **measure()}
-        except (RuntimeError, OSError, ValueError, LookupError) as error:
+        except Exception as error:  # the other parts go on
             row = {"part": part, "error": f"{type(error).__name__}: {error}"[-2000:]}
         with chosen.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**row, **common}) + "\n")
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
 
-    models = [tools.small, *([tools.large] if "lora" in parts else [])]
-    needed = [Cell(model, "trainkit", 1, "none", 1, 1) for model in models]
-    prepare(chosen.folder, needed, 2048)
-    torch.cuda.empty_cache()
+    def make(model: str, num_rows: int) -> None:
+        prepare(chosen.folder, [Cell(model, "trainkit", 1, "none", 1, 1)], num_rows)
+        if device:
+            torch.cuda.empty_cache()
+
+    make(tools.small, 2048)
     if "stall" in parts:
         note("stall", lambda: stall(tools))
+    if "pinning" in parts:
+        note("pinning", lambda: pinning(tools))
     beside = watching(tools, gpus[-1]) if "watching" in parts else None
+    large = None
     if "lora" in parts:
-        note("lora", lora(tools, gpus[0]))
+        make(tools.large, 0)
+        large = lora(tools, gpus[0])
     if beside is not None:
         note("watching", beside)
+    if large is not None:
+        note("lora", large)
     if "determinism" in parts:
         note("determinism", lambda: determinism(tools))
 

@@ -5,13 +5,23 @@ import socket
 
 import pytest
 from ranks import run_ranks
+from torch.distributed import run
+from torch.distributed.launcher import api
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.parallel.hosts import OWN_LAUNCH, Hosts, first_host
 from trainkit.parallel.launch import launch_command
+from trainkit.train.faults import torchrun
 
 LAUNCHER = "trainkit.train.faults.torchrun"
+OF_TORCH_2_11 = {
+    *("--nnodes", "--nproc_per_node", "--node_rank", "--master_addr", "--master_port"),
+    *("--max-restarts", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+    *("--local-addr", "--signals-to-handle"),
+}
+"""Options of the oldest torchrun that is served, as far as they are used."""
+
 VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_PORT"]
 
 
@@ -46,6 +56,19 @@ def test_one_process_needs_no_launcher_and_restarts_do():
     assert LAUNCHER not in command(1)
     assert LAUNCHER in command(2)
     assert {LAUNCHER, "--max-restarts", "c10d"} < set(command(1, max_restarts=2))
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_torchrun_is_given_only_what_the_oldest_one_knows(restarts, monkeypatch):
+    given = []
+    monkeypatch.setenv(torchrun.LAUNCHER, "")
+    monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)
+    monkeypatch.setattr(run, "main", given.extend)
+    started = command(2, max_restarts=restarts)
+    assert torchrun.main(started[started.index(LAUNCHER) + 1 : started.index("-m", 3)]) == 0
+    options = {word for word in given if word.startswith("--")}
+    assert options <= OF_TORCH_2_11
+    assert "--signals-to-handle" in options
 
 
 def test_one_process_on_a_host_of_many_gpus_is_not_started_over_and_over(monkeypatch):

@@ -54,6 +54,11 @@ def _run(arguments: Sequence[str]) -> int:
             leave_to_others()  # who has processes waits for them to save
             return started
 
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *_: Any, **__: Any) -> None:
+            if self._pcontext is not None:  # torch 2.11 has no setting for how long it waits
+                self._pcontext.close(death_sig, SHUTDOWN_SECONDS)
+            super()._shutdown(death_sig)
+
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result = super()._monitor_workers(worker_group)
             codes = {failure.exitcode for failure in result.failures.values()}
@@ -65,9 +70,8 @@ def _run(arguments: Sequence[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     setattr(api, LocalElasticAgent.__name__, StoppableAgent)
     passed_on = ",".join(number.name for number in WATCHED) + ",SIGHUP,SIGQUIT"
-    own = ["--signals-to-handle", passed_on, "--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     try:
-        run.main([*own, *arguments])
+        run.main(["--signals-to-handle", passed_on, *arguments])
     except SignalException as error:
         failed = [code for code in _codes_of(agents) if code not in _STOPPED]
         return max(failed, default=StoppedError(error.sigval, "").exit_code)

@@ -1,0 +1,102 @@
+"""``trainkit sft`` with a clock in it: one rank of a run of ``survival_gpu.py``."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def train() -> None:
+    """``trainkit sft``, with a clock in it."""
+    import torch
+
+    from trainkit.cli.app import main as trainkit
+    from trainkit.train.checkpoints import CheckpointWriter
+    from trainkit.train.trainer import ObjectiveTrainer
+
+    settings = json.loads(os.environ["TRAINKIT_SURVIVAL"])
+    found: dict[str, dict[int, float]] = {"begun": {}, "saved": {}, "written": {}}
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    plain_begin, plain_save = ObjectiveTrainer.get_batch_samples, ObjectiveTrainer._save_checkpoint
+    plain_finish = CheckpointWriter._finish
+    block = settings["block"]
+    switch = turn_off_watching() if block else None
+
+    def begin(self: Any, *arguments: Any) -> Any:
+        step = self.state.global_step
+        if switch is None or step % block == 0:
+            synchronize()
+            found["begun"][step] = time.perf_counter()
+        if switch is not None:
+            switch(step // block % 2 == 1)
+        return plain_begin(self, *arguments)
+
+    def save(self: Any, *arguments: Any) -> None:
+        began = time.perf_counter()
+        plain_save(self, *arguments)
+        if settings["waits"] and len(found["saved"]) % 2:
+            self.checkpoints.wait()
+        found["saved"][self.state.global_step] = time.perf_counter() - began
+
+    def finish(self: Any, save: Any, target: Path, *arguments: Any) -> None:
+        began = time.perf_counter()
+        plain_finish(self, save, target, *arguments)
+        found["written"][int(target.name.partition("-")[2])] = time.perf_counter() - began
+
+    ObjectiveTrainer.get_batch_samples = begin
+    ObjectiveTrainer._save_checkpoint = save
+    CheckpointWriter._finish = finish
+    code = trainkit(sys.argv[1:])
+    if int(os.environ.get("RANK") or 0) == 0:
+        Path(settings["clock"]).write_text(json.dumps(found))
+    sys.exit(code)
+
+
+def turn_off_watching() -> Callable[[bool], None]:
+    """A switch for everything that a step does about faults: True turns it off."""
+    import torch
+
+    from trainkit.run.directory import RunDirectory
+    from trainkit.train.callbacks import StopOnRequest
+    from trainkit.train.faults.watch import Watch
+    from trainkit.train.optimizer import watched
+    from trainkit.train.optimizer.finite import NumberGuard
+
+    is_off = [False]
+    nothing: list[torch.Tensor] = []
+
+    def close(self: Any, *_: Any, **__: Any) -> torch.Tensor:
+        self.flush()
+        if not nothing:
+            nothing.append(torch.zeros((), device=self._accelerator.device))
+        return nothing[0]
+
+    def without(owner: Any, name: str, other: Callable[..., Any]) -> None:
+        plain = getattr(owner, name)
+
+        def either(*arguments: Any, **keywords: Any) -> Any:
+            return (other if is_off[0] else plain)(*arguments, **keywords)
+
+        setattr(owner, name, either)
+
+    without(NumberGuard, "begin", lambda *_, **__: None)
+    without(NumberGuard, "add_loss", lambda *_, **__: None)
+    without(NumberGuard, "close", close)
+    without(watched, "hold_back", lambda *_, **__: None)
+    without(Watch, "mark", lambda *_, **__: None)
+    without(Watch, "_write", lambda *_, **__: None)
+    without(Watch, "_lost", lambda *_, **__: None)
+    without(StopOnRequest, "on_step_end", lambda *_, **__: None)
+    without(RunDirectory, "heartbeat", lambda *_, **__: None)
+
+    def switch(off: bool) -> None:
+        is_off[0] = off
+
+    return switch
+
+
+if __name__ == "__main__":
+    train()
