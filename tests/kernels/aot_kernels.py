@@ -14,7 +14,13 @@ from triton.compiler import ASTSource
 
 from trainkit.kernels import add_rms_norm, launch, rms_norm
 from trainkit.kernels.contract import Draw, OpCase, OpSpec, run
-from trainkit.kernels.fp8.function import SMALLEST_CAPABILITY, fp8_quantize, fp8_quantize_both
+from trainkit.kernels.fp8.function import (
+    SMALLEST_CAPABILITY,
+    fp8_gate,
+    fp8_gate_backward,
+    fp8_quantize,
+    fp8_quantize_both,
+)
 from trainkit.kernels.ops import OPS
 from trainkit.kernels.rms_norm.spec import rms_norm_case
 
@@ -79,6 +85,8 @@ def quantise_what_models_bring() -> None:
         fp8_quantize(x)
         fp8_quantize(x, x[0].float())
         fp8_quantize_both([x], [x[0].float()], x[:, 0].float())
+        _, scales = fp8_gate(x, x)
+        fp8_gate_backward(x, x, x, (x[0], x[0]), scales)
         if width < 8192:
             rms_norm(x, x[0], fp8_rows=True)
             add_rms_norm(x, x, x[0], fp8_rows=True)

@@ -7,9 +7,12 @@ from trainkit.kernels.adamw.spec import ADAMW, SQUARE_SUM
 from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
 from trainkit.kernels.fp8.spec import (
+    FP8_GATE,
+    FP8_GATE_BACKWARD,
     FP8_MATMUL,
     FP8_QUANTIZE,
     FP8_QUANTIZE_BOTH,
+    FP8_QUANTIZE_COLUMNS,
     FP8_QUANTIZE_JOINT,
     FP8_TRANSPOSE,
 )
@@ -36,6 +39,9 @@ OPS: dict[str, OpSpec] = {
         FP8_QUANTIZE,
         FP8_QUANTIZE_JOINT,
         FP8_QUANTIZE_BOTH,
+        FP8_QUANTIZE_COLUMNS,
+        FP8_GATE,
+        FP8_GATE_BACKWARD,
         FP8_TRANSPOSE,
         FP8_MATMUL,
         SQUARE_SUM,

@@ -201,6 +201,27 @@ def test_what_is_kept_for_the_backward_pass_is_one_byte_a_number():
     assert len(saved) == 3
 
 
+@pytest.mark.parametrize("skipped", [None, "down_proj", "gate_proj"])
+def test_a_feed_forward_block_keeps_its_input_and_its_gates(skipped):
+    """As one function: no h, neither in 16 bits nor in 8. With a plain layer in it, one by one."""
+    model = make_qwen2(32).to(BF16).train()
+    patch_kernels(model)
+    block = model.model.layers[0].mlp
+    roles = ("gate_proj", "up_proj", "down_proj")
+    swap_in(block, {role: BOTH for role in roles if role != skipped})
+    x = torch.randn(2, 8, block.gate_proj.in_features).to(BF16).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = block(x)
+    weights = [layer.weight.data_ptr() for layer in block.children() if hasattr(layer, "weight")]
+    size = sum(t.numel() * t.element_size() for t in saved if t.data_ptr() not in weights)
+    width, tokens = block.gate_proj.out_features, 16
+    alone = tokens * (x.shape[-1] + 4) + 2 * tokens * 2 * width + 4 * tokens
+    assert (size == alone) is (skipped is None)
+    y.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in (x, *block.parameters()))
+
+
 def test_rows_of_a_batch_do_not_meet():
     """A scale is a token's own: what one document holds does not round another one otherwise."""
     model, _ = fp8_model()

@@ -45,17 +45,19 @@ def _tile_magnitudes(
     num_cols,
     num_rows,
     first_block,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """of_rows (blocks of columns, M) from first_block on, of_cols (blocks of rows, N)."""
+    """of_cols (blocks of rows, N); with ROWS, of_rows (blocks of columns, M)."""
     rows, cols, x = _tile(x_ptr, x_stride, num_rows, num_cols, BLOCK_M, BLOCK_N)
     in_rows, in_cols = rows < num_rows, cols < num_cols
-    factor = tl.load(column_factor_ptr + cols, mask=in_cols, other=0.0)
-    largest = tl.max(_magnitude(x * factor[None, :]), axis=1)
     blocks = tl.cdiv(num_cols, BLOCK_N)
-    place = (first_block + tl.program_id(0) % blocks).to(tl.int64) * num_rows
-    tl.store(of_rows_ptr + place + rows, largest, mask=in_rows)
+    if ROWS:
+        factor = tl.load(column_factor_ptr + cols, mask=in_cols, other=0.0)
+        largest = tl.max(_magnitude(x * factor[None, :]), axis=1)
+        place = (first_block + tl.program_id(0) % blocks).to(tl.int64) * num_rows
+        tl.store(of_rows_ptr + place + rows, largest, mask=in_rows)
     factor = tl.load(row_factor_ptr + rows, mask=in_rows, other=0.0)
     largest = tl.max(_magnitude(x * factor[:, None]), axis=0)
     place = (tl.program_id(0) // blocks).to(tl.int64) * num_cols
@@ -99,17 +101,19 @@ def _tile_codes(
     num_cols,
     num_rows,
     padded_rows,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """codes (M, codes_stride), and turned (N, padded_rows), zeros beyond M."""
+    """codes (M, codes_stride), if wanted, and turned (N, padded_rows), zeros beyond M."""
     rows, cols, x = _tile(x_ptr, x_stride, num_rows, num_cols, BLOCK_M, BLOCK_N)
     in_rows, in_cols = rows < num_rows, cols < num_cols
-    factor = tl.load(column_factor_ptr + cols, mask=in_cols, other=0.0)
-    inverse = _inverse(tl.load(row_scales_ptr + rows, mask=in_rows, other=1.0))
-    places = codes_ptr + rows[:, None] * codes_stride + cols[None, :]
-    codes = _codes(x * factor[None, :], inverse[:, None])
-    tl.store(places, codes, mask=in_rows[:, None] & in_cols[None, :])
+    if ROWS:
+        factor = tl.load(column_factor_ptr + cols, mask=in_cols, other=0.0)
+        inverse = _inverse(tl.load(row_scales_ptr + rows, mask=in_rows, other=1.0))
+        places = codes_ptr + rows[:, None] * codes_stride + cols[None, :]
+        codes = _codes(x * factor[None, :], inverse[:, None])
+        tl.store(places, codes, mask=in_rows[:, None] & in_cols[None, :])
     factor = tl.load(row_factor_ptr + rows, mask=in_rows, other=0.0)
     inverse = _inverse(tl.load(col_scales_ptr + cols, mask=in_cols, other=1.0))
     places = turned_ptr + cols[:, None] * padded_rows + rows[None, :]
@@ -153,7 +157,7 @@ def launch_both(
             (part, factor, row_factor, of_rows, place),
             (part.stride(0), width),
             (num_rows, sum(col_blocks[:index])),
-            (block_m, block_n),
+            (True, block_m, block_n),
             warps,
         )
         _launch_scales(place, turned_scales[starts[index] :], row_blocks, width)
@@ -168,10 +172,42 @@ def launch_both(
             ),
             (part.stride(0), total, width),
             (num_rows, padded),
-            (block_m, block_n),
+            (True, block_m, block_n),
             warps,
         )
     return codes, scales, turned, turned_scales
+
+
+def launch_columns(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """See `fp8_quantize_columns`; x (M, K) of unit column stride, also codes."""
+    num_rows, width = x.shape
+    padded = -(-num_rows // ALIGNMENT) * ALIGNMENT
+    turned = torch.empty((width, padded), dtype=FP8, device=x.device)
+    scales = row_factor.new_empty((width, 1))
+    if not num_rows:
+        return turned, scales.fill_(2.0**-126)
+    block_m, block_n, warps = FIRST
+    row_blocks = -(-num_rows // block_m)
+    magnitudes = torch.empty((row_blocks, width), dtype=torch.int32, device=x.device)
+    TILE_MAGNITUDES.launch(
+        row_blocks * -(-width // block_n),
+        (x, row_factor, row_factor, magnitudes, magnitudes),
+        (x.stride(0), width),
+        (num_rows, 0),
+        (False, block_m, block_n),
+        warps,
+    )
+    _launch_scales(magnitudes, scales, row_blocks, width)
+    block_m, block_n, warps = SECOND
+    TILE_CODES.launch(
+        -(-padded // block_m) * -(-width // block_n),
+        (x, row_factor, row_factor, row_factor, scales, turned, turned),
+        (x.stride(0), width, width),
+        (num_rows, padded),
+        (False, block_m, block_n),
+        warps,
+    )
+    return turned, scales
 
 
 def _launch_scales(magnitudes: Tensor, scales: Tensor, num_blocks: int, width: int) -> None:

@@ -12,15 +12,19 @@ from torch import Tensor
 
 from trainkit.kernels.fp8.reference import (
     FP8,
+    SMALLEST_EXPONENT,
+    fp8_gate_backward_reference,
+    fp8_gate_reference,
     fp8_matmul_reference,
     fp8_quantize_both_reference,
+    fp8_quantize_columns_reference,
     fp8_quantize_joint_reference,
     fp8_transpose_reference,
 )
 from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, remembered, runs_kernel
 
 if HAS_TRITON:
-    from trainkit.kernels.fp8 import both_kernel, kernel, transpose_kernel
+    from trainkit.kernels.fp8 import both_kernel, gate_kernel, kernel, transpose_kernel
 
 SMALLEST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 tensor cores."""
@@ -56,7 +60,11 @@ def fits_fp8(num_outputs: int, num_inputs: int) -> bool:
 
 
 def fp8_quantize(
-    x: Tensor, factor: Tensor | None = None, *, keep_largest: bool = False
+    x: Tensor,
+    factor: Tensor | None = None,
+    *,
+    keep_largest: bool = False,
+    smallest: int = SMALLEST_EXPONENT,
 ) -> tuple[Tensor, Tensor]:
     """Rows in e4m3 with a scale each.
 
@@ -65,13 +73,14 @@ def fp8_quantize(
         factor: (K,) fp32 that multiplies the columns first.
         keep_largest: choose the scale so that a row's largest number is not rounded; else it is a
             power of two.
+        smallest: no scale that is a power of two is below 2 to this.
 
     Returns:
         codes (M, K) contiguous and scales (M, 1) fp32: x = codes * scales to within a sixteenth of
         each number. A row with an infinity or NaN has the scale NaN.
     """
     factors = None if factor is None else (factor,)
-    return fp8_quantize_joint((x,), factors, keep_largest=keep_largest)
+    return fp8_quantize_joint((x,), factors, keep_largest=keep_largest, smallest=smallest)
 
 
 def fp8_quantize_joint(
@@ -79,6 +88,7 @@ def fp8_quantize_joint(
     factors: Sequence[Tensor] | None = None,
     *,
     keep_largest: bool = False,
+    smallest: int = SMALLEST_EXPONENT,
 ) -> tuple[Tensor, Tensor]:
     """Several matrices side by side, with one scale for a row of all of them.
 
@@ -86,6 +96,7 @@ def fp8_quantize_joint(
         parts: (M, K_i) each.
         factors: (K_i,) fp32 each, or None.
         keep_largest: as `fp8_quantize`.
+        smallest: as `fp8_quantize`.
 
     Returns:
         codes (M, sum of K_i) and scales (M, 1), as `fp8_quantize`.
@@ -99,11 +110,11 @@ def fp8_quantize_joint(
     if factors is not None:
         factors = [factor.flatten() for factor in factors]
     if not _takes_kernel(*rows) or not rows[0].shape[1]:
-        return fp8_quantize_joint_reference(rows, factors, keep_largest)
+        return fp8_quantize_joint_reference(rows, factors, keep_largest, smallest)
     if len(rows) > kernel.MAX_PARTS:
         rows = [torch.cat(rows, dim=1)]
         factors = None if factors is None else [torch.cat(list(factors))]
-    return kernel.launch_quantize(rows, factors, keep_largest)
+    return kernel.launch_quantize(rows, factors, keep_largest, smallest)
 
 
 def fp8_quantize_both(
@@ -127,6 +138,77 @@ def fp8_quantize_both(
     if not _takes_kernel(*rows) or not all(part.shape[1] for part in rows):
         return fp8_quantize_both_reference(rows, factors, row_factor)
     return both_kernel.launch_both(rows, factors, row_factor)
+
+
+def fp8_quantize_columns(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of rows or of their codes, for a product that contracts over the rows.
+
+    Args:
+        x: (M, K), or codes (M, K).
+        row_factor: (M,) fp32, multiplied in.
+
+    Returns:
+        codes (K, M) and scales (K, 1); the former's columns are padded with zeros to a multiple of
+        16, which products ask for.
+    """
+    rows, row_factor = as_rows(x), row_factor.flatten()
+    has_kernel = _has_kernels(rows) if rows.dtype == FP8 else _takes_kernel(rows)
+    if not has_kernel or not rows.shape[1]:
+        return fp8_quantize_columns_reference(rows, row_factor)
+    return both_kernel.launch_columns(rows, row_factor)
+
+
+def fp8_gate(gate: Tensor, up: Tensor, *, tanh_gelu: bool = False) -> tuple[Tensor, Tensor]:
+    """The rows of ``h = act(gate) * up`` in e4m3, their largest numbers kept; h is in no memory.
+
+    Args:
+        gate: (M, F).
+        up: shape and dtype of gate.
+        tanh_gelu: the activation is the tanh GELU instead of SiLU.
+
+    Returns:
+        codes (M, F) and scales (M, 1).
+    """
+    if not _holds_row(gate, up):
+        return fp8_gate_reference(gate, up, tanh_gelu)
+    return gate_kernel.launch_gate(as_rows(gate), as_rows(up), tanh_gelu)
+
+
+def fp8_gate_backward(
+    gate: Tensor,
+    up: Tensor,
+    dh: Tensor,
+    factors: Sequence[Tensor],
+    h_scales: Tensor,
+    *,
+    tanh_gelu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What comes back through the gate, in e4m3, and h again; neither is in memory in 16 bits.
+
+    Args:
+        gate: (M, F).
+        up: shape and dtype of gate.
+        dh: shape and dtype of gate.
+        factors: (F,) each, powers of two that multiply dgate and dup first.
+        h_scales: (M, 1), of the forward pass.
+        tanh_gelu: as `fp8_gate`.
+
+    Returns:
+        codes (M, 2F) of dgate and dup side by side and their scales (M, 1), as
+        `fp8_quantize_joint`; the codes of h (M, F).
+    """
+    if not _holds_row(gate, up, dh):
+        return fp8_gate_backward_reference(gate, up, dh, factors, h_scales, tanh_gelu)
+    narrow = [factor.flatten().to(torch.bfloat16) for factor in factors]
+    gate, up, dh = map(as_rows, (gate, up, dh))
+    return gate_kernel.launch_gate_back(gate, up, dh, narrow, h_scales, tanh_gelu)
+
+
+def _holds_row(*rows: Tensor) -> bool:
+    """Whether the gate's kernels serve these operands."""
+    width = rows[0].shape[1]
+    fits = 0 < width <= gate_kernel.MAX_WIDTH if HAS_TRITON else False
+    return fits and rows[0].dtype == torch.bfloat16 and _takes_kernel(*rows)
 
 
 def fp8_transpose(parts: Sequence[Tensor]) -> Tensor:

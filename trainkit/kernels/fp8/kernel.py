@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.fp8.reference import FP8
+from trainkit.kernels.fp8.reference import FP8, SMALLEST_EXPONENT
 from trainkit.kernels.launch import (
     INTERPRETING,
     Kernel,
@@ -35,15 +35,15 @@ def _magnitude(x):
 
 
 @triton.jit
-def _scale(largest, KEEP_LARGEST: tl.constexpr):
-    """(scale, 1 / scale) from the bits of the largest magnitude."""
+def _scale(largest, KEEP_LARGEST: tl.constexpr, SMALLEST: tl.constexpr = 1):
+    """(scale, 1 / scale) from the bits of the largest magnitude; at least 2^(SMALLEST - 127)."""
     is_finite = largest < 0x7F800000
     if KEEP_LARGEST:  # it is 256 scales, which is a code
         scale = tl.maximum(largest.to(tl.float32, bitcast=True), 2.0**-118) * 2.0**-8
         inverse = tl.div_rn(1.0, scale)
     else:  # powers of two
         # 448 = 1.75 * 2^8: a mantissa above 1.75 carries into the exponent.
-        exponent = tl.maximum((largest + 0x1FFFFF) >> 23, 9)
+        exponent = tl.maximum((largest + 0x1FFFFF) >> 23, SMALLEST + 8)
         scale = ((exponent - 8) << 23).to(tl.float32, bitcast=True)
         inverse = ((262 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.where(is_finite, scale, float("nan")), tl.where(is_finite, inverse, 0.0)
@@ -108,6 +108,7 @@ def _quantize(
     BLOCK2: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     KEEP_LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -130,7 +131,7 @@ def _quantize(
         if WIDTH2 > 0:
             x2 = _rows(x2_ptr, stride2, rows, mask, cols2, factor2, WIDTH2, HAS_FACTOR)
             largest = tl.maximum(largest, tl.max(_magnitude(x2), axis=1))
-        scale, inverse = _scale(largest, KEEP_LARGEST)
+        scale, inverse = _scale(largest, KEEP_LARGEST, SMALLEST)
         tl.store(scales_ptr + rows, scale, mask=mask)
         _put(codes_ptr, total, x0, inverse, rows, mask, cols0, WIDTH0)
         if WIDTH1 > 0:
@@ -193,6 +194,7 @@ def _quantize_long(
     WIDTH2: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     KEEP_LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A row of any length, read twice."""
@@ -205,7 +207,7 @@ def _quantize_long(
     best = _largest(best, x0_ptr, factor0_ptr, WIDTH0, HAS_FACTOR, BLOCK)
     best = _largest(best, x1_ptr, factor1_ptr, WIDTH1, HAS_FACTOR, BLOCK)
     best = _largest(best, x2_ptr, factor2_ptr, WIDTH2, HAS_FACTOR, BLOCK)
-    scale, inverse = _scale(tl.max(best, axis=0), KEEP_LARGEST)
+    scale, inverse = _scale(tl.max(best, axis=0), KEEP_LARGEST, SMALLEST)
     _write(codes_ptr, x0_ptr, factor0_ptr, inverse, WIDTH0, HAS_FACTOR, BLOCK)
     _write(codes_ptr + WIDTH0, x1_ptr, factor1_ptr, inverse, WIDTH1, HAS_FACTOR, BLOCK)
     _write(codes_ptr + WIDTH0 + WIDTH1, x2_ptr, factor2_ptr, inverse, WIDTH2, HAS_FACTOR, BLOCK)
@@ -266,7 +268,10 @@ def plan_rows(widths: tuple[int, ...], has_factor: bool) -> Plan | None:
 
 
 def launch_quantize(
-    parts: Sequence[Tensor], factors: Sequence[Tensor] | None, keep_largest: bool
+    parts: Sequence[Tensor],
+    factors: Sequence[Tensor] | None,
+    keep_largest: bool,
+    smallest: int = SMALLEST_EXPONENT,
 ) -> tuple[Tensor, Tensor]:
     """(codes (M, sum of K), scales (M, 1)) of at most three parts (M, K), unit column strides."""
     num_rows = parts[0].shape[0]
@@ -277,7 +282,7 @@ def launch_quantize(
         return codes, scales
     plan = plan_rows(widths, factors is not None)
     if plan is None:
-        _launch_long(parts, factors, keep_largest, codes, scales)
+        _launch_long(parts, factors, (keep_largest, smallest + 127), codes, scales)
         return codes, scales
     given = list(factors or [parts[0]] * len(parts))
     read = list(parts)
@@ -302,6 +307,7 @@ def launch_quantize(
             *(padded for _, padded in pieces),
             factors is not None,
             keep_largest,
+            smallest + 127,
             plan.rows,
             plan.stages,
         ),
@@ -314,7 +320,7 @@ def launch_quantize(
 def _launch_long(
     parts: Sequence[Tensor],
     factors: Sequence[Tensor] | None,
-    keep_largest: bool,
+    how: tuple[bool, int],
     codes: Tensor,
     scales: Tensor,
 ) -> None:
@@ -331,7 +337,7 @@ def _launch_long(
             *widths,
             *[0] * missing,
             factors is not None,
-            keep_largest,
+            *how,
             next_power_of_2(max(widths)) if INTERPRETING else 4096,
         ),
         8,

@@ -19,16 +19,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainkit.kernels.swiglu.reference import geglu_tanh_reference, swiglu_reference
+
 FP8 = torch.float8_e4m3fn
 _ALIGNMENT = 16
-_SMALLEST_EXPONENT = -126
+SMALLEST_EXPONENT = -126
 """Of a scale: the smallest normal fp32 number."""
 
 
 def fp8_quantize_reference(
-    x: Tensor, factor: Tensor | None = None, keep_largest: bool = False
+    x: Tensor,
+    factor: Tensor | None = None,
+    keep_largest: bool = False,
+    smallest: int = SMALLEST_EXPONENT,
 ) -> tuple[Tensor, Tensor]:
-    """(codes (M, K) e4m3, scales (M, 1) fp32) of the rows of x times factor (K,)."""
+    """(codes (M, K) e4m3, scales (M, 1) fp32) of the rows of x times factor (K,).
+
+    Scales that are powers of two are at least ``2**smallest``.
+    """
     values = x if x.dtype == torch.float64 else x.float()
     if factor is not None:
         values = values * factor.to(values.dtype)
@@ -42,8 +50,7 @@ def fp8_quantize_reference(
     # largest = mantissa * 2^exponent with a mantissa in [0.5, 1), and 448 = 0.875 * 2^9.
     mantissa, exponent = torch.frexp(largest)
     exponent = exponent - 9 + (mantissa > 0.875).int()
-    exponent = torch.where(largest == 0, _SMALLEST_EXPONENT, exponent)
-    exponent = exponent.clamp(_SMALLEST_EXPONENT, 126)
+    exponent = torch.where(largest == 0, smallest, exponent).clamp(smallest, 126)
     one = torch.ones_like(largest)
     codes = torch.where(is_finite, values * torch.ldexp(one, -exponent), 0.0).to(FP8)
     scales = torch.where(is_finite, torch.ldexp(one, exponent), torch.nan)
@@ -54,10 +61,11 @@ def fp8_quantize_joint_reference(
     parts: Sequence[Tensor],
     factors: Sequence[Tensor] | None = None,
     keep_largest: bool = False,
+    smallest: int = SMALLEST_EXPONENT,
 ) -> tuple[Tensor, Tensor]:
     """The same of several matrices side by side."""
     factor = None if factors is None else torch.cat([each.flatten() for each in factors])
-    return fp8_quantize_reference(torch.cat(tuple(parts), dim=1), factor, keep_largest)
+    return fp8_quantize_reference(torch.cat(tuple(parts), dim=1), factor, keep_largest, smallest)
 
 
 def fp8_quantize_both_reference(
@@ -65,15 +73,21 @@ def fp8_quantize_both_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows of all parts with their columns' factors, and columns with their rows' factors."""
     codes, scales = fp8_quantize_joint_reference(parts, column_factors)
-    turned, turned_scales = fp8_quantize_reference(torch.cat(tuple(parts), 1).t(), row_factor)
+    turned, turned_scales = fp8_quantize_columns_reference(torch.cat(tuple(parts), 1), row_factor)
+    return codes, scales, turned, turned_scales
+
+
+def fp8_quantize_columns_reference(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of x (M, K) with their rows' factors: codes (K, M and some zeros), scales (K, 1)."""
+    turned, scales = fp8_quantize_reference(x.t(), row_factor)
     missing = -turned.shape[1] % _ALIGNMENT
     if turned.dtype == FP8:
         turned = functional.pad(turned.view(torch.uint8), (0, missing)).view(FP8)
     else:
         turned = functional.pad(turned, (0, missing))
-    if not parts[0].shape[0]:
-        turned_scales = torch.full_like(turned_scales, 2.0**_SMALLEST_EXPONENT)
-    return codes, scales, turned, turned_scales
+    if not x.shape[0]:
+        scales = torch.full_like(scales, 2.0**SMALLEST_EXPONENT)
+    return turned, scales
 
 
 def fp8_transpose_reference(parts: Sequence[Tensor]) -> Tensor:
@@ -81,6 +95,43 @@ def fp8_transpose_reference(parts: Sequence[Tensor]) -> Tensor:
     if parts[0].dtype != FP8:
         return torch.cat([part.t() for part in parts], dim=1)
     return torch.cat([part.view(torch.uint8).t() for part in parts], dim=1).view(FP8)
+
+
+def fp8_gate_reference(gate: Tensor, up: Tensor, tanh_gelu: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes (M, F) and scales (M, 1) of h = act(gate) * up."""
+    return fp8_quantize_reference(gated(gate, up, tanh_gelu), keep_largest=True)
+
+
+def fp8_gate_backward_reference(
+    gate: Tensor,
+    up: Tensor,
+    dh: Tensor,
+    factors: Sequence[Tensor],
+    h_scales: Tensor,
+    tanh_gelu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes (M, 2F) and scales of [dgate, dup] times their factors; codes (M, F) of h again."""
+    codes, scales = fp8_quantize_joint_reference(gated_backward(gate, up, dh, tanh_gelu), factors)
+    h = gated(gate, up, tanh_gelu)
+    values = h if h.dtype == torch.float64 else h.float()
+    inverse = torch.where(h_scales.isfinite(), h_scales.reciprocal(), 0.0)
+    return codes, scales, torch.where(inverse == 0, 0.0, values * inverse).to(FP8)
+
+
+def gated(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
+    """H."""
+    return (geglu_tanh_reference if tanh_gelu else swiglu_reference)(gate, up)
+
+
+def gated_backward(gate: Tensor, up: Tensor, dh: Tensor, tanh_gelu: bool) -> tuple[Tensor, Tensor]:
+    """Dgate and dup."""
+    if tanh_gelu:
+        activated = functional.gelu(gate, approximate="tanh")
+        dgate = torch.ops.aten.gelu_backward(dh * up, gate, approximate="tanh")
+    else:
+        activated = functional.silu(gate)
+        dgate = torch.ops.aten.silu_backward(dh * up, gate)
+    return dgate, dh * activated
 
 
 def fp8_matmul_reference(

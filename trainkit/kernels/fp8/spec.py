@@ -1,25 +1,35 @@
 """The contracts of quantising, transposing and multiplying in e4m3."""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
 from trainkit.kernels.fp8.function import (
     SMALLEST_CAPABILITY,
+    fp8_gate,
+    fp8_gate_backward,
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_both,
+    fp8_quantize_columns,
     fp8_quantize_joint,
     fp8_transpose,
 )
 from trainkit.kernels.fp8.reference import (
     FP8,
+    fp8_gate_backward_reference,
+    fp8_gate_reference,
     fp8_matmul_reference,
     fp8_quantize_both_reference,
+    fp8_quantize_columns_reference,
     fp8_quantize_joint_reference,
     fp8_quantize_reference,
     fp8_transpose_reference,
+    gated,
+    gated_backward,
 )
 
 _TARGET = SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]
@@ -150,6 +160,72 @@ def _parts(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
+def _columns_case(
+    label: str, rows: int, width: int, *, codes: bool = False, large: bool = False
+) -> OpCase:
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        x = _codes(draw, rows, width) if codes else draw.normal(rows, width)
+        return {"x": x, "row_factor": _scales(draw, rows).flatten()}
+
+    return OpCase(label, inputs, (), {}, large)
+
+
+def _gate_case(
+    label: str, rows: int, width: int, *, large: bool = False, **options: bool
+) -> OpCase:
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        return {"gate": draw.normal(rows, width, scale=2.0), "up": draw.normal(rows, width)}
+
+    return OpCase(label, inputs, (), options, large)
+
+
+def _gate_backward_case(
+    label: str, rows: int, width: int, *, large: bool = False, **options: bool
+) -> OpCase:
+    forward = _gate_case(label, rows, width)
+
+    def inputs(draw: Draw) -> dict[str, Tensor]:
+        named = {**forward.inputs(draw), "dh": draw.normal(rows, width)}
+        named["factor_gate"], named["factor_up"] = (_scales(draw, width) for _ in range(2))
+        return named
+
+    return OpCase(label, inputs, (), options, large)
+
+
+def _rows_of_gate(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor]:
+    """What the codes stand for; in fp64, for the exact suites, h as it is."""
+
+    def call(gate: Tensor, up: Tensor, tanh_gelu: bool = False) -> Tensor:
+        if gate.dtype == torch.float64:
+            return gated(gate, up, tanh_gelu)
+        codes, scales = function(gate, up, tanh_gelu=tanh_gelu)
+        return codes.float() * scales
+
+    return call
+
+
+def _back_through_gate(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """As `_rows_of_gate`, of both results."""
+
+    def call(
+        gate: Tensor,
+        up: Tensor,
+        dh: Tensor,
+        factor_gate: Tensor,
+        factor_up: Tensor,
+        tanh_gelu: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        factors = (factor_gate, factor_up)
+        if gate.dtype == torch.float64:
+            parts = gated_backward(gate, up, dh, tanh_gelu)
+            return torch.cat(parts, 1) * torch.cat(factors).t(), gated(gate, up, tanh_gelu)
+        h_scales = fp8_gate_reference(gate, up, tanh_gelu)[1]
+        codes, scales, h_codes = function(gate, up, dh, factors, h_scales, tanh_gelu=tanh_gelu)
+        return codes.float() * scales, h_codes.float() * h_scales
+
+    return call
+
+
 FP8_QUANTIZE = OpSpec(
     name="fp8_quantize",
     function=fp8_quantize,
@@ -205,6 +281,53 @@ FP8_QUANTIZE_BOTH = OpSpec(
         _both_case("7B gate and up", 8192, 18944, 18944, large=True),
     ),
     tiny=_both_case("tiny", 2, 3, 4),
+    smallest_target=_TARGET,
+)
+
+FP8_QUANTIZE_COLUMNS = OpSpec(
+    name="fp8_quantize_columns",
+    function=fp8_quantize_columns,
+    reference=fp8_quantize_columns_reference,
+    outputs=("turned", "scales"),
+    cases=(
+        _columns_case("odd", 37, 272),
+        _columns_case("codes", 64, 96, codes=True),
+        _columns_case("no rows", 0, 32),
+        _columns_case("7B hidden", 8192, 3584, codes=True, large=True),
+    ),
+    tiny=_columns_case("tiny", 3, 5),
+    smallest_target=_TARGET,
+)
+
+FP8_GATE = OpSpec(
+    name="fp8_gate",
+    function=_rows_of_gate(fp8_gate),
+    reference=_rows_of_gate(fp8_gate_reference),
+    outputs=("h",),
+    cases=(
+        _gate_case("odd", 5, 123),
+        _gate_case("qwen2-0.5b", 3, 4864),
+        _gate_case("tanh", 5, 96, tanh_gelu=True),
+        _gate_case("no rows", 0, 32),
+        _gate_case("7b", 1025, 18944, large=True),
+    ),
+    tiny=_gate_case("tiny", 3, 5),
+    smallest_target=_TARGET,
+)
+
+FP8_GATE_BACKWARD = OpSpec(
+    name="fp8_gate_backward",
+    function=_back_through_gate(fp8_gate_backward),
+    reference=_back_through_gate(fp8_gate_backward_reference),
+    outputs=("gradients", "h"),
+    cases=(
+        _gate_backward_case("odd", 5, 123),
+        _gate_backward_case("qwen2-0.5b", 3, 4864),
+        _gate_backward_case("tanh", 5, 96, tanh_gelu=True),
+        _gate_backward_case("no rows", 0, 32),
+        _gate_backward_case("7b", 1025, 18944, large=True),
+    ),
+    tiny=_gate_backward_case("tiny", 3, 5),
     smallest_target=_TARGET,
 )
 

@@ -47,6 +47,17 @@ Codes = tuple[Tensor, Tensor]
 _ALIGNMENT = 16
 """Tokens are the contraction of dW, and must be a multiple of this many."""
 
+SMALLEST_WEIGHT_SCALE = -18
+"""As a power of two. Scales of W are multiplied into the gradients of its rows, which share a scale
+with those of all others: with a scale of its own, the gradient of a row that is zero, or just no
+longer, would be rounded away. e4m3 holds a row whose largest weight is 1e-5 at this scale as well
+as any other."""
+
+
+def quantize_weight(weight: Tensor) -> Codes:
+    """Codes and scales of a weight (N, K) that trains."""
+    return fp8_quantize(weight.detach(), smallest=SMALLEST_WEIGHT_SCALE)
+
 
 @dataclass(frozen=True)
 class Directions:
@@ -60,7 +71,7 @@ class Directions:
 
     forward: bool = False
     backward: bool = False
-    codes: Callable[[Tensor], Codes] = fp8_quantize
+    codes: Callable[[Tensor], Codes] = quantize_weight
 
 
 def fp8_linears(
@@ -104,7 +115,7 @@ def fp8_weight_gradient(dy: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
     missing = -dy.shape[0] % _ALIGNMENT
     if missing:
         dy, scales = (functional.pad(each, (0, 0, 0, missing)) for each in (dy, scales))
-    return _weight_gradient(*fp8_quantize(dy.t(), scales), _padded(turned))
+    return _weight_gradient(*fp8_quantize(dy.t(), scales), padded(turned))
 
 
 def _weight_gradient(codes: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
@@ -112,7 +123,7 @@ def _weight_gradient(codes: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
     return fp8_matmul(codes, scales, turned, scales.new_ones((turned.shape[0], 1)))
 
 
-def _padded(turned: Tensor) -> Tensor:
+def padded(turned: Tensor) -> Tensor:
     """Codes (K, M) with zeros up to a multiple of 16 columns."""
     missing = -turned.shape[1] % _ALIGNMENT
     if not missing:
@@ -221,7 +232,7 @@ def _both_ways(
     dys = [dy for _, dy in in_fp8]
     factors = [each.codes(weight)[1] for _, weight, each in terms if each.backward]
     row_codes, row_scales, turned_dys, own = fp8_quantize_both(dys, factors, scales)
-    turned = _padded(fp8_transpose([codes]))
+    turned = padded(fp8_transpose([codes]))
     sizes = [dy.shape[1] for dy in dys]
     parts = zip(in_fp8, turned_dys.split(sizes), own.split(sizes), strict=True)
     dweights = {place: _weight_gradient(part, its, turned) for (place, _), part, its in parts}

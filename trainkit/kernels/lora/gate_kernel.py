@@ -18,12 +18,9 @@ import triton
 import triton.language as tl
 
 from trainkit.kernels.fp8.kernel import _codes, _magnitude, _scale
-from trainkit.kernels.launch import INTERPRETING, Kernel
+from trainkit.kernels.launch import Kernel
 from trainkit.kernels.lora.kernel import _accumulate
-from trainkit.kernels.swiglu.kernel import _gelu_argument, _sigmoid
-
-_PLAIN: tl.constexpr = tl.constexpr(INTERPRETING)
-"""The interpreter knows no machine instructions."""
+from trainkit.kernels.swiglu.kernel import _gelu_argument, _quick_sigmoid, _sigmoid
 
 
 @triton.jit
@@ -90,27 +87,6 @@ def _collect(tile, inner, acc, R: tl.constexpr, PRECISION: tl.constexpr):
     if R > 0:
         acc = _accumulate(tile, inner, acc, PRECISION)
     return acc
-
-
-@triton.jit
-def _quick_sigmoid(x):
-    """To about two roundings of fp32, in four instructions; underflow and overflow end in 0 or 1.
-
-    Triton's exponential and quotient take care of subnormal numbers, with three times as many.
-    """
-    if _PLAIN:
-        return _sigmoid(x)
-    power = tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;",
-        "=f,f",
-        [x * -1.4426950408889634],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=1,
-    )
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
-    )
 
 
 @triton.jit

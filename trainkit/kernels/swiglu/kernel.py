@@ -16,10 +16,34 @@ from trainkit.kernels.launch import INTERPRETING, Kernel, as_rows, empty_like
 # What was read stays in the cache in place of what was written: 1% faster, measured.
 KEEP = tl.constexpr("evict_last")
 
+_PLAIN: tl.constexpr = tl.constexpr(INTERPRETING)
+"""The interpreter knows no machine instructions."""
+
 
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _quick_sigmoid(x):
+    """To about two roundings of fp32, in four instructions; underflow and overflow end in 0 or 1.
+
+    Triton's exponential and quotient take care of subnormal numbers, with three times as many.
+    """
+    if _PLAIN:
+        return _sigmoid(x)
+    power = tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;",
+        "=f,f",
+        [x * -1.4426950408889634],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + power], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

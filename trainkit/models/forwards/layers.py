@@ -26,7 +26,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from trainkit import kernels
-from trainkit.models.forwards.shared_input import apply_linears
+from trainkit.models.forwards.shared_input import apply_feed_forward, apply_linears
 
 
 def names(text: str) -> frozenset[str]:
@@ -194,7 +194,11 @@ class SplitMLP(KernelForward):
         """(B, S, H) to (B, S, H)."""
         if self.decodes(x):
             return super().forward(x)
-        gate, up = apply_linears(x, (self.gate_proj, self.up_proj))
+        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        y = apply_feed_forward(x, *layers, tanh_gelu=self.activation != "silu")
+        if y is not None:
+            return y
+        gate, up = apply_linears(x, layers[:2])
         return self.down_proj(self.gate(gate, up))
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
 from trainkit.kernels.sums import column_sums
-from trainkit.models.fp8.trained import TrainedFp8, together
+from trainkit.models.fp8.trained import TrainedFp8, feed_forward_in_fp8, together
 
 
 def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
@@ -46,6 +46,31 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     weights = [layer.weight for layer in linears]
     biases = [layer.bias for layer in linears]
     return _Linears.apply(x, _num_alone(weights), *weights, *biases)
+
+
+def apply_feed_forward(
+    x: Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, *, tanh_gelu: bool
+) -> Tensor | None:
+    """A feed-forward block whose layers all train in fp8, as one function.
+
+    Args:
+        x: (..., H).
+        gate: from H to F.
+        up: from H to F.
+        down: from F to H.
+        tanh_gelu: the activation is the tanh GELU instead of SiLU.
+
+    Returns:
+        (..., H); None where the layers have to be called one by one, as `apply_linears` decides it.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    layers = [
+        layer
+        for layer in (gate, up, down)
+        if isinstance(layer, nn.Linear) and _trains_in_fp8(layer) and _is_plain(layer, x)
+    ]
+    return feed_forward_in_fp8(x, layers, tanh_gelu=tanh_gelu) if len(layers) == 3 else None
 
 
 def _is_plain(layer: nn.Linear, x: Tensor) -> bool:

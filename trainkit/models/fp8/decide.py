@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ModelError, RecipeError
-from trainkit.kernels.fp8.function import fp8_quantize, why_no_fp8
+from trainkit.kernels.fp8.function import why_no_fp8
+from trainkit.kernels.fp8.trained import quantize_weight
 from trainkit.models.fp8.budget import Increase, Probe, probe_batches
 from trainkit.models.fp8.choice import Fp8Choice, choose
 from trainkit.models.fp8.errors import Fp8Errors, describe_errors, layer_errors
@@ -191,7 +192,7 @@ def _evaluated(model: nn.Module) -> Any:
 
 
 def _checked(name: str, layer: Any) -> Fp8Errors:
-    codes, scales = fp8_quantize(layer.weight.detach())
+    codes, scales = quantize_weight(layer.weight)
     errors = layer_errors(layer.weight.detach(), codes, scales, trained=True)
     if not errors.ok:
         raise ModelError(

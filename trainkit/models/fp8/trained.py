@@ -7,10 +7,11 @@ one: what is saved is a 16-bit model, and is judged as that.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
-from trainkit.kernels.fp8.function import fp8_quantize
-from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears
+from trainkit.kernels.fp8.feed_forward import fp8_feed_forward
+from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears, quantize_weight
 from trainkit.models.swap import Swaps, subclass_of
 from trainkit.parallel.parameters import is_whole
 
@@ -44,7 +45,7 @@ class TrainedFp8(nn.Module):
     def codes(self, weight: Tensor) -> Codes:
         """The weight's codes and scales."""
         if self.kept is None:
-            return fp8_quantize(weight.detach())
+            return quantize_weight(weight)
         return self.kept.of(self, weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class KeptCodes:
         """A layer's codes, made at the first use after a change."""
         found = self._codes.get(layer)
         if found is None:
-            found = self._codes[layer] = fp8_quantize(weight.detach())
+            found = self._codes[layer] = quantize_weight(weight)
         return found
 
     def weights_changed(self) -> None:
@@ -128,3 +129,25 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
     return fp8_linears(x, weights, biases, chosen)
+
+
+def feed_forward_in_fp8(
+    x: Tensor, layers: Sequence[nn.Module], *, tanh_gelu: bool
+) -> Tensor | None:
+    """A feed-forward block in one function; None where its layers' states do not allow it.
+
+    Args:
+        x: (..., H).
+        layers: gate, up and down.
+        tanh_gelu: the activation is the tanh GELU instead of SiLU.
+    """
+    gate, up, down = layers
+    for layer in layers:
+        if not (isinstance(layer, TrainedFp8) and layer.runs_fp8 and layer.backward_in_fp8):
+            return None
+    if x.dtype != torch.bfloat16 or gate.bias is not None or up.bias is not None:
+        return None
+    weights: list[Any] = [layer.weight for layer in layers]
+    directions = [layer.directions() for layer in layers if isinstance(layer, TrainedFp8)]
+    bias: Any = down.bias
+    return fp8_feed_forward(x, weights, bias, directions, tanh_gelu=tanh_gelu)
