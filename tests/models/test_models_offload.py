@@ -21,12 +21,15 @@ def journeys(monkeypatch):
 
     def to_host(self, tensor):
         seen["sent"] += 1
-        return tensor.clone()
+        return [piece.clone() for piece in offload.pieces_of(tensor)]
 
     def start(self, away):
         seen["fetched"] += 1
-        away.back = away.host.clone()
+        away.back = torch.empty(away.shape)
+        for there, here in zip(offload.pieces_of(away.back), away.host, strict=True):
+            there.copy_(here)
 
+    monkeypatch.setattr(offload, "PIECE_BYTES", 512)  # several to a tensor
     monkeypatch.setattr(offload.Travel, "travels", lambda self, tensor: tensor.dim() == 3)
     monkeypatch.setattr(offload.Travel, "to_host", to_host)
     monkeypatch.setattr(offload.Travel, "start", start)
@@ -109,14 +112,17 @@ class Copied:
     def record_stream(self, stream):
         self.kept_for.append(stream)
 
-    def copy_(self, other, non_blocking):
-        assert other.written in self.streams[-1].done, "copied before it was written"
-        self.written = f"{other.written}, on the host"
-        self.streams[-1].done.add(self.written)
+    def reshape(self, *_):
+        return self
 
-    def to(self, device, non_blocking):
-        assert self.written in self.streams[-1].done, "fetched before it was sent"
-        return Copied(f"{self.written}, back", self.streams)
+    def split(self, _):
+        return [self]
+
+    def copy_(self, other, non_blocking):
+        assert other.written in self.streams[-1].done, "copied before it was written, or sent"
+        way = "on the host" if self.device == "cpu" else "back"
+        self.written = f"{other.written}, {way}"
+        self.streams[-1].done.add(self.written)
 
 
 def test_every_copy_waits_for_what_it_reads(monkeypatch):
@@ -131,7 +137,7 @@ def test_every_copy_waits_for_what_it_reads(monkeypatch):
         streams.pop()
 
     cuda = SimpleNamespace(Stream=Stream, stream=using, current_stream=lambda _: streams[-1])
-    empty = lambda *_, **__: Copied("nothing", streams, "cpu")  # noqa: E731
+    empty = lambda *_, device="cpu", **__: Copied("nothing", streams, device)  # noqa: E731
     monkeypatch.setattr(offload, "torch", SimpleNamespace(cuda=cuda, empty=empty))
     travel = offload.Travel(min_bytes=0)
     inputs = [Copied(f"layer {number}", streams) for number in range(3)]
@@ -214,3 +220,12 @@ def test_the_trainers_callback_offloads_while_training_lasts(journeys, monkeypat
     callback.on_train_end(args, TrainerState(), TrainerControl())
     run(model, make_batch("qwen2"), want_logits=False)
     assert journeys["sent"] == 3
+
+
+@pytest.mark.parametrize("tokens", [8192, 100_000, 450_000])
+def test_pinned_memory_is_hardly_more_than_what_travels(tokens):
+    """Pinned blocks are powers of two; 450,000 tokens of width 4096 would take 4 GiB for 3.4."""
+    tensor = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, device="meta")
+    sizes = [piece.nbytes for piece in offload.pieces_of(tensor)]
+    assert sum(sizes) == tensor.nbytes
+    assert sum(1 << (size - 1).bit_length() for size in sizes) - tensor.nbytes < 32 << 20

@@ -12,7 +12,7 @@ On a CPU nothing travels.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -43,11 +43,22 @@ def pays(model: nn.Module, config: PretrainedConfig, setting: bool | Literal["au
     return setting
 
 
+PIECE_BYTES = 32 << 20
+"""Pinned memory comes in powers of two: a tensor of 3.5 GiB in one piece would take 4."""
+
+
+def pieces_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A tensor's numbers in a row, cut where pinned memory wastes at most one piece."""
+    return tensor.reshape(-1).split(PIECE_BYTES // tensor.element_size())
+
+
 class _Away:
     """A tensor on the host, and on the device again once it has been asked for."""
 
-    def __init__(self, host: Tensor, device: torch.device, before: _Away | None) -> None:
-        self.host = host
+    def __init__(
+        self, host: Sequence[Tensor], shape: torch.Size, device: torch.device, before: _Away | None
+    ) -> None:
+        self.host, self.shape = host, shape
         self.device = device
         self.back: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
@@ -89,6 +100,7 @@ class Travel:
             return tensor
         away = _Away(
             self.to_host(tensor.detach()),
+            tensor.shape,
             tensor.device,
             None if self.latest is None else self.latest(),
         )
@@ -113,13 +125,15 @@ class Travel:
             self.start(before)
         return back
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, written when the stream gets to it."""
+    def to_host(self, tensor: Tensor) -> Sequence[Tensor]:
+        """A copy on the host, in pieces, written when the stream gets to it."""
         side = self.stream(tensor.device)
         side.wait_stream(torch.cuda.current_stream(tensor.device))
+        host = []
         with torch.cuda.stream(side):
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            host.copy_(tensor, non_blocking=True)
+            for piece in pieces_of(tensor):
+                host.append(torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True))
+                host[-1].copy_(piece, non_blocking=True)
         tensor.record_stream(side)  # its memory must not be reused before the copy has read it
         return host
 
@@ -127,5 +141,8 @@ class Travel:
         """Begin the way back."""
         side = self.stream(away.device)
         with torch.cuda.stream(side):
-            away.back = away.host.to(away.device, non_blocking=True)
+            back = torch.empty(away.shape, dtype=away.host[0].dtype, device=away.device)
+            for there, here in zip(pieces_of(back), away.host, strict=True):
+                there.copy_(here, non_blocking=True)
+            away.back = back
             away.arrived = side.record_event()
