@@ -27,7 +27,7 @@ from trainkit.bench.measure.clock import peak_gib, timed
 from trainkit.bench.measure.processes import run_in_processes
 from trainkit.bench.providers import MODELS, Shape, build, provide
 
-PROVIDERS = ("peft", "unsloth", "trainkit", "frozen")
+PROVIDERS = ("peft", "liger", "unsloth", "trainkit", "frozen")
 MODES = ("lora", "lora_checkpointed", "qlora_checkpointed", "fp8", "fp8_checkpointed")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 QWEN2_1_5B = Shape(
@@ -192,6 +192,10 @@ def _peft(cell: Cell, device: torch.device) -> Any:
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     model: Any = build(cell.shape_to_measure(), device, "sdpa")
+    if cell.provider == "liger":
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model)
     if cell.quantized:
         model = prepare_model_for_kbit_training(quantize(model))
     elif cell.checkpointed:
@@ -255,6 +259,7 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
 
 _BUILDERS: dict[str, Callable[[Cell, torch.device], Any]] = {
     "peft": _peft,
+    "liger": _peft,
     "unsloth": _unsloth,
     "trainkit": _trainkit,
     "frozen": _trainkit,
