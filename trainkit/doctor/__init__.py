@@ -1,5 +1,6 @@
-"""Is this machine fit to train: a table of checks, each saying how to fix what it finds."""
+"""Is this machine fit to train: a table of checks, each with the command that mends its fault."""
 
-from trainkit.doctor.checks import CHECKS, Finding, diagnose
+from trainkit.doctor.checks import CHECKS, diagnose
+from trainkit.doctor.finding import Finding
 
 __all__ = ["CHECKS", "Finding", "diagnose"]
