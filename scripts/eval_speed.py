@@ -14,7 +14,8 @@ fetched. Writes these rows:
   is held against that: the harness rounds log-probabilities to steps of 1/16 there, unless it is
   told to take the softmax in float32.
 
-Three to four minutes on an H100 or H200. ``--smoke`` takes two layers and 40 questions on a CPU.
+Rows are written as they come. About three minutes on an H100 or H200; ``--smoke`` takes two layers
+and 40 questions on a CPU.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,10 @@ from trainkit.models.patch import patch_kernels
 
 HARNESS = "lm-eval HFLM"
 WIDE = "lm-eval HFLM, softmax in float32"
+TIMES = {HARNESS: 2, WIDE: 1, "trainkit": 3, "trainkit, kernels": 3}
+"""How often each evaluates in bfloat16; the first time compiles and warms up."""
+
+Keep = Callable[[dict[str, Any]], None]
 SIZES = {
     False: {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
     True: {"hidden_size": 112, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -148,15 +154,14 @@ def asker(name: str, model: Any, tokenizer: Any) -> Any:
     )
 
 
-def in_process(directory: Path, data: Path, device: str) -> list[dict[str, Any]]:
+def in_process(directory: Path, data: Path, device: str, keep: Keep) -> None:
     """Rows ``in process`` and ``equal``."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    rows: list[dict[str, Any]] = []
     answers: dict[tuple[str, str], dict[int, list[float]]] = {}
     for dtype in ("bfloat16", "float32"):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         model.to(device).eval()
-        for name in (HARNESS, WIDE, "trainkit", "trainkit, kernels"):
+        for name in TIMES:
             if name == WIDE and dtype == "float32":
                 continue  # it is the same
             if name == "trainkit, kernels":
@@ -164,20 +169,16 @@ def in_process(directory: Path, data: Path, device: str) -> list[dict[str, Any]]
                     continue
                 patch_kernels(model)
             times = []
-            # The first compiles and warms up.
-            for _ in range(3 if dtype == "bfloat16" and name != WIDE else 1):
+            for _ in range(TIMES[name] if dtype == "bfloat16" else 1):
                 seconds, answers[name, dtype] = asked(asker(name, model, tokenizer), data)
                 times.append(round(seconds, 3))
             row = {"row": "in process", "model": name, "dtype": dtype, "seconds": times}
-            rows.append({**row, "questions": len(answers[name, dtype])})
-            print(json.dumps(rows[-1]), flush=True)
+            keep({**row, "questions": len(answers[name, dtype])})
         del model
     truth = answers[HARNESS, "float32"]
-    return rows + [
-        {"row": "equal", "model": name, "dtype": dtype, **agreement(truth, found)}
-        for (name, dtype), found in answers.items()
-        if found is not truth
-    ]
+    for (name, dtype), found in answers.items():
+        if found is not truth:
+            keep({"row": "equal", "model": name, "dtype": dtype, **agreement(truth, found)})
 
 
 def agreement(truth: dict[int, list[float]], found: dict[int, list[float]]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ metadata: {version: 2.0}
 """The harness's own definition, from a file: its command line needs the hub for others."""
 
 
-def commands(directory: Path, data: Path, folder: Path) -> list[dict[str, Any]]:
+def commands(directory: Path, data: Path, folder: Path, keep: Keep) -> None:
     """Rows ``command``: each in a process of its own, as people start them."""
     (folder / "tasks").mkdir()
     file = (data / "boolq" / "dev.jsonl").absolute()
@@ -226,7 +227,6 @@ def commands(directory: Path, data: Path, folder: Path) -> list[dict[str, Any]]:
             f"-m trainkit eval {directory} --tasks boolq --data {data} -o {folder / 'ours'} --json"
         ).split(),
     }
-    rows = []
     for name, arguments in calls.items():
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
         started = time.perf_counter()
@@ -241,14 +241,19 @@ def commands(directory: Path, data: Path, folder: Path) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"row": "command", "model": name, "seconds": seconds}
         if done.returncode:
             row["error"] = done.stderr[-2000:]
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    ours, theirs = folder / "ours" / "results.json", [*(folder / "theirs").rglob("results*.json")]
-    if ours.is_file() and theirs:
-        score = next(s for s in json.loads(ours.read_text())["scores"] if s["metric"] == "acc")
-        figures = json.loads(theirs[0].read_text())["results"]["boolq_here"]
-        rows[0]["acc"], rows[1]["acc"] = figures["acc,none"], score["value"]
-    return rows
+        keep({**row, **_accuracy(folder)})
+
+
+def _accuracy(folder: Path) -> dict[str, float]:
+    """What the commands that have ended so far found."""
+    found = {}
+    for path in (folder / "theirs").rglob("results*.json"):
+        found["lm_eval_acc"] = json.loads(path.read_text())["results"]["boolq_here"]["acc,none"]
+    ours = folder / "ours" / "results.json"
+    if ours.is_file():
+        scores = json.loads(ours.read_text())["scores"]
+        found["trainkit_acc"] = next(each["value"] for each in scores if each["metric"] == "acc")
+    return found
 
 
 def main() -> None:
@@ -260,6 +265,15 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    about = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    started = time.perf_counter()
+
+    def keep(row: dict[str, Any]) -> None:
+        line = json.dumps({**row, **about, "at": round(time.perf_counter() - started, 1)})
+        with given.rows.open("a") as rows:
+            rows.write(line + "\n")
+        print(line, flush=True)
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = given.data or folder / "data"
@@ -268,13 +282,8 @@ def main() -> None:
         directory = given.model or folder / "model"
         if given.model is None:
             make_model(directory, data, small=given.smoke)
-        rows = in_process(directory, data, device)
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        rows += commands(directory, data, folder)
-    about = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-    given.rows.write_text("".join(json.dumps({**row, **about}) + "\n" for row in rows))
-    print(given.rows.read_text(), end="")
+        commands(directory, data, folder, keep)
+        in_process(directory, data, device, keep)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,48 @@ def test_kernels_bring_torch_and_triton_only():
 ROOT = Path(__file__).parents[2]
 
 
+def imported_at_once(module):
+    """All that the import of a module of trainkit imports, by reading the sources."""
+    seen, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        path = ROOT.joinpath(*name.split("."))
+        file = next(
+            (f for f in (path / "__init__.py", path.with_suffix(".py")) if f.exists()), None
+        )
+        for node in ast.parse(file.read_text(encoding="utf-8")).body if file else ():
+            targets = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                targets = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+            elif isinstance(node, ast.Import):
+                targets = [each.name for each in node.names]
+            for target in targets:
+                parts = target.split(".")
+                parents = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+                waiting += sorted(parents - seen)
+                seen |= parents
+    return seen
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "infer.engine",
+        "infer.benchmark",
+        "infer.sampling",
+        "evals.run",
+        "evals.tasks",
+        "evals.model",
+    ],
+)
+def test_a_model_without_an_adapter_answers_without_the_adapters_library(module):
+    """It brings bitsandbytes and torch's compiler: a third of the time of a start."""
+    found = imported_at_once(f"trainkit.{module}")
+    assert "trainkit.errors" in found  # they were read
+    assert not found & {"peft", "bitsandbytes", "deepspeed"}
+
+
 def test_no_imports_run_in_a_circle():
     """Those inside functions and for types included."""
     files = {

@@ -10,6 +10,7 @@ import typer
 from trainkit.cli.completion import run_directories
 from trainkit.cli.echo import echo
 from trainkit.cli.run_settings import run_settings
+from trainkit.cli.start import without_collection
 
 if TYPE_CHECKING:
     from trainkit.infer.engine import Engine
@@ -109,6 +110,7 @@ class Held:
         return {"dtype": self.dtype.value, "quantize": self.quantize.value}
 
 
+@without_collection()
 def load(paths: "ModelPaths", held: Held, system: str | None, trust: Trust) -> "Engine":
     """Load a found model."""
     from trainkit.train.log.quiet import quieten_libraries

@@ -21,7 +21,6 @@ from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base_proof import prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
-from trainkit.infer.packed_base import pack, packs_late
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.models.linears import quantization_config
@@ -262,8 +261,11 @@ def load_engine(
     if paths.adapter is not None:
         prove_base(paths.adapter, paths.model, say, any_base=any_base)
     tokenizer = load_tokenizer(ModelOptions(name_or_path=paths.tokenizer))
-    packing, late = None, quantize is not None and packs_late(quantize)
+    packing, late = None, False
     if quantize is not None:
+        from trainkit.infer.packed_base import pack, packs_late  # only here, as peft below
+
+        late = packs_late(quantize)
         packing = quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
     model: Any = load_model(
         ModelOptions(name_or_path=paths.model, dtype=dtype),

@@ -1,5 +1,6 @@
 """``trainkit eval``: benchmarks of a trained model."""
 
+import functools
 import json
 from datetime import datetime, timezone
 from enum import Enum
@@ -10,9 +11,12 @@ import typer
 
 from trainkit.cli import answering as shared
 from trainkit.cli.echo import echo
+from trainkit.cli.start import without_collection
 from trainkit.errors import RecipeError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainkit.evals.scores import Evaluation
     from trainkit.infer.locate import ModelPaths
 
@@ -174,7 +178,22 @@ def _measured(
     device: str,
     trust: shared.Trust,
 ) -> "Evaluation | None":
-    """Questions first, since they are cheap to refuse; then the model."""
+    """The scores; None on all ranks but the first."""
+    with without_collection():
+        ask = _ready(paths, asking, choice, backend, dtype, device, trust)
+    return ask()
+
+
+def _ready(
+    paths: "ModelPaths",
+    asking: Any,
+    choice: dict[str, Any],
+    backend: Backend,
+    dtype: shared.LoadDtype,
+    device: str,
+    trust: shared.Trust,
+) -> "Callable[[], Evaluation | None]":
+    """What asks a loaded model. Questions first, since they are cheap to refuse; then the model."""
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
@@ -203,7 +222,8 @@ def _measured(
         paths, asking, shots=wanted.shots, backend=backend.value, dtype=dtype.value,
         kernels=is_patched, processes=process.world_size,
     )  # fmt: skip
-    return evaluate_model(
+    return functools.partial(
+        evaluate_model,
         model,
         tasks,
         limit=wanted.limit,
