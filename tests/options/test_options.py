@@ -117,8 +117,6 @@ IN_FP8 = {  # what follows `model: {name_or_path: m, `: what is said of it
     "fp8: true}\nlora: {}": "set lora.quantize: fp8",
     "fp8: all}\nlora: {quantize: nf4}": "lora.quantize is nf4",
     "fp8: all}\ntraining: {torch_compile: true}": "which torch.compile does not take",
-    "fp8: {head: fp8}}\nkernels: true": "kernels.linear_cross_entropy: false",
-    "fp8: {head: fp8}}\nlora: {quantize: fp8}": "the output layer is frozen under adapters",
 }
 
 

@@ -20,7 +20,7 @@ from trainkit.models.checks import guards
 from trainkit.models.families import FAMILIES, Family, Unsupported
 from trainkit.models.forwards.layers import KernelForward
 from trainkit.models.loss.loss_head import head_at_work
-from trainkit.models.swap import Swaps, subclass_of
+from trainkit.models.swap import Swaps, plain_class, subclass_of
 from trainkit.options.kernels import OPS
 
 
@@ -245,11 +245,12 @@ def _plan_op(
         guards.check_instances(modules, original)
         for module in modules:
             reason = subclass.unfit(module)
-            if type(module) is not original:  # a LoRA or quantised layer is at `swap.at`
+            if plain_class(module) is not original:  # a LoRA or quantised layer is at `swap.at`
                 reason = f"{swap.at} is a {type(module).__name__}, not a plain Linear"
             if reason:
                 return PatchRow(op, "off", f"{swap.target}: {reason}"), {}
-        swaps.update(dict.fromkeys(modules, subclass))
+        # What trains in fp8 is that already; a plain module gets the same class as without.
+        swaps.update({each: subclass_of(type(each), swap.forward, settings) for each in modules})
     names = tuple(dict.fromkeys(name for swap in entry for name in swap.forward.uses))
     return PatchRow(op, "on", "", names, len(swaps)), swaps
 

@@ -8,7 +8,6 @@ from trainkit.options import (
     DataSection,
     EarlyStopping,
     FaultOptions,
-    Fp8Options,
     GenerationOptions,
     Kernels,
     LoraOptions,
@@ -162,19 +161,6 @@ class Recipe(Section):
                 "with adapters the products in fp8 are those of the frozen base, and "
                 f"lora.quantize is {self.lora.quantize or 'not set'}",
                 "set lora.quantize: fp8, or remove model.fp8",
-            )
-        options = Fp8Options.of(self.model.fp8)
-        fused = self._fuses_loss()
-        if options is not None and options.head == "fp8" and (fused or over_base):
-            raise broken_rule(
-                "model.fp8.head",
-                "the output layer is frozen under adapters, and its own kernel multiplies in 16 "
-                "bits"
-                if over_base
-                else "the kernel of the output layer and its loss multiplies in 16 bits",
-                "remove head"
-                if over_base
-                else "remove head, or set kernels.linear_cross_entropy: false",
             )
         if (self.model.fp8 or over_base) and self.training.get("torch_compile"):
             raise broken_rule(

@@ -305,7 +305,12 @@ def _loaded(
         refuse_too_large(model, device)
         model = model.to(device)  # what rounding costs is measured on the plain model
     choice = decide(model, fp8, device, frozen=True)
-    both = [name for name, directions in choice.directions.items() if all(directions)]
+    head = model.get_output_embeddings()
+    both = [
+        name
+        for name, directions in choice.directions.items()
+        if all(directions) and model.get_submodule(name) is not head  # whose loss reads 16 bits
+    ]
     kept += [name for name, _ in model.named_modules() if name and name not in both]
     if both:
         convert(model, device, kept)

@@ -63,6 +63,48 @@ def test_fp8_with_everything_else(variant, project, plain):
 
 
 @pytest.fixture(scope="module")
+def even(project):
+    """The model with as many tokens as the tensor cores take."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(project.root / "m", dtype=torch.bfloat16)
+    model.resize_token_embeddings(pad_to_multiple_of=16)
+    model.save_pretrained(project.root / "m16")
+    AutoTokenizer.from_pretrained(project.root / "m").save_pretrained(project.root / "m16")
+    return "m16"
+
+
+@pytest.mark.parametrize(
+    ("over", "budget"),
+    [(["lora=null", "training.save_strategy=no"], "0.9"), (["lora.quantize=fp8"], "all")],
+    ids=["full", "base"],
+)
+def test_the_output_layer_is_judged_and_runs_like_the_others(over, budget, project, even):
+    """With the loss out of its kernel, which no longer multiplies in 16 bits then."""
+    first = []
+    for head in ("bf16", "fp8"):
+        options = [f"model.name_or_path={even}", "training.max_steps=1"]
+        options += [f"model.fp8={{loss_budget: {budget}, head: {head}}}"]
+        name = f"head-{over[0]}-{budget}-{head}"
+        said = project.sft(
+            "--config", "r.yaml", *over, *options, *KERNELS, *PACKED, "--output-dir", name
+        )
+        assert said.code == 0, said.err
+        run = project.root / name
+        first.append(json.loads((run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+        record = json.loads((run / "kernels.json").read_text())
+        (loss,) = [op for op in record["ops"] if op["op"] == "linear_cross_entropy"]
+        assert loss["status"] == "on"
+        groups = {group["group"]: group for group in record["fp8"]["groups"]}
+        assert ("lm_head" in groups) == (head == "fp8")
+    assert groups["lm_head"]["runs"] == "fp8"
+    assert (groups["lm_head"]["loss_increase"] is None) == (budget == "all")
+    assert first[0] != first[1]
+    assert first[0] == pytest.approx(first[1], rel=1e-2)
+
+
+@pytest.fixture(scope="module")
 def adapted(project):
     """A finished run over a base that is in fp8 in part."""
     said = project.sft("--config", "r.yaml", *BASE, "training.max_steps=2", "--output-dir", "lora")

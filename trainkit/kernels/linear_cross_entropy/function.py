@@ -18,7 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
+from trainkit.kernels.fp8.trained import Directions
 from trainkit.kernels.launch import device_of
+from trainkit.kernels.linear_cross_entropy.products import add_product, logits_buffer, products_of
 from trainkit.kernels.linear_cross_entropy.scaling import inverse, scaled, scaled_in_place
 
 ROWS_MULTIPLE = 256
@@ -56,6 +58,7 @@ def linear_cross_entropy(
     num_trained: int | None = None,
     chunk_tokens: int | None = None,
     keeps_gradient: bool = True,
+    in_fp8: Directions | None = None,
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias`` against ``labels``.
 
@@ -80,6 +83,8 @@ def linear_cross_entropy(
         chunk_tokens: rows whose logits exist at a time; None takes `default_chunk_tokens`.
         keeps_gradient: false leaves one backward pass: it rounds the weight's fp32 gradient in its
             own place, instead of next to it.
+        in_fp8: whether the logits, and the hidden states' gradient, are products in fp8; the
+            weight's gradient never is.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs). Without a trained label it is 0, and its gradients
@@ -101,6 +106,7 @@ def linear_cross_entropy(
         num_trained=num_trained,
         chunk_tokens=chunk_tokens,
         keeps_gradient=keeps_gradient,
+        in_fp8=in_fp8,
     ).loss
 
 
@@ -119,6 +125,7 @@ def linear_cross_entropy_counted(
     num_trained: int | None = None,
     chunk_tokens: int | None = None,
     keeps_gradient: bool = True,
+    in_fp8: Directions | None = None,
 ) -> CountedLoss:
     """As `linear_cross_entropy`, with token counts and row losses, which cost next to nothing."""
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
@@ -135,6 +142,7 @@ def linear_cross_entropy_counted(
         chunk_tokens=chunk_tokens,
         wants_gradients=torch.is_grad_enabled(),
         keeps_gradient=keeps_gradient,
+        in_fp8=in_fp8,
     )
     return CountedLoss(
         *_LinearCrossEntropy.apply(hidden, weight, bias, labels, num_items, settings)
@@ -158,6 +166,7 @@ class _Settings:
     chunk_tokens: int | None
     wants_gradients: bool
     keeps_gradient: bool
+    in_fp8: Directions | None
 
 
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -267,15 +276,15 @@ def _compute(
     rows = hidden.reshape(-1, hidden.shape[-1])
     num_trained = torch.count_nonzero(labels != settings.ignore_index)
     rows, labels, slots = _keep_trained(rows, labels, num_trained, settings)
-    rows, matrix = rows.to(dtype), weight.to(dtype)
-    offset = None if bias is None else bias.to(dtype)
+    rows = rows.to(dtype)
+    products = products_of(weight, bias, dtype, settings.in_fp8)
     num_rows, vocab_size = rows.shape[0], weight.shape[0]
 
     wants_gradients = want_dhidden or want_dweight or want_dbias
     grad_scale = grad_scale_of(dtype)
     # One row more than computed: the zero row that untrained rows take their gradient from.
     dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=wide) if want_dhidden else None
-    dweight = torch.empty_like(matrix, dtype=wide) if want_dweight else None
+    dweight = torch.empty_like(weight, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
     # One more than computed here too: untrained rows take their loss of 0 from it.
     losses = rows.new_zeros(num_rows + 1, dtype=wide)
@@ -285,13 +294,13 @@ def _compute(
 
     limit = settings.chunk_tokens
     if limit is None:
-        limit = default_chunk_tokens(vocab_size, dtype.itemsize)
+        limit = default_chunk_tokens(vocab_size, products.bytes_a_logit)
     chunk = chunk_rows(num_rows, limit)
     buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, num_rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, num_rows))
         logits = buffer[: part.stop - start, :vocab_size]
-        write_logits(logits, rows[part], matrix, offset)
+        products.write_logits(logits, rows[part])
         cross_entropy_chunk(
             logits,
             labels[part],
@@ -305,7 +314,7 @@ def _compute(
             correct_out=correct[part],
         )
         if dhidden is not None:
-            add_product(dhidden[part], logits, matrix)
+            products.write_gradient(dhidden[part], logits)
         if dweight is not None:
             add_product(dweight, logits.t(), rows[part], add=start > 0)
         if dbias is not None:
@@ -356,19 +365,6 @@ def grad_scale_of(dtype: torch.dtype) -> float:
     return 1024.0 if dtype == torch.float16 else 1.0
 
 
-def logits_buffer(rows: Tensor, chunk: int, vocab_size: int) -> Tensor:
-    """(chunk, V or a little more): rows start at multiples of 128 bytes, or cuBLAS goes slow."""
-    return rows.new_empty((chunk, -(-vocab_size // 64) * 64))
-
-
-def write_logits(logits: Tensor, rows: Tensor, matrix: Tensor, offset: Tensor | None) -> None:
-    """The logits (N, V) of rows (N, H), in place."""
-    if offset is None:
-        torch.mm(rows, matrix.t(), out=logits)
-    else:
-        torch.addmm(offset, rows, matrix.t(), out=logits)
-
-
 def chunk_rows(num_rows: int, limit: int) -> int:
     """The chunk size: at most the limit, and as equal as multiples of ``ROWS_MULTIPLE`` allow."""
     if num_rows <= limit:
@@ -376,16 +372,3 @@ def chunk_rows(num_rows: int, limit: int) -> int:
     num_chunks = -(-num_rows // limit)
     equal = -(-num_rows // (num_chunks * ROWS_MULTIPLE)) * ROWS_MULTIPLE
     return min(equal, limit)
-
-
-def add_product(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) -> None:
-    """``out (+)= left @ right``, summed in the dtype of ``out``, which may be the wider one."""
-    if left.dtype == out.dtype:
-        torch.addmm(out, left, right, beta=float(add), out=out)
-    elif left.is_cuda:
-        if add:
-            torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(left, right, out_dtype=out.dtype, out=out)
-    else:
-        torch.addmm(out, left.to(out.dtype), right.to(out.dtype), beta=float(add), out=out)

@@ -15,16 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
+from trainkit.kernels.fp8.trained import Directions
 from trainkit.kernels.launch import device_of
 from trainkit.kernels.linear_cross_entropy.function import (
-    add_product,
     check_shapes,
     chunk_rows,
     compute_dtype_of,
     default_chunk_tokens,
     grad_scale_of,
+)
+from trainkit.kernels.linear_cross_entropy.products import (
+    Products,
+    add_product,
     logits_buffer,
-    write_logits,
+    products_of,
 )
 
 
@@ -38,6 +42,7 @@ def linear_token_losses(
     ignore_index: int = -100,
     softcap: float | None = None,
     chunk_tokens: int | None = None,
+    in_fp8: Directions | None = None,
 ) -> Tensor:
     """Cross entropy of each row of ``hidden @ weight.T + bias`` against its label.
 
@@ -49,6 +54,7 @@ def linear_token_losses(
         ignore_index: the label of rows that are not trained.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
         chunk_tokens: rows whose logits exist at a time; None takes `default_chunk_tokens`.
+        in_fp8: as for `linear_cross_entropy`.
 
     Returns:
         (...), the negative log-probabilities in fp32 (fp64 for fp64); 0, without a gradient, where
@@ -60,7 +66,7 @@ def linear_token_losses(
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     options = {"ignore_index": ignore_index, "softcap": softcap}
     dtype = compute_dtype_of(hidden, weight)
-    return _TokenLosses.apply(hidden, weight, bias, labels, dtype, chunk_tokens, options)
+    return _TokenLosses.apply(hidden, weight, bias, labels, dtype, (chunk_tokens, in_fp8), options)
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -72,17 +78,18 @@ class _TokenLosses(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         dtype: torch.dtype,
-        chunk_tokens: int | None,
+        how: tuple[int | None, Directions | None],
         options: dict[str, Any],
     ) -> Tensor:
-        ctx.dtype, ctx.chunk_tokens, ctx.options = dtype, chunk_tokens, options
+        ctx.dtype, ctx.how, ctx.options = dtype, how, options
         ctx.save_for_backward(hidden, weight, bias, labels)
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-            rows, matrix, offset = _cast(hidden, weight, bias, dtype)
+            rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
+            products = products_of(weight, bias, dtype, how[1])
             flat = labels.reshape(-1)
             wide = torch.promote_types(dtype, torch.float32)
             losses = rows.new_zeros(len(rows), dtype=wide)
-            for part, logits in _chunks(rows, matrix, offset, chunk_tokens):
+            for part, logits in _chunks(rows, products, len(weight), how[0]):
                 cross_entropy_chunk(
                     logits, flat[part], losses[part], 1.0, want_grad=False, **options
                 )
@@ -96,21 +103,22 @@ class _TokenLosses(torch.autograd.Function):
         wide = torch.promote_types(ctx.dtype, torch.float32)
         dhidden = dweight = dbias = None
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-            rows, matrix, offset = _cast(hidden, weight, bias, ctx.dtype)
+            rows = hidden.reshape(-1, hidden.shape[-1]).to(ctx.dtype)
+            products = products_of(weight, bias, ctx.dtype, ctx.how[1])
             flat, factors = labels.reshape(-1), grad_output.reshape(-1).to(wide)
             size = _power_of_2(factors) / grad_scale_of(ctx.dtype)
             scales = factors / size
             if want_dhidden:
                 dhidden = rows.new_empty(rows.shape, dtype=wide)
             if want_dweight:
-                dweight = torch.zeros_like(matrix, dtype=wide)
+                dweight = torch.zeros_like(weight, dtype=wide)
             if want_dbias:
-                dbias = rows.new_zeros(len(matrix), dtype=wide)
+                dbias = rows.new_zeros(len(weight), dtype=wide)
             unused = rows.new_empty(len(rows), dtype=wide)
-            for part, logits in _chunks(rows, matrix, offset, ctx.chunk_tokens):
+            for part, logits in _chunks(rows, products, len(weight), ctx.how[0]):
                 cross_entropy_chunk(logits, flat[part], unused[part], scales[part], **ctx.options)
                 if dhidden is not None:
-                    add_product(dhidden[part], logits, matrix)
+                    products.write_gradient(dhidden[part], logits)
                 if dweight is not None:
                     add_product(dweight, logits.t(), rows[part], add=True)
                 if dbias is not None:
@@ -135,20 +143,13 @@ def _power_of_2(factors: Tensor) -> Tensor:
     return torch.ldexp(factors.new_ones(()), exponent)
 
 
-def _cast(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    rows = hidden.reshape(-1, hidden.shape[-1]).to(dtype)
-    return rows, weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-def _chunks(rows: Tensor, matrix: Tensor, offset: Tensor | None, chunk_tokens: int | None) -> Any:
+def _chunks(rows: Tensor, products: Products, vocab_size: int, chunk_tokens: int | None) -> Any:
     """Which rows, and their logits (rows, V) in a buffer that the next chunk writes again."""
-    limit = chunk_tokens or default_chunk_tokens(len(matrix), rows.element_size())
+    limit = chunk_tokens or default_chunk_tokens(vocab_size, products.bytes_a_logit)
     chunk = chunk_rows(len(rows), limit)
-    buffer = logits_buffer(rows, chunk, len(matrix))
+    buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, len(rows), max(chunk, 1)):
         part = slice(start, min(start + chunk, len(rows)))
-        logits = buffer[: part.stop - start, : len(matrix)]
-        write_logits(logits, rows[part], matrix, offset)
+        logits = buffer[: part.stop - start, :vocab_size]
+        products.write_logits(logits, rows[part])
         yield part, logits

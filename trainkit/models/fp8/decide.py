@@ -124,7 +124,13 @@ def decide(
     if (known := _recorded(setup, candidates)) is not None:
         return known
     savings, timing = setup.agree(
-        measure_savings(candidates.layers, setup.num_tokens, device, trained=not frozen)
+        measure_savings(
+            candidates.layers,
+            setup.num_tokens,
+            device,
+            trained=not frozen,
+            head=candidates.head,
+        )
     )
     if setup.options.loss_budget == ALL:
         return choose(candidates, setup.options, savings, timing, None, frozen=frozen)

@@ -42,10 +42,12 @@ class Candidates:
     Attributes:
         layers: those that could run in fp8, by name.
         kept: why the others cannot, and how many there are.
+        head: the output layer, if it is one of them.
     """
 
     layers: Mapping[str, nn.Linear]
     kept: Mapping[str, int]
+    head: str = ""
 
 
 def find_candidates(model: nn.Module, options: Fp8Options, *, frozen: bool = False) -> Candidates:
@@ -88,7 +90,8 @@ def find_candidates(model: nn.Module, options: Fp8Options, *, frozen: bool = Fal
             where="model.fp8",
             fix="remove model.fp8",
         )
-    return Candidates(layers, kept)
+    of_head = next((name for name, module in layers.items() if module is head), "")
+    return Candidates(layers, kept, of_head)
 
 
 def _why_not(

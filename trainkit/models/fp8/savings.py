@@ -23,6 +23,8 @@ _FP8_FLOPS = 1.29e15
 
 MAX_TOKENS = 16384
 """Tokens that are timed; more take proportionally longer."""
+MAX_NUMBERS = 2**29
+"""Outputs that are timed: 1 GiB in bf16. A vocabulary is wide."""
 _REPEATS = 3
 _CALLS = 8
 """In a row."""
@@ -49,7 +51,12 @@ Shape = tuple[tuple[int, ...], int]
 
 
 def measure_savings(
-    layers: Mapping[str, nn.Linear], num_tokens: int, device: torch.device, *, trained: bool
+    layers: Mapping[str, nn.Linear],
+    num_tokens: int,
+    device: torch.device,
+    *,
+    trained: bool,
+    head: str = "",
 ) -> tuple[Mapping[str, Saving], str]:
     """What fp8 saves in each layer, and how that is known.
 
@@ -58,19 +65,24 @@ def measure_savings(
         num_tokens: of a micro-batch on one GPU.
         device: where the model trains.
         trained: whether the weights need gradients.
+        head: the output layer, whose weight's gradient is never a product in fp8.
     """
     if device.type != "cuda":
-        shapes = {name: (each.out_features, each.in_features) for name, each in layers.items()}
-        found = {shape: _modelled(shape, num_tokens, trained) for shape in set(shapes.values())}
-        return {name: found[shape] for name, shape in shapes.items()}, MODELLED
-    timed = max(16, min(num_tokens, MAX_TOKENS) // 16 * 16)
+        return {
+            name: _modelled(
+                (each.out_features, each.in_features), num_tokens, trained and name != head
+            )
+            for name, each in layers.items()
+        }, MODELLED
     known: dict[Shape, Saving] = {}
     savings = {}
     for names in readers(layers):
         outputs = tuple(layers[name].out_features for name in names)
         shape = outputs, layers[names[0]].in_features
+        most = min(num_tokens, MAX_TOKENS, MAX_NUMBERS // sum(outputs))
+        timed = max(16, most // 16 * 16)
         if shape not in known:
-            known[shape] = _measured(shape, timed, device, trained)
+            known[shape] = _measured(shape, timed, device, trained and names != (head,))
         for name, output in zip(names, outputs, strict=True):
             part = num_tokens / timed * output / sum(outputs)
             one = known[shape]

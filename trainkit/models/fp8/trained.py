@@ -48,10 +48,10 @@ class TrainedFp8(nn.Module):
             return quantize_weight(weight)
         return self.kept.of(self, weight)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x W^T + b``: (..., K) to (..., N)."""
-        if not self.runs_fp8:
-            out: Tensor = super().forward(x)
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``x W^T + b``: (..., K) to (..., N); an output layer may be asked for its loss."""
+        if not self.runs_fp8 or args or kwargs:
+            out: Tensor = super().forward(x, *args, **kwargs)
             return out
         return fp8_linears(x, (self.weight,), (self.bias,), (self.directions(),))[0]
 
@@ -122,13 +122,15 @@ def together(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         x: (..., K).
         layers: each from K to its N.
     """
-    chosen = [
-        layer.directions() if isinstance(layer, TrainedFp8) and layer.runs_fp8 else Directions()
-        for layer in layers
-    ]
+    chosen = [directions_of(layer) or Directions() for layer in layers]
     weights: list[Any] = [layer.weight for layer in layers]
     biases: list[Any] = [layer.bias for layer in layers]
     return fp8_linears(x, weights, biases, chosen)
+
+
+def directions_of(layer: nn.Module) -> Directions | None:
+    """Which products of a layer run in fp8 now; None where none does."""
+    return layer.directions() if isinstance(layer, TrainedFp8) and layer.runs_fp8 else None
 
 
 def feed_forward_in_fp8(

@@ -22,6 +22,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainkit.kernels import linear_cross_entropy_counted, linear_token_losses
 from trainkit.models.forwards.layers import KernelForward
+from trainkit.models.fp8.trained import directions_of
+from trainkit.models.swap import plain_class
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class LossHead(KernelForward):
             z_loss=self.loss_options.z_loss,
             chunk_tokens=self.loss_options.chunk_tokens,
             keeps_gradient=self.loss_options.keeps_gradient,
+            in_fp8=directions_of(self),
         )
         if self.tallies is None:
             self.tallies = {True: Tally(), False: Tally()}
@@ -142,6 +145,7 @@ class LossHead(KernelForward):
             bias=self.bias,
             ignore_index=ignore_index,
             chunk_tokens=options.chunk_tokens,
+            in_fp8=directions_of(self),
         )
 
 
@@ -186,7 +190,7 @@ class CausalLM(KernelForward):
     def unfit(cls, module: nn.Module) -> str | None:
         """Why this model's loss cannot come out of its head, or None."""
         head = head_at_work(module.lm_head)
-        if type(head) is not nn.Linear:
+        if plain_class(head) is not nn.Linear:
             return f"lm_head is a {type(head).__module__}.{type(head).__name__}, not a plain Linear"
         if module.loss_function is not ForCausalLMLoss:
             return "the model has its own loss function"
