@@ -82,7 +82,7 @@ def test_trainkit_commands_and_their_options_exist(document):
     for words in commands(document):
         if words[0] == "trainkit":
             parsed(words[1:])
-        if words[:2] == ["trainkit", "new"] and not words[2].startswith("-"):
+        if words[:2] == ["trainkit", "new"] and words[2:] and words[2][0] != "-":
             assert words[2] in shipped_recipes()
             recipe = shipped_recipes()[words[2]]
             for other in commands(document):
@@ -128,6 +128,18 @@ def test_blocks_are_of_a_kind_that_is_checked_and_hold(document, tmp_path):
             recipe = tmp_path / "part.yaml"
             recipe.write_text(text, encoding="utf-8")
             load_recipe(recipe, [v for key, v in LEFT_TO_THE_READER.items() if key not in text])
+
+
+@pytest.mark.parametrize("page", ["docs/guides/first-run.md", "docs/zh/first-run.md"])
+def test_messages_that_a_page_explains_are_those_of_the_code(page):
+    _, _, table = (ROOT / page).read_text("utf-8").rpartition("## ")
+    code = " ".join(file.read_text("utf-8") for file in (ROOT / "trainkit").rglob("*.py"))
+    code = re.sub(r'"\s+f?"', "", code)  # texts that go on in the next line
+    quoted = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(quoted) >= 5
+    for message in quoted[1:]:  # the first is the shell's
+        for part in message.split("..."):
+            assert part.strip() in code, message
 
 
 def test_every_command_of_the_table_is_in_a_document():

@@ -49,7 +49,7 @@ def test_what_cannot_fit_is_refused_with_the_way_out():
 
 
 def test_a_model_of_unknown_size_is_written_without_figures():
-    found = fitted_recipe("./no-such-model", ["a.jsonl"], "lora", gpu_of("h100"))
+    found = fitted_recipe("nobody/no-such-model", ["a.jsonl"], "lora", gpu_of("h100"))
     assert found.expected is None
     assert "Expected" not in found.text
 
@@ -64,3 +64,12 @@ def test_the_list_has_sizes(capsys):
     told = capsys.readouterr().out
     assert "qlora" in told
     assert " GiB " in told
+    for line in told.splitlines():
+        assert line.endswith("."), f"a sentence that is cut: {line}"
+
+
+@pytest.mark.parametrize("model", ["./absent", "/absent/model", "absent.gguf", "a/b/c"])
+def test_a_model_that_is_not_there_gets_no_recipe(model, tmp_path, capsys):
+    assert main(["new", "--model", model, "-o", str(tmp_path / "r.yaml")]) == 2
+    assert "there is no model at" in capsys.readouterr().err
+    assert not (tmp_path / "r.yaml").exists()

@@ -62,7 +62,16 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
 
     Raises:
         RecipeError: it cannot be made to fit without training something else.
+        ModelError: the model is a path, and nothing is there.
     """
+    path = Path(model).expanduser()
+    is_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf" or model.count("/") > 1
+    if is_path and not path.exists():
+        raise ModelError(
+            f"there is no model at {path.absolute()}",
+            where="--model",
+            fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
+        )
     try:
         shape = find_shape(model)
     except ModelError:

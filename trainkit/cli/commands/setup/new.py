@@ -111,7 +111,7 @@ def _list(as_json: bool) -> None:
         size = "" if memory is None else f"{memory:.0f} GiB"
         echo(f"{each:<{max(map(len, recipes))}}  {method:<5}  {size:>7}  {row['about']}")
     if not as_json:
-        echo("GiB: of one GPU, if it were the only one", err=True)
+        echo("GiB: memory that one GPU needs when it trains alone", err=True)
 
 
 def _fill_in(
@@ -140,7 +140,7 @@ def _fill_in(
     if found.changed and not as_json:
         echo(f"to fit {chosen.name}: {' '.join(found.changed)}", err=True)
     if expected is None and not as_json:
-        echo(f"nobody knows the size of {model} here: see --dry-run", err=True)
+        echo(f"the size of {model} is not known here: see sft --dry-run", err=True)
     row = {"recipe": str(target), "needed_gib": expected, "changed": list(found.changed)}
     _say(target, row, as_json)
 
