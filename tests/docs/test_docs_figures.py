@@ -61,7 +61,9 @@ def figures(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_figure_of_a_table_is_a_row_s(page, measured):
-    unknown = [(number, line) for number, line in figures(page) if not is_measured(number, measured)]
+    unknown = [
+        (number, line) for number, line in figures(page) if not is_measured(number, measured)
+    ]
     assert not unknown
 
 
