@@ -13,6 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trainkit.kernels import add_rms_norm, launch, rms_norm
+from trainkit.kernels.adamw.function import add_square_sum_
+from trainkit.kernels.adamw_8bit.function import adamw_8bit_
 from trainkit.kernels.contract import Draw, OpCase, OpSpec, run
 from trainkit.kernels.fp8.function import (
     SMALLEST_CAPABILITY,
@@ -92,6 +94,17 @@ def quantise_what_models_bring() -> None:
             add_rms_norm(x, x, x[0], fp8_rows=True)
 
 
+def step_in_the_backward_pass() -> None:
+    """What weights without masters bring besides `adamw_8bit`: their norm, and moments in fp32."""
+    weight, zero = torch.ones(2048, dtype=torch.bfloat16), torch.zeros(())
+    add_square_sum_(weight, zero, zero)
+    moments = torch.zeros(2048), torch.zeros(2048)
+    adamw_8bit_(
+        weight, weight, moments, None, zero, zero, seed=2**61, step=1, lr=1e-3, beta1=0.9,
+        beta2=0.999, eps=1e-8, weight_decay=0.0,
+    )  # fmt: skip
+
+
 def main(archs: list[int]) -> None:
     seen = set()
     here: list[int] = []
@@ -112,6 +125,7 @@ def main(archs: list[int]) -> None:
         here[:] = [arch]
         if arch >= SMALLEST_CAPABILITY[0] * 10 + SMALLEST_CAPABILITY[1]:
             quantise_what_models_bring()
+        step_in_the_backward_pass()
         for spec in OPS.values():
             if spec.name in WHOLE or arch < spec.smallest_target:
                 continue

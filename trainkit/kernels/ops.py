@@ -4,6 +4,7 @@ Adding an op is one folder (reference, kernel, function, spec) and one line here
 """
 
 from trainkit.kernels.adamw.spec import ADAMW, SQUARE_SUM
+from trainkit.kernels.adamw_8bit.spec import ADAMW_8BIT
 from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
 from trainkit.kernels.fp8.spec import (
@@ -46,5 +47,6 @@ OPS: dict[str, OpSpec] = {
         FP8_MATMUL,
         SQUARE_SUM,
         ADAMW,
+        ADAMW_8BIT,
     )
 }

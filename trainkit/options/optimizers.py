@@ -46,6 +46,7 @@ class Optimizer:
         why_plain: why it steps with all gradients and fp32 masters alone; empty where it need not.
         needs_gpu: it runs on a GPU alone.
         elementwise: not even at other numbers of the same parameter, beyond blocks of 256.
+        one_pass: bf16 weights without masters are stepped by one kernel, with no fp32 copy of them.
         instead: of a row that is not served: why, and what to write.
     """
 
@@ -67,6 +68,7 @@ class Optimizer:
     why_plain: str = ""
     needs_gpu: bool = False
     elementwise: bool = False
+    one_pass: bool = False
     instead: str = ""
 
 
@@ -100,6 +102,7 @@ def _blockwise(name: str, about: str, size: float, wide: float, *arguments: str)
         shards=(ZERO,),
         why_whole="its blocks of 256 numbers do not end where shards do",
         elementwise=True,
+        one_pass="adamw" in name,
     )
 
 

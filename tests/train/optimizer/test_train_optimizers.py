@@ -1,19 +1,18 @@
 """Every row of the table of optimizers: it resumes exactly, in every way that it can be run."""
 
 import importlib.util
-import io
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from optimizer_cases import Run
 
 from trainkit.errors import RecipeError
-from trainkit.options.optimizers import DEFAULT, OPTIMIZERS, OURS, SERVED
+from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
 from trainkit.parallel.snapshot import snapshot
 from trainkit.recipe.check.optimizer import accumulates_in_backward
 from trainkit.train.optimizer import finite_weights
-from trainkit.train.optimizer.make import OptimizerPlan, make_optimizer
+from trainkit.train.optimizer.make import OptimizerPlan
 from trainkit.train.optimizer.refuse import refuse_unfit_optimizer
 
 WAYS = {
@@ -30,83 +29,6 @@ def runs_here(row):
 
 
 HERE = [row for row in map(OPTIMIZERS.get, SERVED) if runs_here(row)]
-
-
-class Tiny(nn.Module):
-    """An embedding, a hidden matrix of more than 4096 numbers, a pair as of LoRA, and a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(80, 64)
-        self.hidden = nn.Linear(64, 72)
-        self.lora_A = nn.Linear(72, 8, bias=False)
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, 64, bias=False)})
-        self.norm = nn.LayerNorm(64)
-        self.head = nn.Linear(64, 80, bias=False)
-
-    def get_output_embeddings(self):
-        return self.head
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        x = x + self.lora_B["default"](self.lora_A(torch.tanh(self.hidden(x))))
-        return self.head(self.norm(x))
-
-
-def arguments(name, folder, **settings):
-    from transformers import TrainingArguments
-
-    low_rank = OPTIMIZERS[name].per_rank_bytes is not None
-    settings |= {"optim_target_modules": ["hidden"], "optim_args": "rank=4"} if low_rank else {}
-    made = TrainingArguments(
-        str(folder), optim=DEFAULT if name in OURS else name, use_cpu=True, report_to="none",
-        learning_rate=1e-2, weight_decay=0.1, **settings,
-    )  # fmt: skip
-    if name in OURS:
-        made.optim = name
-    return made
-
-
-class Run:
-    """A model and its optimizer, with a schedule, as the Trainer drives them."""
-
-    def __init__(self, name, folder, plan, dtype=torch.bfloat16, **settings):
-        torch.manual_seed(0)
-        self.model = Tiny().to(dtype)
-        self.optimizer = make_optimizer(
-            self.model, arguments(name, folder, **settings), plan,
-            decay_names={"hidden.weight", "head.weight"}, engine_keeps_masters=False,
-        )  # fmt: skip
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (n + 1))
-
-    def step(self, number):
-        if hasattr(self.optimizer, "begin_micro_batch"):
-            self.optimizer.begin_micro_batch(self.model, accumulates=False)
-        ids = torch.randint(80, (4, 9), generator=torch.Generator().manual_seed(number))
-        logits = self.model(ids).float()
-        nn.functional.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten()).backward()
-        if hasattr(self.optimizer, "gather_gradients"):
-            self.optimizer.gather_gradients()
-        self.optimizer.step()
-        self.schedule.step()
-        self.model.zero_grad()
-        return self
-
-    def saved(self):
-        """Through bytes, read as a checkpoint is: nothing in it can run."""
-        file = io.BytesIO()
-        parts = (self.model, self.optimizer, self.schedule)
-        torch.save([part.state_dict() for part in parts], file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
-    def resumed(self, saved):
-        for part, state in zip((self.model, self.optimizer, self.schedule), saved, strict=True):
-            part.load_state_dict(state)
-        return self
-
-    def weights(self):
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
 def same(one, other):

@@ -11,7 +11,7 @@ from trainkit.train.optimizer.rounding import RoundedWeightOptimizer, round_by_c
 
 def rounded(values, *chance):
     target = torch.empty(values.shape, dtype=torch.bfloat16)
-    round_by_chance(target, values.clone(), chance)
+    round_by_chance(target, values.clone(), rounding.seed_of(*chance))
     return target
 
 

@@ -26,6 +26,23 @@ def square_sum(x: Tensor) -> Tensor:
     return square_sum_reference(x)
 
 
+def add_square_sum_(x: Tensor, total: Tensor, is_bad: Tensor) -> None:
+    """Add the sum of squares of x to a total, and note where it is NaN or infinite.
+
+    Args:
+        x: of any shape.
+        total: 0-d fp32.
+        is_bad: 0-d fp32, made 1 where the sum is not finite.
+    """
+    x = x.detach().contiguous()
+    if x.numel() and runs_kernel(x):
+        kernel.launch_add_square_sum(x, total, is_bad)
+        return
+    square = square_sum_reference(x).to(total.dtype)
+    total += square
+    torch.maximum(is_bad, (~square.isfinite()).to(is_bad.dtype), out=is_bad)
+
+
 def adamw_(
     weight: Tensor,
     gradient: Tensor,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import Kernel, num_multiprocessors
+from trainkit.kernels.launch import Kernel, next_power_of_2, num_multiprocessors
 
 BLOCK = 1024
 WARPS = 4
@@ -29,6 +29,15 @@ def _square_sums(x_ptr, out_ptr, numel, BLOCK: tl.constexpr, PROGRAMS: tl.conste
         x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(WIDE)
         sums += x * x
     tl.store(out_ptr + program, tl.sum(sums, axis=0))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_up(sums_ptr, total_ptr, bad_ptr, count, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.sum(tl.load(sums_ptr + at, mask=at < count, other=0.0), axis=0).to(tl.float32)
+    is_finite = tl.abs(total) < float("inf")
+    tl.store(total_ptr, tl.load(total_ptr) + total)
+    tl.store(bad_ptr, tl.where(is_finite, tl.load(bad_ptr), 1.0))
 
 
 @triton.jit(do_not_specialize=["numel"])
@@ -83,16 +92,26 @@ def _step(
         tl.store(gradient_ptr + at, tl.zeros_like(raw), mask=mask)
 
 
-SQUARE_SUMS, STEP = Kernel(_square_sums), Kernel(_step)
+SQUARE_SUMS, ADD_UP, STEP = Kernel(_square_sums), Kernel(_add_up), Kernel(_step)
 
 
 def launch_square_sum(x: Tensor) -> Tensor:
     """The sum of squares of x (N,): 0-d, fp32 (fp64 of fp64), the same bits in every run."""
+    return _square_sums_of(x).sum()
+
+
+def launch_add_square_sum(x: Tensor, total: Tensor, is_bad: Tensor) -> None:
+    """Add it to ``total``, 0-d fp32, and set ``is_bad``, 0-d fp32, where it is not finite."""
+    sums = _square_sums_of(x)
+    ADD_UP.launch(1, (sums, total, is_bad), (), (len(sums),), (next_power_of_2(len(sums)),), WARPS)
+
+
+def _square_sums_of(x: Tensor) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     programs = NORM_PROGRAMS * num_multiprocessors(x)
     sums = torch.empty(programs, dtype=wide, device=x.device)
     SQUARE_SUMS.launch(programs, (x, sums), (), (x.numel(),), (BLOCK, programs), WARPS)
-    return sums.sum()
+    return sums
 
 
 def launch_step(

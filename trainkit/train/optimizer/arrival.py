@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trainkit.kernels.adamw.function import add_square_sum_
+
 
 class Arrivals:
     """What is known of a step's gradients when they are gone.
@@ -31,9 +33,12 @@ class Arrivals:
         """Average a gradient over the ranks, in place, and take its norm."""
         if self._num_ranks > 1:
             torch.distributed.all_reduce(gradient.div_(self._num_ranks))
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
-        self._squares += square
-        self.block(~square.isfinite())
+        add_square_sum_(gradient, self._squares, self._is_bad)
+
+    @property
+    def held(self) -> torch.Tensor:
+        """0-d, on the device: 1 where no further step may be taken."""
+        return self._is_bad
 
     def lets_step(self, optimizer: Any) -> bool:
         """Whether the next step may be taken; torch's fused optimizers ask the device themselves.

@@ -65,6 +65,8 @@ def numbers_of(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Te
         optimizer = optimizer.optimizer
     if optimizer is None:
         return
+    if hasattr(optimizer, "settle"):
+        optimizer.settle()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:

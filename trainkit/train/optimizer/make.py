@@ -14,6 +14,7 @@ from trainkit.train.optimizer.flat import FlatAdamW, make_flat_adamw
 from trainkit.train.optimizer.groups import parameter_groups
 from trainkit.train.optimizer.muon import IS_HIDDEN, hidden_matrices, make_muon
 from trainkit.train.optimizer.optim import MasterWeightOptimizer, needs_master_weights
+from trainkit.train.optimizer.paged import keep_pages
 from trainkit.train.optimizer.projected import keep_projections
 from trainkit.train.optimizer.rounding import RoundedWeightOptimizer
 
@@ -124,9 +125,11 @@ def _inner(
     if package == "bitsandbytes" and options.get("optim_bits") == 8:
         tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         return (
-            lambda groups: _with_wide_states(maker(groups, **options)),
+            lambda groups: keep_pages(_with_wide_states(maker(groups, **options))),
             lambda p: {_WIDE: 32} if p in tables else {},
         )
+    if package == "bitsandbytes":
+        return lambda groups: keep_pages(maker(groups, **options)), lambda _: {}
     return lambda groups: maker(groups, **options), lambda _: {}
 
 

@@ -10,6 +10,7 @@ with a step in the backward pass the fp32 one does, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -116,9 +117,13 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         if parameter.grad is None or self._arrivals is None:
             return
         self._arrivals.take(parameter.grad)
-        if self._arrivals.lets_step(self.inner):
+        if self._holds_back_itself(parameter) or self._arrivals.lets_step(self.inner):
             self._step_parameter(parameter)
         parameter.grad = None
+
+    def _holds_back_itself(self, parameter: torch.Tensor) -> bool:
+        """Whether the step of a parameter asks the device if it may be taken."""
+        return False
 
     def _step_parameter(self, parameter: torch.Tensor) -> None:
         master = self._masters.get(parameter)
@@ -132,10 +137,17 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
 
     def _step_inner(self, parameter: torch.Tensor, master: torch.Tensor) -> None:
         """The inner optimizer's step of one of the parameters it was given, and of no other."""
-        whole = self.inner.param_groups
-        self.inner.param_groups = [{**whole[self._group_of[parameter]], "params": [master]}]
-        try:
+        with self._alone(parameter, master):
             self.inner.step()
+
+    @contextmanager
+    def _alone(self, parameter: torch.Tensor, master: torch.Tensor) -> Iterator[dict[str, Any]]:
+        """The inner optimizer has one of its parameters alone; yields its group."""
+        whole = self.inner.param_groups
+        group = {**whole[self._group_of[parameter]], "params": [master]}
+        self.inner.param_groups = [group]
+        try:
+            yield group
         finally:
             self.inner.param_groups = whole
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from trainkit.train.optimizer.arrival import Arrivals
+from trainkit.train.optimizer.one_pass import one_pass_of
 from trainkit.train.optimizer.optim import HALF_DTYPES, MasterWeightOptimizer
 
 PIECE = 2**25
@@ -51,6 +52,7 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         self._pieces: dict[torch.Tensor, list[nn.Parameter]] = {}
         self._place: dict[torch.Tensor, int] = {}
         super().__init__(param_groups, make_inner, arrivals)
+        self._one_pass = one_pass_of(self.inner)
 
     def _masters_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         if parameter.dtype not in HALF_DTYPES:
@@ -97,26 +99,45 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
             return None
         return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
+    def _holds_back_itself(self, parameter: torch.Tensor) -> bool:
+        return self._one_pass is not None and self._one_pass.fits(parameter)
+
     def _step_parameter(self, parameter: torch.Tensor) -> None:
         if parameter not in self._pieces:
             super()._step_parameter(parameter)
             return
-        gradients = None if parameter.grad is None else self._cut(parameter, parameter.grad)
-        weights = self._cut(parameter, parameter)
-        for number, piece in enumerate(self._pieces[parameter]):
-            if gradients is not None:  # in the backward pass a piece's is fp32 for its step alone
-                piece.grad = gradients[number].to(torch.float32)
-            if piece.grad is not None:
-                self._step_piece(parameter, piece, weights[number], number)
+        pieces = self._pieces[parameter]
+        gradients: Iterable[torch.Tensor | None] = [piece.grad for piece in pieces]
+        if parameter.grad is not None:  # in the backward pass
+            gradients = self._cut(parameter, parameter.grad)
+        parts = zip(pieces, self._cut(parameter, parameter), gradients, strict=True)
+        for number, (piece, weight, gradient) in enumerate(parts):
+            if gradient is not None:
+                self._step_piece(parameter, piece, weight, gradient, number)
+            piece.grad = None
 
     def _step_piece(
-        self, parameter: torch.Tensor, piece: nn.Parameter, weight: torch.Tensor, number: int
+        self,
+        parameter: torch.Tensor,
+        piece: nn.Parameter,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        number: int,
     ) -> None:
+        chance = seed_of(self._seed, self._num_steps, self._place[parameter], number)
         kept = piece.data
-        piece.data = weight.to(torch.float32)
-        self._step_inner(parameter, piece)
-        chance = (self._seed, self._num_steps, self._place[parameter], number)
-        round_by_chance(weight, piece.data, chance)
+        if self._one_pass is not None and self._one_pass.fits(parameter):
+            if not self.inner.state[piece]:
+                piece.data = weight  # for its place and shape
+                with self._alone(parameter, piece) as alone:
+                    self._one_pass.begin(alone, piece)
+            group = self.param_groups[self._group_of[parameter]]
+            held = None if self._arrivals is None else self._arrivals.held
+            self._one_pass.step(group, piece, weight, gradient, held, chance)
+        else:
+            piece.data, piece.grad = weight.to(torch.float32), gradient.to(torch.float32)
+            self._step_inner(parameter, piece)
+            round_by_chance(weight, piece.data, chance)
         piece.grad, piece.data = None, kept
 
     @torch.no_grad()
@@ -136,7 +157,13 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         """The inner optimizer's state, and where the chance is."""
         # A name of its own: pickle would write "step" once for this and the inner states, or twice.
         where = {"seed": self._seed, "num_steps": self._num_steps}
+        self.settle()
         return {**self.inner.state_dict(), _KEY: where}
+
+    def settle(self) -> None:
+        """Wait for steps that the host has not waited for, before it looks at paged states."""
+        if self._one_pass is not None:
+            self._one_pass.settle()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both.
@@ -152,8 +179,14 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         self.state = self.inner.state
 
 
+def seed_of(*chance: int) -> int:
+    """A generator's seed, below 2**62, that follows from some numbers."""
+    digest = hashlib.blake2b(repr(chance).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 2
+
+
 @torch.no_grad()
-def round_by_chance(target: torch.Tensor, values: torch.Tensor, chance: tuple[int, ...]) -> None:
+def round_by_chance(target: torch.Tensor, values: torch.Tensor, seed: int) -> None:
     """Write fp32 values into bfloat16 numbers, rounded up with the probability of their place.
 
     The upper 16 bits of an fp32 number are the next bfloat16 towards zero; noise added to the lower
@@ -162,10 +195,9 @@ def round_by_chance(target: torch.Tensor, values: torch.Tensor, chance: tuple[in
     Args:
         target: bfloat16.
         values: fp32, contiguous, of the same shape; overwritten.
-        chance: what the noise follows from.
+        seed: what the noise follows from.
     """
-    digest = hashlib.blake2b(repr(chance).encode(), digest_size=8).digest()
-    generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+    generator = torch.Generator(values.device).manual_seed(seed)
     bits = values.view(torch.int32)
     noise = torch.randint(
         2**16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
