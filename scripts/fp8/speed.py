@@ -3,12 +3,13 @@
 
 usage: speed.py OUTPUT [--policies FILE] [--parts NAME;...] [--seconds 460] [--peers SITE]
 
-Policies: bf16; all, every product that gains time; default, what the default budget took on a
-trained model, by role and share of the depth: FILE is what the accuracy script wrote. Full
-fine-tuning is timed forward and backward, adapters with AdamW. Peers: Unsloth (which needs packages
-of its own, SITE), Liger, and torchao's float8 in compiled layers with Liger's loss. Each part is a
-process, and the next one imports meanwhile. A JSON line for each figure goes to OUTPUT, the GPU's
-time by kernel to OUTPUT.kernels.json. `--tiny` checks the script on a CPU.
+Policies: bf16; all, every product that gains time; the same and the output layer; default, what
+the default budget took on a trained model, by role and share of the depth: FILE is what the
+accuracy script wrote. Full fine-tuning is timed forward and backward, adapters with AdamW. Peers:
+Unsloth (which needs packages of its own, SITE), Liger, and torchao's float8 in compiled layers
+with Liger's loss. Each part is a process, and the next one imports meanwhile. A JSON line for each
+figure goes to OUTPUT, the GPU's time by kernel to OUTPUT.kernels.json, and a table is printed last.
+`--tiny` checks the script on a CPU.
 """
 
 from __future__ import annotations
@@ -113,6 +114,27 @@ def write(
         place.write_text(json.dumps({**known, base["case"]: kernels}, indent=1))
     shown = {key: round(value, 3) for key, value in row.items() if isinstance(value, float)}
     print(f"{base['case']:44s} {base['provider']:9s} {shown}", flush=True)
+    known = args.table.setdefault((shape, work), {})
+    known.setdefault((base["provider"], policy), {}).update(row)
+
+
+def table(found: Mapping[tuple[str, str], Mapping[tuple[str, str], Mapping[str, Any]]]) -> str:
+    """A line for each policy and tool: milliseconds, times trainkit's bf16, peak, quantising."""
+    lines = [f"{'':58s} {'ms':>8s} {'x bf16':>7s} {'GiB':>6s} {'quantise':>9s} {'gates':>7s}"]
+    for (shape, work), rows in found.items():
+        own = rows.get(("trainkit", "bf16"), {}).get("ms")
+        for (provider, policy), row in rows.items():
+            name = f"{shape} {work}: {provider} {policy}"
+            times = f"{own / row['ms']:7.3f}" if own and row.get("ms") else " " * 7
+            quantising, gates = (
+                f"{row[key]:.1f}" if key in row else ""
+                for key in ("quantise_and_transpose_ms", "norms_and_gates_ms")
+            )
+            lines.append(
+                f"{name:58s} {row.get('ms', 0):8.1f} {times} {row.get('peak_memory_gib', 0):6.1f} "
+                f"{quantising:>9s} {gates:>7s}"
+            )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -136,6 +158,7 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     about = environment(args.commit)
     names = [each.strip() for each in args.parts.split(";")]
+    args.table = {}
     coming = start(names[0], args)
     for number, name in enumerate(names):
         running = coming
@@ -151,6 +174,7 @@ def main() -> None:
         if running.wait():
             said = log_of(name).read_text(errors="replace")[-1200:]
             print(name, "FAILED or stopped", said, flush=True)
+    print(table(args.table), flush=True)
 
 
 if __name__ == "__main__":

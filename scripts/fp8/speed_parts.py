@@ -10,16 +10,17 @@ NEITHER = (False, False)
 Directions = dict[str, tuple[bool, bool]]
 
 PARTS = {
-    "7b lora": ("qwen2-7b", "lora", "trainkit"),
-    "7b lora checkpointed": ("qwen2-7b", "lora_checkpointed", "trainkit"),
     "7b full": ("qwen2-7b", "full", "trainkit"),
+    "7b lora": ("qwen2-7b", "lora", "trainkit"),
+    "7b kernels": ("qwen2-7b", "kernels", "trainkit"),
     "7b full liger": ("qwen2-7b", "full", "liger"),
     "7b lora unsloth": ("qwen2-7b", "lora", "unsloth"),
-    "7b lora checkpointed unsloth": ("qwen2-7b", "lora_checkpointed", "unsloth"),
     "1b full": ("llama-3.2-1b", "full", "trainkit"),
     "0.5b full": ("qwen2-0.5b", "full", "trainkit"),
-    "7b full torchao tensorwise": ("qwen2-7b", "full", "tensorwise"),
+    "7b lora checkpointed": ("qwen2-7b", "lora_checkpointed", "trainkit"),
+    "7b lora checkpointed unsloth": ("qwen2-7b", "lora_checkpointed", "unsloth"),
     "7b full torchao rowwise": ("qwen2-7b", "full", "rowwise"),
+    "7b full torchao tensorwise": ("qwen2-7b", "full", "tensorwise"),
     "1b full torchao tensorwise": ("llama-3.2-1b", "full", "tensorwise"),
     "0.5b full torchao tensorwise": ("qwen2-0.5b", "full", "tensorwise"),
     "1b full torchao rowwise": ("llama-3.2-1b", "full", "rowwise"),
@@ -28,8 +29,13 @@ PARTS = {
 }
 """Shape, what is trained, and by whom; in the order in which they run."""
 
-QUANTISING = ("_quantize", "_tile_", "_scales", "_transpose")
-"""What the names of the kernels that quantise and transpose contain."""
+KINDS = {
+    "quantise_and_transpose_ms": ("_quantize", "_tile_", "_scales", "_transpose", "gate_codes"),
+    "norms_and_gates_ms": ("_forward", "_backward", "_gate_rows", "gate_forward", "gate_backward"),
+    "products_ms": ("nvjet", "gemm", "splitK", "cutlass"),
+}
+"""What the names of kernels contain, by kind, in the order in which they are tried. Those that
+quantise only; norms and gates that give codes as well are in their own kind, next to bf16's."""
 
 
 def size_of(shape: str, tiny: bool) -> Any:
@@ -56,28 +62,30 @@ def random_model(size: Any, device: Any) -> Any:
 
 
 def gaining(model: Any, size: Any, device: Any, *, frozen: bool) -> Directions:
-    """The directions of each layer that gain time."""
+    """The directions of each layer that gain time, the output layer among them."""
     from trainkit.models.fp8.choice import choose
     from trainkit.models.fp8.groups import find_candidates
     from trainkit.models.fp8.savings import measure_savings
     from trainkit.options import Fp8Options
 
-    options = Fp8Options.of("all")
-    assert options is not None
+    options = Fp8Options(loss_budget="all", head="fp8")
     candidates = find_candidates(model, options, frozen=frozen)
     tokens = size.batch_size * size.length
-    savings, timing = measure_savings(candidates.layers, tokens, device, trained=not frozen)
+    savings, timing = measure_savings(
+        candidates.layers, tokens, device, trained=not frozen, head=candidates.head
+    )
     found = choose(candidates, options, savings, timing, None, frozen=frozen).directions
     return {name: found.get(name, NEITHER) for name in candidates.layers}
 
 
 def policies(gains: Directions, default: Mapping[str, Any], depth: int) -> dict[str, Directions]:
     """What runs how, by the name of the policy."""
-    found: dict[str, Directions] = {"bf16": {}, "all": gains}
+    layers = {name: each for name, each in gains.items() if ".layers." in name}
+    found: dict[str, Directions] = {"bf16": {}, "all": layers, "all and head": gains}
     if default:
         found["default"] = {
             name: tuple(a and b for a, b in zip(each, stretched(name, default, depth), strict=True))  # type: ignore[misc]
-            for name, each in gains.items()
+            for name, each in layers.items()
         }
     return {
         policy: {name: each for name, each in directions.items() if any(each)}
@@ -123,12 +131,13 @@ def by_kernel(step: Callable[[], Any], device: Any) -> dict[str, Any]:
     if device.type != "cuda":
         return {}
     times = kernel_times(step)
-    found = sum(ms for name, ms in times.items() if any(word in name for word in QUANTISING))
+    found = dict.fromkeys(KINDS, 0.0)
+    for name, ms in times.items():
+        kinds = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+        if (kind := next(kinds, None)) is not None:
+            found[kind] += ms
     largest = sorted(times.items(), key=lambda each: -each[1])[:60]
-    return {
-        "quantise_and_transpose_ms": found,
-        "kernels": {name[:120]: round(ms, 3) for name, ms in largest},
-    }
+    return {**found, "kernels": {name[:120]: round(ms, 3) for name, ms in largest}}
 
 
 def full_step(model: Any, size: Any, device: Any, call: Any = None) -> Callable[[], Any]:
@@ -198,7 +207,7 @@ def trainkit_lora(
     depth = size.config["num_hidden_layers"]
     for policy, directions in policies(gains, default, depth).items():
         model = random_model(size, device)
-        both = [name for name, each in directions.items() if all(each)]
+        both = [name for name, each in directions.items() if all(each) and ".layers." in name]
         if both:
             others = [name for name, _ in model.named_modules() if name and name not in both]
             quantize_to_fp8(model, device, others)
@@ -212,14 +221,13 @@ def trainkit_lora(
         adapted.train()
         trained = [weight for weight in adapted.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=device.type == "cuda")
-        plain = full_step(adapted, size, device)
 
         def step(optimizer: Any = optimizer, adapted: Any = adapted, size: Any = size) -> Any:
             return lora_step(adapted, optimizer, size, device)
 
         yield {"policy": policy, **share_of(directions, gains), **measured(step, device, size)}
         yield {"policy": policy, **by_kernel(step, device)}
-        del model, adapted, trained, optimizer, plain, step
+        del model, adapted, trained, optimizer, step
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -282,6 +290,66 @@ def peer(size: Any, device: Any, work: str, who: str, tiny: bool) -> Iterator[di
     yield {"policy": policy, **measured(full_step(model, size, device), device, size)}
 
 
+def kernels_alone(size: Any, device: Any) -> Iterator[dict[str, Any]]:
+    """Each kernel that quantises, by itself, and which share of a copy's speed it reaches."""
+    import torch
+
+    from trainkit.bench.measure.ceilings import warm_up
+    from trainkit.bench.measure.clock import timed
+    from trainkit.kernels.fp8 import function as fp8
+    from trainkit.kernels.fp8 import gate_kernel
+
+    tokens = size.batch_size * size.length
+    hidden, width = size.config["hidden_size"], size.config["intermediate_size"]
+    gate, up, dh = (torch.randn(tokens, width, device=device).bfloat16() for _ in range(3))
+    x, target = dh[:, :hidden].contiguous(), torch.empty_like(gate)
+    rows = torch.ones(tokens, device=device)
+    factors = [torch.ones(width, device=device) for _ in range(2)]
+    narrow, scales = fp8.fp8_gate(gate, up)
+    codes = fp8.fp8_gate_backward(gate, up, dh, factors, scales)[0]
+    x_codes = fp8.fp8_quantize(x)[0]
+    wide, slim = tokens * width, tokens * hidden
+
+    def back() -> Any:
+        return fp8.fp8_gate_backward(gate, up, dh, factors, scales)
+
+    def with_warps(number: int, call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            usual = gate_kernel._warps
+            gate_kernel._warps = lambda *_: number  # type: ignore[assignment]
+            try:
+                return call()
+            finally:
+                gate_kernel._warps = usual
+
+        return run
+
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {
+        "copy": (4 * wide, lambda: target.copy_(gate)),
+        "gate": (5 * wide, lambda: fp8.fp8_gate(gate, up)),
+        "gate, 8 warps": (5 * wide, with_warps(8, lambda: fp8.fp8_gate(gate, up))),
+        "gate backward": (9 * wide, back),
+        "gate backward, 8 warps": (9 * wide, with_warps(8, back)),
+        "gate backward, 32 warps": (9 * wide, with_warps(32, back)),
+        "transpose h": (2 * wide, lambda: fp8.fp8_transpose([narrow])),
+        "transpose the gradients": (4 * wide, lambda: fp8.fp8_transpose([codes])),
+        "rows of h": (3 * wide, lambda: fp8.fp8_quantize(gate, keep_largest=True)),
+        "rows of x": (3 * slim, lambda: fp8.fp8_quantize(x, keep_largest=True)),
+        "rows and columns of x": (
+            6 * slim,
+            lambda: fp8.fp8_quantize_both([x], [rows[:hidden]], rows),
+        ),
+        "columns of x's codes": (3 * slim, lambda: fp8.fp8_quantize_columns(x_codes, rows)),
+    }
+    speed = 0.0
+    for name, (moved, call) in calls.items():
+        call()
+        warm_up(call, seconds=0.3 if device.type == "cuda" else 0.0)
+        milliseconds, _ = timed(call, 30 if device.type == "cuda" else 1, device)
+        speed = speed or moved / milliseconds
+        yield {"policy": name, "ms": milliseconds, "of_copy": moved / milliseconds / speed}
+
+
 def run_part(name: str, default: Mapping[str, Any], tiny: bool) -> Iterator[dict[str, Any]]:
     """The figures of a part."""
     import torch
@@ -289,7 +357,9 @@ def run_part(name: str, default: Mapping[str, Any], tiny: bool) -> Iterator[dict
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape, work, who = PARTS[name]
     size = size_of(shape, tiny)
-    if who != "trainkit":
+    if work == "kernels":
+        yield from kernels_alone(size, device)
+    elif who != "trainkit":
         yield from peer(size, device, work, who, tiny)
     elif work == "full":
         yield from trainkit_full(size, device, default)
