@@ -106,6 +106,9 @@ def test_shared_beginnings_and_batches_change_nothing(loud_model, monkeypatch, b
     pairs = [Pair(begin + ids(1 + n), ids(1 + n % 3)) for n in range(9)]
     pairs += [Pair(other + ids(2), ids(1)) for _ in range(4)]
     pairs += [Pair(ids(3), ids(2)), Pair(begin, ids(1)), Pair(begin, ids(1))]
+    several = begin + ids(6)  # one context, answers of 1 to 5 tokens, two of them alike at first
+    pairs += [Pair(several, ids(1 + n)) for n in range(5)]
+    pairs += [Pair(several, pairs[-1].continuation[:-1] + ids(1)), Pair(other, ids(4))]
     scorer = Scorer(loud_model, max_length=256, pad_id=0, batch_size=batch_size)
     shared = [beginning for beginning, _ in scorer._groups(scorer._rows(pairs)) if beginning]
     assert [len(each) for each in shared] == [len(other), len(begin)] or len(shared) == 2
@@ -117,6 +120,26 @@ def test_shared_beginnings_and_batches_change_nothing(loud_model, monkeypatch, b
         expected = logits.log_softmax(-1)[torch.arange(len(target)), target].sum().item()
         assert scored.log_probability == pytest.approx(expected, abs=TOLERANCE)
         assert scored.is_greedy == bool((logits.argmax(-1) == target).all())
+
+
+def test_a_context_is_computed_once_for_answers_of_several_tokens(loud_model):
+    from trainkit.evals.likelihood import Pair, Scorer
+
+    context = tuple(range(50, 90))
+    pairs = [Pair(context, (n, n + 1, n + 2)) for n in range(4)] + [Pair(context, (3,))]
+    seen = []
+    handle = loud_model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(inputs[0].numel())
+    )
+    scores = {}
+    for branches in (True, False):
+        scorer = Scorer(loud_model, max_length=256, pad_id=0)
+        assert scorer._branches
+        scorer._branches = branches
+        scores[branches] = [each.log_probability for each in scorer.score(pairs)]
+    handle.remove()
+    assert seen == [40 + 4 * 2, 4 * (40 + 2)]
+    assert scores[True] == pytest.approx(scores[False], abs=TOLERANCE)
 
 
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_is_counted(loud_model):
