@@ -51,8 +51,8 @@ class Project:
         return {row["step"]: row["learning_rate"] for row in rows if "loss" in row}
 
 
-@pytest.fixture
-def project(tmp_path, tiny_llama):
+def make_project(root, model):
+    """A project in an empty folder, with a link to the model."""
     rows = [
         [
             {"role": "user", "content": f"Say {number}."},
@@ -61,7 +61,12 @@ def project(tmp_path, tiny_llama):
         for number in range(24)
     ]
     text = "\n".join(json.dumps({"messages": row}) for row in rows)
-    (tmp_path / "d.jsonl").write_text(text, encoding="utf-8")
-    (tmp_path / "m").symlink_to(tiny_llama)
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    return Project(tmp_path)
+    (root / "d.jsonl").write_text(text, encoding="utf-8")
+    (root / "m").symlink_to(model)
+    (root / "r.yaml").write_text(RECIPE)
+    return Project(root)
+
+
+@pytest.fixture
+def project(tmp_path, tiny_llama):
+    return make_project(tmp_path, tiny_llama)

@@ -3,6 +3,7 @@
 What can fail cheaply fails here.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
         )
     for note in (data.headline, *data.notes):
         console.note(visible(note))
-    for warning in data.warnings:
+    for warning in (*data.warnings, *_noise_warning(recipe, data)):
         console.warn(visible(warning))
     held_out = _held_out(recipe, ledger, console)
     questions = load_questions(
@@ -143,6 +144,22 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
     )
     args = trainer_arguments(recipe, layout)
     return Prepared(source, tokenizer, data, questions, layout, args)
+
+
+def _noise_warning(recipe: Recipe, data: RunData) -> list[str]:
+    """NEFTune's noise is as weak as a row is long, and a packed row is longer than its samples."""
+    alpha, totals = recipe.training.get("neftune_noise_alpha"), data.summary["train"].get("totals")
+    if not alpha or not recipe.data.packing or not totals or not totals["samples"]:
+        return []
+    sample = totals["tokens"] / totals["samples"]
+    factor = math.sqrt(min(recipe.data.max_length, totals["tokens"]) / sample)
+    if factor < 1.5:  # less than what choosing alpha leaves open
+        return []
+    return [
+        f"training.neftune_noise_alpha: the noise is alpha / sqrt(tokens of a row * hidden size), "
+        f"and packed rows hold many samples of about {sample:.0f} tokens: each gets 1/{factor:.1f} "
+        f"of the noise that it would get in a row of its own; {alpha * factor:.3g} gives as much"
+    ]
 
 
 def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversation]:
