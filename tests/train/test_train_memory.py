@@ -56,6 +56,32 @@ def test_what_nobody_has_counted_is_a_warning(project, monkeypatch, capsys):
     assert "may run out of memory" in capsys.readouterr().err
 
 
+def test_what_the_refusal_suggests_is_taken(project, monkeypatch, capsys):
+    """As a user: refused, the first suggestion typed behind the command, trained."""
+    _has(monkeypatch, 0.82)
+    words = ["sft", "small.yaml", "training.per_device_train_batch_size=4096"]
+    assert main([*words, "--output-dir", "run"]) == 1
+    fix = capsys.readouterr().err.partition("fix:")[2]
+    cure = re.split(r" \(\d", fix.strip())[0].split()
+    assert cure
+    assert all("=" in each for each in cure)
+    assert main([*words, *cure, "--output-dir", "run", "training.max_steps=1"]) == 0
+    assert json.loads((project / "run" / "memory.json").read_text())["estimated"]["fits"]
+
+
+def test_the_first_step_is_held_against_a_first_step(project, monkeypatch, capsys):
+    """AdamW makes its states in it: without them it takes less, and no estimate is corrected."""
+    _has(monkeypatch, 80.0)
+    monkeypatch.setattr(trainkit.estimate.peak, "FRAGMENTATION", 0.0)
+    gib = iter([0.0, 0.0])
+    monkeypatch.setattr(
+        memory.MemoryRecord.__init__, "__kwdefaults__", {**_DEFAULTS, "read": lambda: next(gib)}
+    )
+    words = ["sft", "small.yaml", "data.packing=true", "--output-dir"]
+    assert main([*words, "run"]) == 0
+    said = json.loads((project / "run" / "memory.json").read_text())["estimated"]["peak_gib"]
+
+
 def test_force_goes_on_and_the_run_keeps_estimate_and_measurement(project, monkeypatch, capsys):
     _has(monkeypatch, 0.01)
     monkeypatch.setattr(memory.MemoryRecord.__init__, "__kwdefaults__", {"read": lambda: 3 * 2**30})

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import GIB, peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, SOME_FP8, Adapters, Plan
+from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.speed import seconds
+from trainkit.estimate.state import optimizer_bytes
+from trainkit.options.optimizers import OPTIMIZERS
 
 MOST = 5
 """Suggestions that are given."""
@@ -25,7 +28,7 @@ class Suggestion:
         peak_gib: with them.
         time: seconds a token over what they are now; 1.2 is a fifth more. Without meaning where
             the plan itself could never run, and still the order of the suggestions.
-        changes_result: the trained weights are others: adapters, or a rounded base.
+        changes_result: the trained weights are others: adapters, a rounded base or rounded states.
         host_gib: of host memory that is needed besides, over all ranks.
     """
 
@@ -36,11 +39,21 @@ class Suggestion:
     host_gib: float
 
 
-def suggest(plan: Plan, gpu: Gpu) -> list[Suggestion]:
-    """Changes that make a plan fit a GPU: single ones, else pairs, else three together."""
+Allows = Callable[[str], bool]
+"""Whether a recipe can have more settings, as `Suggestion.settings` writes them."""
+
+
+def suggest(plan: Plan, gpu: Gpu, allows: Allows = bool) -> list[Suggestion]:
+    """Changes that make a plan fit a GPU: single ones, else pairs, else more together.
+
+    Args:
+        plan: what does not fit.
+        gpu: of every rank.
+        allows: what the recipe refuses is not suggested; without a recipe nothing is refused.
+    """
     now = _per_token(plan, gpu)
     axes = [list(axis) for axis in _axes(plan, gpu)]
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         found: dict[str, Suggestion] = {}
         for chosen in itertools.combinations(axes, number):
             done: set[tuple[str, ...]] = set()
@@ -59,11 +72,19 @@ def suggest(plan: Plan, gpu: Gpu) -> list[Suggestion]:
                     host = host_gib(changed)
                     found[settings] = Suggestion(settings, needed.gib, time, result, host)
                     done.add(besides)
-        if found:
-            best = sorted(found.values(), key=lambda each: (each.changes_result, each.time))
-            same = [each for each in best if not each.changes_result][: MOST - 2]
-            other = [each for each in best if each.changes_result]
-            return [*same, *other[: MOST - len(same)]]
+        best = sorted(found.values(), key=lambda each: (each.changes_result, each.time))
+        allowed = filter(lambda each: allows(each.settings), best)
+        same: list[Suggestion] = []
+        other: list[Suggestion] = []
+        for each in allowed:
+            if each.changes_result:
+                other.append(each)
+            elif len(same) < MOST - 2:
+                same.append(each)
+            if len(same) + len(other) == MOST:
+                break
+        if same or other:
+            return [*same, *other]
     return []
 
 
@@ -79,7 +100,11 @@ RECOMPUTED: Mapping[str, tuple[str, dict[str, Any]]] = {
 """What of the activations can be given up: as it is written, and of a plan. With adapters the
 inputs are offloaded anyhow, where it pays."""
 
-_OTHER_RESULT = frozenset({"nf4", "fp8", "lora", "qlora"})
+OPTIM = "adamw_8bit"
+LOSS_TILE, BLOCK_TILE = 4096, 8192
+"""Tokens of a tile of the loss and of a feed-forward block: hardly slower, and small."""
+
+_OTHER_RESULT = frozenset({"nf4", "fp8", "lora", "qlora", "optim"})
 
 
 def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
@@ -95,8 +120,10 @@ def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
         yield sizes
     if not plan.recomputed_share:
         yield [name for name in RECOMPUTED if name != "offloaded" or plan.adapters is None]
-    elif plan.adapters is not None and not plan.offloads_inputs and not plan.selective:
-        yield ["offload"]
+    elif not plan.offloads_inputs and not plan.selective:
+        yield ["offloaded" if plan.adapters is None else "offload"]
+    if plan.tokens > BLOCK_TILE and not plan.is_tiled:
+        yield ["tiles"]
     stages = [f"zero{n}" for n in (1, 2, 3) if n > plan.stage and plan.gpus > 1]
     if not plan.offloads_weights and not plan.fsdp and plan.base in ("bfloat16", "float32"):
         stages.append("zero3_offload")
@@ -109,6 +136,8 @@ def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
         base += ["fp8", "nf4"] if gpu.fp8 else ["nf4"]
     if base:
         yield base
+    if plan.adapters is None and (plan.optimizer or 0.0) > 4:
+        yield ["optim"]
 
 
 def _apply(plan: Plan, name: str) -> Plan:
@@ -132,6 +161,11 @@ def _apply(plan: Plan, name: str) -> Plan:
         return replace(plan, adapters=adapters, fp8=None, base=base)
     if name == "kernels":
         return replace(plan, ops=ALL_OPS)
+    if name == "tiles":
+        return replace(plan, chunk_tokens=LOSS_TILE, tile_tokens=BLOCK_TILE)
+    if name == "optim":
+        part = ranks_of(plan)[0].shape if plan.tensor > 1 else plan.shape
+        return replace(plan, optimizer=optimizer_bytes(OPTIMIZERS[OPTIM], part, full=True))
     return replace(plan, **RECOMPUTED[name][1])
 
 
@@ -152,6 +186,8 @@ def _written(name: str, plan: Plan) -> str:
         "lora": "lora.r=16",
         "qlora": "lora.r=16 lora.quantize=nf4",
         "kernels": "kernels=true",
+        "tiles": f"model.loss_chunk_tokens={LOSS_TILE} model.mlp_chunk_tokens={BLOCK_TILE}",
+        "optim": f"training.optim={OPTIM}",
     }.get(name) or RECOMPUTED[name][0]
 
 

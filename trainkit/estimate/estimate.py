@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainkit.estimate.advice import Suggestion, suggest
+from trainkit.estimate.advice import Allows, Suggestion, suggest
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import Peak, peak
 from trainkit.estimate.plan import Plan
@@ -30,6 +30,7 @@ class Estimate:
         counted: how they were counted.
         suggestions: what would make it fit; empty where it does.
         notes: what is left out.
+        allows: which settings the recipe can have, see `advice`.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Estimate:
     counted: str
     suggestions: list[Suggestion]
     notes: list[str]
+    allows: Allows = field(default=bool, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -108,6 +110,7 @@ def estimate(
     *,
     tokens: tuple[float, str] | None = None,
     notes: list[str] | None = None,
+    allows: Allows = bool,
 ) -> Estimate:
     """Estimate a plan.
 
@@ -116,6 +119,7 @@ def estimate(
         gpu: of every rank.
         tokens: of the whole run, and how they were counted.
         notes: what the plan leaves out.
+        allows: which settings the recipe can have, see `advice`.
     """
     plan = replace(plan, gpu_gib=gpu.memory_gib)
     found = peak(plan)
@@ -130,6 +134,7 @@ def estimate(
         basis=basis,
         total_tokens=None if tokens is None else tokens[0],
         counted="nothing to count" if tokens is None else tokens[1],
-        suggestions=[] if fits else suggest(plan, gpu),
+        suggestions=[] if fits else suggest(plan, gpu, allows),
         notes=notes or [],
+        allows=allows,
     )

@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.errors import ModelError, RecipeError
 from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
-from trainkit.estimate.recipe import plan_of
+from trainkit.estimate.recipe import allowing, plan_of
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.read.overrides import parse_override
@@ -121,8 +121,11 @@ def _estimated(text: str, gpu: Gpu, gpus: int, shape: ModelShape | None) -> Esti
     with TemporaryDirectory() as folder:
         file = Path(folder) / "recipe.yaml"
         file.write_text(text, encoding="utf-8")
-        recipe = load_recipe(file).recipe
-    return None if shape is None else estimate(plan_of(recipe, gpus, shape), gpu)
+        loaded = load_recipe(file)
+        recipe = loaded.recipe
+    if shape is None:
+        return None
+    return estimate(plan_of(recipe, gpus, shape), gpu, allows=allowing(loaded, gpus))
 
 
 def _too_large(found: Estimate) -> str:

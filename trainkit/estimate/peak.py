@@ -25,6 +25,7 @@ OWNERS = (
     "buffers",
     "fragmentation",
 )
+STEP = "the optimizer's step"
 FRAGMENTATION = 0.005
 """Share of the rest: rounding of the allocator, and small tensors that nobody counts."""
 
@@ -61,13 +62,20 @@ class Peak:
         return self.gib * RESERVED + CONTEXT_GIB
 
 
-def peak(plan: Plan) -> Peak:
-    """The peak of an optimizer step, on the rank that needs the most."""
-    return max(map(peak_of_rank, ranks_of(plan)), key=lambda found: found.gib)
+def peak(plan: Plan, *, is_first: bool = False) -> Peak:
+    """The peak of an optimizer step, on the rank that needs the most.
+
+    Args:
+        plan: the step.
+        is_first: of a run that starts: most optimizers make their states in the first step.
+    """
+    each = (peak_of_rank(share, is_first=is_first) for share in ranks_of(plan))
+    return max(each, key=lambda found: found.gib)
 
 
-def peak_of_rank(plan: Plan) -> Peak:
+def peak_of_rank(plan: Plan, *, is_first: bool = False) -> Peak:
     """The peak of one rank's optimizer step, by its own share of a plan (see `ranks`)."""
+    makes_states = is_first and not plan.flat and (not plan.stage or plan.fsdp)
     fixed = {
         "weights": state.weights(plan),
         "masters": state.masters(plan),
@@ -77,7 +85,7 @@ def peak_of_rank(plan: Plan) -> Peak:
     worst, moment = max(
         (
             ({owner: fixed.get(owner, 0.0) + owners.get(owner, 0.0) for owner in OWNERS}, name)
-            for name, owners in _moments(plan)
+            for name, owners in _moments(plan, has_states=not makes_states)
         ),
         key=lambda each: sum(each[0].values()),
     )
@@ -85,10 +93,12 @@ def peak_of_rank(plan: Plan) -> Peak:
     return Peak(moment, {owner: worst[owner] / GIB for owner in OWNERS})
 
 
-def _moments(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
+def _moments(plan: Plan, *, has_states: bool) -> Iterator[tuple[str, dict[str, float]]]:
     """With steps in the backward pass: the same, with one parameter's gradient at a time."""
+    none = {} if has_states else {"optimizer": -state.optimizer(plan)}
     if not plan.in_backward:
-        yield from _moments_of_all_gradients(plan)
+        for name, owners in _moments_of_all_gradients(plan):
+            yield name, owners if name == STEP else {**owners, **none}
         return
     shape = plan.shape
     table = state.passing(plan, shape.table) if plan.trains_head else 0.0
@@ -98,7 +108,7 @@ def _moments(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
     held = plan.element * shape.table if plan.adapters is None else 0.0  # counted in `table`
     largest = {"the loss": 0.0, "the end of the backward pass": table}
     for name, owners in _moments_of_all_gradients(plan):
-        if name == "the optimizer's step":
+        if name == STEP:
             continue
         if name == "the loss" and table and not shape.tied:
             # The head steps while the rest of the model still waits for its backward pass.
@@ -106,6 +116,7 @@ def _moments(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
             wide = table + (4 - plan.element) * shape.table
             yield "the head's step", {**owners, "logits": 0.0, "gradients": wide}
         own = {"gradients": largest.get(name, state.passing(plan, matrix))}
+        own |= none if name == "the loss" else {}
         if name == "the end of the backward pass":
             own |= {"logits": 0.0, "activations": owners["activations"] - held}
         yield name, {**owners, **own}
@@ -168,7 +179,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
             if plan.stage == 3:
                 step = min(step, 4 * state.SUB_GROUP)
         step += state.averaged(plan)
-        yield "the optimizer's step", {"gradients": all_gradients + step}
+        yield STEP, {"gradients": all_gradients + step}
 
 
 def _kept_for_weights(plan: Plan) -> float:

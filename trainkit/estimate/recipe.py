@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.errors import TrainkitError
+from trainkit.estimate.advice import Allows
 from trainkit.estimate.peak import peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, SOME_FP8, Adapters, Plan
 from trainkit.estimate.ranks import split
@@ -23,7 +25,7 @@ from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
-from trainkit.recipe import Recipe, resolve_accumulation
+from trainkit.recipe import LoadedRecipe, Recipe, resolve_accumulation
 from trainkit.recipe.fields.table import CHECKPOINTING
 
 MICRO_BATCH = 8
@@ -89,6 +91,20 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
     )
     return _recomputing(plan, recipe)
+
+
+def allowing(loaded: LoadedRecipe, gpus: int) -> Allows:
+    """Whether a recipe can have more settings on top: it is read with them, as a run would."""
+
+    def allows(settings: str) -> bool:
+        try:
+            changed = loaded.overridden(settings.split()).recipe
+            resolve_accumulation(changed, changed.parallel.data_ranks(gpus))
+        except TrainkitError:
+            return False
+        return True
+
+    return allows
 
 
 def _stages(parallel: ParallelOptions, shape: ModelShape) -> tuple[tuple[int, ...], ...]:

@@ -66,6 +66,16 @@ def decided_by_main(process: ProcessRank, decide: Callable[[], Decision]) -> Dec
     return cast(Decision, decided[0])
 
 
+def largest_of(process: ProcessRank, number: int) -> int:
+    """The largest of what the ranks have; all of them call it."""
+    everyone = [number]
+    if process.world_size > 1:
+        from accelerate.utils import gather_object
+
+        everyone = gather_object(everyone)
+    return max(everyone)
+
+
 def _flattened(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in facts.items():
         if isinstance(value, Mapping):

@@ -127,6 +127,8 @@ class LoadedRecipe:
         settings = copy.deepcopy(self.settings)
         for text in overrides:
             keys, value = parse_override(text)
+            keys = long_key(keys)
+            _check_sections(settings, keys, text)
             settings.assign(keys, value, Origin("found by the run", f"override {text!r}"))
         recipe = validate(settings)
         origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
@@ -236,8 +238,12 @@ def _with_bases(path: Path, bases: Sequence[Path] | None) -> list[Document]:
             )
 
 
-_TRUE_OR_MAPPING = (("kernels",), ("model", "fp8"))
-"""Keys whose ``true`` means a mapping with nothing in it."""
+_NOTHING_SAID: Mapping[tuple[str, ...], Any] = {
+    ("kernels",): (True, False),
+    ("model", "fp8"): (True, False),
+    ("recompute",): ("none",),
+}
+"""Values that a key of the section replaces: they say no more than a section with nothing in it."""
 
 
 def _check_sections(settings: Settings, keys: tuple[str, ...], text: str) -> None:
@@ -245,7 +251,8 @@ def _check_sections(settings: Settings, keys: tuple[str, ...], text: str) -> Non
     target: Any = settings.values
     for depth, key in enumerate(keys[:-1]):
         target = target.get(key)
-        if target is None or (isinstance(target, bool) and keys[: depth + 1] in _TRUE_OR_MAPPING):
+        is_plain = isinstance(target, (bool, str))
+        if target is None or (is_plain and target in _NOTHING_SAID.get(keys[: depth + 1], ())):
             return
         if not isinstance(target, dict):
             dotted = ".".join(keys[: depth + 1])

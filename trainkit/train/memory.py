@@ -13,8 +13,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.estimate import MEMORY_BAND, Estimate, estimate
 from trainkit.estimate.gpus import GPUS, Gpu, gpu_named
-from trainkit.estimate.peak import CONTEXT_GIB, GIB
-from trainkit.estimate.recipe import plan_of, uncounted
+from trainkit.estimate.peak import CONTEXT_GIB, GIB, peak
+from trainkit.estimate.recipe import allowing, plan_of, uncounted
 from trainkit.run import Console, RunDirectory
 from trainkit.train.prepare import Invocation, Prepared
 
@@ -49,7 +49,8 @@ def expect(start: Invocation, prepared: Prepared) -> Estimate | None:
     lengths = getattr(prepared.data.train.samples, "lengths", None)
     if not start.recipe.data.packing and lengths is not None and len(lengths):
         plan = replace(plan, length=min(plan.length, int(lengths.max())))
-    found = estimate(plan, gpu, notes=uncounted(start.recipe))
+    allows = allowing(start.loaded, start.process.world_size)
+    found = estimate(plan, gpu, notes=uncounted(start.recipe), allows=allows)
     _judge(found, start)
     return found
 
@@ -87,25 +88,30 @@ class MemoryRecord(TrainerCallback):
 
     Args:
         found: the estimate.
-        run: where ``memory.json`` is.
+        run: where ``memory.json`` is; None on ranks that write nothing.
         console: speaks.
         is_exact: every batch has the estimate's size; else it is the largest there may be.
+        is_continued: the optimizer has its states before the first step of this start.
+        over_ranks: the largest of a number over all ranks; all of them call it.
         read: the peak so far, in bytes.
     """
 
     def __init__(
         self,
         found: Estimate,
-        run: RunDirectory,
+        run: RunDirectory | None,
         console: Console,
         *,
         is_exact: bool,
+        is_continued: bool = False,
+        over_ranks: Callable[[int], int] = int,
         read: Callable[[], int] = torch.cuda.max_memory_allocated,
     ) -> None:
         self._found = found
         self._run = run
         self._console = console
-        self._is_exact = is_exact
+        self._is_exact, self._over_ranks = is_exact, over_ranks
+        self._first = peak(found.plan, is_first=not is_continued).gib
         self._read = read
         self._measured: dict[str, Any] = {}
         self._seconds: list[float] = []
@@ -119,20 +125,29 @@ class MemoryRecord(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """After the first step of this start: compare."""
+        """After the first step of this start: compare it with what it should have taken."""
         if self._measured:
             return
-        peak, said = self._read() / GIB, self._found.peak.gib
-        self._measured["first_step_gib"] = round(peak, 3)
-        self._measured["over_estimate"] = round(peak / said, 4)
+        measured, said = self._over_ranks(self._read()) / GIB, self._first
+        self._measured["first_step_gib"] = round(measured, 3)
+        self._measured["over_estimate"] = round(measured / said, 4)
         low, high = MEMORY_BAND
-        if peak > said * (1 - low) or (self._is_exact and peak < said * (1 - high)):
-            needed = self._found.peak.needed_gib * peak / said
-            self._console.note(
-                f"memory: {peak:.1f} GiB measured in the first step, {said:.1f} GiB estimated; "
-                f"corrected by it, the run needs {needed:.1f} of {self._found.gpu.memory_gib:.1f} "
-                "GiB"
+        if measured > said * (1 - low) or (self._is_exact and measured < said * (1 - high)):
+            corrected = self._found.peak.gib * measured / said
+            needed = self._found.peak.needed_gib * measured / said
+            self._measured["corrected_gib"] = round(corrected, 3)
+            note = (
+                f"memory: {measured:.1f} GiB measured in the first step, {said:.1f} GiB estimated "
+                f"for it; corrected by that, the run's peak is {corrected:.1f} GiB and it needs "
+                f"{needed:.1f} of {self._found.gpu.memory_gib:.1f} GiB"
             )
+            gpu = self._found.gpu
+            if needed <= gpu.memory_gib:
+                self._console.note(note)
+            else:  # what fits a GPU that is smaller by as much as the estimate was too low
+                less = replace(gpu, memory_gib=gpu.memory_gib * said / measured)
+                corrected_too = estimate(self._found.plan, less, allows=self._found.allows)
+                self._console.warn(f"{note}. {cures(corrected_too)}")
         self._write()
 
     def on_log(
@@ -151,12 +166,14 @@ class MemoryRecord(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Keep the peak of all steps and the median time of one."""
-        self._measured["peak_gib"] = round(self._read() / GIB, 3)
+        self._measured["peak_gib"] = round(self._over_ranks(self._read()) / GIB, 3)
         settled = sorted(self._seconds[2:] or self._seconds)
         if settled:
             self._measured["step_seconds"] = round(settled[len(settled) // 2], 5)
         self._write()
 
     def _write(self) -> None:
+        if self._run is None:
+            return
         said = self._found.to_dict()
         self._run.write_json(self._run.memory, {"estimated": said, "measured": self._measured})

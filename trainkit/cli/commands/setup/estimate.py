@@ -38,7 +38,7 @@ def estimate(
     from trainkit.errors import RecipeError
     from trainkit.estimate.estimate import estimate as estimate_plan
     from trainkit.estimate.gpus import gpu_of, this_gpu
-    from trainkit.estimate.recipe import notes_of, plan_of, tokens_of
+    from trainkit.estimate.recipe import allowing, notes_of, plan_of, tokens_of
     from trainkit.estimate.text import lines
     from trainkit.parallel.launch import count_local_gpus
     from trainkit.recipe import load_recipe
@@ -46,10 +46,18 @@ def estimate(
     config, overrides = recipe_and_overrides(config, overrides)
     if config is None:
         raise RecipeError("no recipe was given", where="--config", fix="name a YAML file")
-    recipe = load_recipe(config, overrides).recipe
+    loaded = load_recipe(config, overrides)
+    recipe = loaded.recipe
     chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of(DEFAULT_GPU)
-    plan = plan_of(recipe, gpus or max(count_local_gpus(), 1))
-    found = estimate_plan(plan, chosen, tokens=tokens_of(recipe, plan), notes=notes_of(recipe))
+    number = gpus or max(count_local_gpus(), 1)
+    plan = plan_of(recipe, number)
+    found = estimate_plan(
+        plan,
+        chosen,
+        tokens=tokens_of(recipe, plan),
+        notes=notes_of(recipe),
+        allows=allowing(loaded, number),
+    )
     if as_json:
         echo(json.dumps(found.to_dict()))
         return
