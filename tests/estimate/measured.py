@@ -16,7 +16,10 @@ from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.peak import Peak, peak, peak_of_rank
 from trainkit.estimate.plan import ALL_OPS, Adapters, Plan
 from trainkit.estimate.ranks import ranks_of
+from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
+from trainkit.recipe import load_recipe
+from trainkit.recipe.shipped import shipped_recipes
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PLAIN: frozenset[str] = frozenset()
@@ -136,6 +139,8 @@ def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
         total = provider
     gpus, total_rows = row["num_gpus"], int(total.rpartition(" ")[2])
     stages = next((cut for words, cut in _CUT.items() if words in case), ())
+    if stages and row["commit"] != "e431202":
+        return "how its layers were dealt out is in memory_gpus.jsonl", False
     data_ranks = gpus // max(len(stages), 1)
     over_fp8 = "fp8 base" in case
     plan = Plan(
@@ -156,7 +161,25 @@ def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
     )
     if provider.startswith("HF"):  # whose FSDP2 gives every gathered layer back at once
         plan = replace(_as_hf(plan), gpu_gib=0.0)
-    return plan, "beside" not in row  # something else slowed it
+    # Something else slowed it, or it gathered matrices where layers are gathered today.
+    is_older = sharding == "ZeRO-3" and not provider.startswith("HF")
+    return plan, not ("beside" in row or (is_older and row["commit"] == "e431202"))
+
+
+def _runs(row: Row) -> tuple[Plan | str, bool]:
+    """Runs of ``scripts/multi_gpu.py`` as recipes; none of them calibrated a peak."""
+    name, *_, total = row["case"].split()
+    model = re.sub(r",|-lora|-nf4|-fp8", "", name)
+    changed = {
+        "model.name_or_path": model,
+        "parallel.shard": "none" if "pipeline" in row["shard"] else row["shard"].split("-")[0],
+        "global_batch_size": int(total),
+        "training.per_device_train_batch_size": row["micro_batch"],
+        **row["overrides"],
+    }
+    recipe = RECIPE.overridden([f"{key}={json.dumps(value)}" for key, value in changed.items()])
+    plan = replace(plan_of_recipe(recipe.recipe, row["num_gpus"]), gpu_gib=H200.memory_gib)
+    return plan, plan.schedule != "zbv"  # which was measured while it was twice as slow
 
 
 def _packing(row: Row) -> tuple[Plan | str, bool]:
@@ -231,6 +254,7 @@ READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "fp8": _lora,
     "trainer": _trainer,
     "multi_gpu": _multi_gpu,
+    "memory_gpus": _runs,
     "packing": _packing,
     "ladder": _ladder,
     "memory": _memory,
@@ -242,9 +266,14 @@ READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
 """THE TABLE: for each file the plan of a row, or why there is none; and whether times count."""
 
 
+RECIPE = load_recipe(shipped_recipes()["qwen2-0.5b-full"], ["data.max_length=2048"])
+"""Has trainkit's kernels and AdamW; what else counts is set by each row."""
+
+
 def _speed(values: Values, plan: Plan) -> float | None:
-    if "tokens_per_second" in values:
-        return values["tokens_per_second"]
+    for key in ("tokens_per_second", "tokens_per_second_per_gpu"):
+        if key in values:
+            return values[key]
     seconds = values.get("step_seconds") or values.get("ms", 0.0) / 1e3
     return plan.tokens * plan.accumulation / seconds if seconds else None
 

@@ -133,6 +133,12 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     # Other micro-batches that are on their way through a pipeline.
     others = max(plan.held - plan.held_late - 1, 0.0) * sum(layers)
     others += plan.held_late * shape.layers * _kept_for_weights(plan)
+    late_gradients = 0.0
+    if plan.held_late:
+        # The head's gradient waits in fp32; those of a stage's weights come together.
+        others += 4 * shape.table if plan.trains_head else 0
+        in_stages = max(map(max, plan.pipeline)) * _trained_per_layer(plan)
+        late_gradients = plan.element * in_stages
     kept = sum(layers) + others + its_head.kept
     yield (
         "the loss",
@@ -154,7 +160,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
         again = _computed_again(plan) if plan.is_recomputed(layer) else 0.0
         owners = {
             "activations": sum(layers[: layer + 1]) + others + again + moving,
-            "gradients": max(earlier, done),
+            "gradients": max(earlier, done) + late_gradients,
             "logits": its_head.after,
             "buffers": state.gathered(plan, layer),
         }

@@ -150,9 +150,11 @@ LINK = 0.5
 """Share of a link's datasheet that collectives reach; half of it hides behind computing."""
 ENGINE = 1.04
 """DeepSpeed's own copies, on top of a step."""
-FETCH = 3.5e-3
-"""Seconds that DeepSpeed's ZeRO-3 takes to fetch and let go of a layer's weights in one pass; 7B
-on 2, 4 and 8 H200s."""
+FETCH, FETCH_MATRICES = 1.2e-3, 3.5e-3
+"""Seconds that DeepSpeed's ZeRO-3 takes to fetch and let go of a layer's weights in one pass: all
+at once, 7B on 2 H200s; or matrix by matrix, 7B on 2, 4 and 8."""
+AT_ONCE = 500_000_000
+"""Numbers of a layer at most that are gathered at once, as in ``parallel.deepspeed``."""
 HOST_LAYER, HOST_STEP = 2.1e-3, 25e-3
 """Seconds that Python takes to launch a layer both ways, and a step: small models wait for it."""
 HOST_BYTES = 25e9
@@ -201,7 +203,10 @@ def _micro_batch(plan: Plan, gpu: Gpu) -> float:
     # Where the two are near each other, each waits for the other now and then.
     total: float = (micro_batch**3 + host**3) ** (1 / 3)
     if plan.stage == 3 and not plan.fsdp and plan.gpus > 1:
-        total += FETCH * (2 + plan.recomputed_share) * plan.shape.layers
+        shape = plan.shape
+        at_once = plan.ops and plan.adapters is None and shape.layer_matrices <= AT_ONCE
+        each = FETCH if at_once else FETCH_MATRICES
+        total += each * (2 + plan.recomputed_share) * shape.layers
     if plan.offloads_weights:
         total += 2 * 2 * plan.shape.parameters / HOST_BYTES
     return total
@@ -229,7 +234,7 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
     if not plan.keeps_masters or plan.in_backward:
         return BAND_SCALED, "rounding by chance and steps in the backward pass: one run, on an H200"
     if plan.pipeline:
-        return BAND_SCALED, "three pipelines of 2 and 4 H200s"
+        return BAND_SCALED, "five pipelines of 2 and 4 H200s, none of them zbv"
     if plan.tensor * plan.sequence > 1:
         return BAND_SCALED, "from one H200's measurements: what ranks exchange was not timed"
     if plan.stage == 3 and plan.gpus > 1:

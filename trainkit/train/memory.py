@@ -147,7 +147,7 @@ class MemoryRecord(TrainerCallback):
             else:  # what fits a GPU that is smaller by as much as the estimate was too low
                 less = replace(gpu, memory_gib=gpu.memory_gib * said / measured)
                 corrected_too = estimate(self._found.plan, less, allows=self._found.allows)
-                self._console.warn(f"{note}. {cures(corrected_too)}")
+                self._console.warn(f"{note}; it may run out of memory. {cures(corrected_too)}")
         self._write()
 
     def on_log(
