@@ -123,7 +123,7 @@ def recipe_keys() -> Iterator[str]:
     ):
         if head != section:
             section = head
-            title = f"`{head}:`" if head else "At the left margin"
+            title = f"`{head}:`" if head else "At the top level"
             yield f"\n## {title}\n\n| key | value | default | |\n|---|---|---|---|"
         default = "required" if entry.is_required else f"`{json.dumps(entry.default, default=str)}`"
         if isinstance(entry.default, dict) and entry.default:
@@ -141,16 +141,32 @@ def measurements() -> Iterator[str]:
     yield "Made from the rows in `docs/benchmarks`, which also hold versions and commits.\n"
     for file in sorted((ROOT / "docs/benchmarks").glob("*.jsonl")):
         rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
-        shown = [row for row in rows if isinstance(row.get("value"), int | float)]
         yield f"\n## {file.stem}\n\n[{file.name}](../benchmarks/{file.name}), {len(rows)} rows.\n"
-        if not shown:
-            continue
-        yield "| case | provider | metric | value | unit | GPU |\n|---|---|---|---:|---|---|"
+        values = [row for row in rows if isinstance(row.get("value"), int | float)]
+        shown, columns = (values, _VALUE_COLUMNS) if values else (rows, _columns(rows))
+        if len(shown) > _MOST_ROWS:
+            yield f"The first {_MOST_ROWS} of them:\n"
+        yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
         for row in shown[:_MOST_ROWS]:
-            value = f"{row['value']:.4g}" if abs(row["value"]) < 1e4 else f"{row['value']:,.0f}"
-            names = (row.get(key, "") for key in ("case", "provider", "metric"))
-            parts = [*names, value, row.get("unit", ""), row.get("gpu", "")]
-            yield f"| {' | '.join(_cell(str(part)) for part in parts)} |"
+            yield f"| {' | '.join(_figure(row.get(column)) for column in columns)} |"
+
+
+_VALUE_COLUMNS = ("case", "provider", "metric", "value", "unit", "gpu")
+_MOST_COLUMNS = 9
+
+
+def _columns(rows: list[dict[str, Any]]) -> list[str]:
+    """What rows without one value of their own have in common: texts, numbers, switches."""
+    keys = dict.fromkeys(key for row in rows for key in row if key not in ("bench", "commit"))
+    plain = [k for k in keys if not any(isinstance(row.get(k), dict | list) for row in rows)]
+    often = [k for k in plain if sum(k in row for row in rows) * 2 >= len(rows)]
+    return often[:_MOST_COLUMNS]
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return _cell("" if value is None else value)
 
 
 def decisions() -> Iterator[str]:

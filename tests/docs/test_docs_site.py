@@ -64,6 +64,14 @@ def test_every_guide_is_in_the_navigation(site):
             assert f"{page.parent.name}/{page.name}" in config
 
 
+def test_every_file_of_measurements_has_its_table(site):
+    page = (site / "reference/measurements/index.html").read_text()
+    parts = dict(re.findall(r'<h2 id="([^"]*)">(.*?)(?=<h2 |\Z)', page, re.DOTALL))
+    for file in (ROOT / "docs/benchmarks").glob("*.jsonl"):
+        rows = len(file.read_text("utf-8").splitlines())
+        assert parts[file.stem].count("<tr>") > min(rows, 400) / 2, file.name
+
+
 def test_nothing_is_fetched_from_elsewhere(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(
