@@ -1,17 +1,8 @@
 """A feed-forward block that trains in fp8, ``y = down(act(gate(x)) * up(x))``, as one function.
 
-What passes between its products is quantised where it is made, as in `trained`, except for two
-things that are only possible here:
-
-- h and the gradients of gate and up never exist in 16 bits. The backward pass makes h's codes again
-  while it reads gate and up, so they need not be kept.
-- dW of gate and up contracts over the tokens, and so needs codes with a scale for each column. The
-  gradients are wide and x is narrow, so the tokens' scales r of the gradients are multiplied into
-  x, which is quantised again, and the gradients' codes are only transposed::
-
-      dW = dy^T x,  dy = r c / w  (c codes, w scales of W)   ->   dW = 1/w c^T (r x)
-
-That asks for weights whose scales do not differ too much: see `SMALLEST_WEIGHT_SCALE` in `trained`.
+What passes between its products is quantised where it is made. Unlike in `trained`, h and the
+gradients of gate and up never exist in 16 bits, and h is not kept: the backward pass makes its
+codes again while it reads gate and up.
 
 M tokens, H hidden, F feed-forward.
 """
@@ -33,12 +24,11 @@ from trainkit.kernels.fp8.function import (
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_both,
-    fp8_quantize_columns,
     fp8_quantize_joint,
     fp8_transpose,
 )
 from trainkit.kernels.fp8.linear import SharedInput, take_rows
-from trainkit.kernels.fp8.trained import Directions, padded
+from trainkit.kernels.fp8.trained import Directions, fp8_weight_gradients, padded
 from trainkit.kernels.launch import as_rows
 from trainkit.kernels.sums import column_sums
 from trainkit.kernels.swiglu.function import geglu_tanh, swiglu
@@ -140,12 +130,9 @@ class _FeedForward(torch.autograd.Function):
                 dx = _times_weights(codes, scales, w_gate[0], w_up[0])
                 result[0] = dx.to(gate.dtype).view(ctx.shape)
             if wants_gate or wants_up:
-                x_turned = fp8_quantize_columns(x_codes, x_scales * scales)
-                both = padded(fp8_transpose([codes])).chunk(2)
-                for place, wanted in enumerate((wants_gate, wants_up)):
-                    if wanted:
-                        inverse = factors[place].reciprocal()
-                        dweight = fp8_matmul(both[place], inverse, *x_turned)
+                dweights = fp8_weight_gradients((codes, scales), factors, (x_codes, x_scales))
+                for place, dweight in enumerate(dweights):
+                    if (wants_gate, wants_up)[place]:
                         result[_BEFORE_WEIGHTS + place] = dweight.to(weights[place].dtype)
         return tuple(result)
 

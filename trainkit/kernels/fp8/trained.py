@@ -6,12 +6,12 @@ The tensor cores want both operands stored along the contraction, with scales ac
     dx = dy W       codes of dy w, with w the scales of W multiplied into dy's columns first, and
                     the transposed codes of W
     dW = dy^T x     codes of (s dy)^T (N, M), with s the scales of x multiplied into dy's rows
-                    first, and the transposed codes of x
+                    first, and the transposed codes of x; or, where x is no wider than twice dy,
+                    what `fp8_weight_gradients` does
 
-So x is quantised once, kept as one byte a number for the backward pass, and all three products see
-the same numbers. W's codes are asked for at each use: whoever holds the layer knows how long they
-are good. The weight itself is what autograd keeps, so nothing of a weight that ZeRO-3 has gathered
-outlives its gathering.
+So x is quantised once and kept as one byte a number for the backward pass. W's codes are asked for
+at each use: whoever holds the layer knows how long they are good. The weight itself is what
+autograd keeps, so nothing of a weight that ZeRO-3 has gathered outlives its gathering.
 
 Rounding the forward product costs loss; rounding the gradients does not, as far as it was measured.
 A layer may therefore have the one without the other.
@@ -21,7 +21,7 @@ M tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ from trainkit.kernels.fp8.function import (
     fp8_matmul,
     fp8_quantize,
     fp8_quantize_both,
+    fp8_quantize_columns,
+    fp8_quantize_joint,
     fp8_transpose,
 )
 from trainkit.kernels.fp8.linear import Fp8Weight, SharedInput, fp8_input_gradient, take_rows
@@ -121,6 +123,27 @@ def fp8_weight_gradient(dy: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
 def _weight_gradient(codes: Tensor, scales: Tensor, turned: Tensor) -> Tensor:
     """Of dy's columns in e4m3 (N, M), times x's scales, and x's codes transposed (K, M)."""
     return fp8_matmul(codes, scales, turned, scales.new_ones((turned.shape[0], 1)))
+
+
+def fp8_weight_gradients(quantized: Codes, factors: Sequence[Tensor], x: Codes) -> Iterator[Tensor]:
+    """DW (N, K) of layers that share their input, from what their dx is made of.
+
+    ``dW = dy^T x`` and dy = r c / w, with codes c, the tokens' scales r and the weights' scales w.
+    A product's scales lie across the contraction, so r is multiplied into x, which is quantised
+    again, and c is only transposed: dW = 1/w c^T (r x). That is less work than quantising dy twice
+    unless x is much wider. It asks for weights' scales that do not differ too much
+    (`SMALLEST_WEIGHT_SCALE`).
+
+    Args:
+        quantized: codes (M, sum of N) and scales (M, 1) of the dys times w.
+        factors: w (N, 1) of each layer.
+        x: codes (M, K) and scales (M, 1).
+    """
+    codes, scales = quantized
+    turned = padded(fp8_transpose([codes]))
+    again = fp8_quantize_columns(x[0], x[1] * scales)
+    for part, factor in zip(turned.split([len(each) for each in factors]), factors, strict=True):
+        yield fp8_matmul(part, factor.reciprocal(), *again)
 
 
 def padded(turned: Tensor) -> Tensor:
@@ -221,7 +244,7 @@ def _both_ways(
     codes: Tensor,
     scales: Tensor,
 ) -> tuple[tuple[Tensor, Tensor], dict[int, Tensor]]:
-    """What dx needs of the dys in e4m3, and dW by place; each dy is read twice for both.
+    """What dx needs of the dys in e4m3, and dW by place.
 
     Args:
         terms: dy, its weight and directions.
@@ -231,12 +254,16 @@ def _both_ways(
     """
     dys = [dy for _, dy in in_fp8]
     factors = [each.codes(weight)[1] for _, weight, each in terms if each.backward]
+    sizes = [dy.shape[1] for dy in dys]
+    if 2 * sum(sizes) > codes.shape[1]:
+        quantized = fp8_quantize_joint(dys, factors)
+        dweights = fp8_weight_gradients(quantized, factors, (codes, scales))
+        return quantized, dict(zip([place for place, _ in in_fp8], dweights, strict=True))
     row_codes, row_scales, turned_dys, own = fp8_quantize_both(dys, factors, scales)
     turned = padded(fp8_transpose([codes]))
-    sizes = [dy.shape[1] for dy in dys]
     parts = zip(in_fp8, turned_dys.split(sizes), own.split(sizes), strict=True)
-    dweights = {place: _weight_gradient(part, its, turned) for (place, _), part, its in parts}
-    return (row_codes, row_scales), dweights
+    found = {place: _weight_gradient(part, its, turned) for (place, _), part, its in parts}
+    return (row_codes, row_scales), found
 
 
 def _input_gradient(
