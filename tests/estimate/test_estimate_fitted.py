@@ -1,5 +1,7 @@
 """A recipe for a model, data and a GPU: it loads, it fits, and what it says is true of it."""
 
+import json
+
 import pytest
 
 from trainkit.cli.app import main
@@ -73,3 +75,19 @@ def test_a_model_that_is_not_there_gets_no_recipe(model, tmp_path, capsys):
     assert main(["new", "--model", model, "-o", str(tmp_path / "r.yaml")]) == 2
     assert "there is no model at" in capsys.readouterr().err
     assert not (tmp_path / "r.yaml").exists()
+
+
+def test_what_the_gpu_does_not_say_is_said(tmp_path, capsys, monkeypatch):
+    """Data that is not there yet, and the host's memory behind a model that fits by offloading."""
+    monkeypatch.chdir(tmp_path)
+    command = ["new", "-m", LARGE, "--method", "full", "--gpu", "24g", "-d", "mine.jsonl", "-d"]
+    assert main([*command, "org/set"]) == 0
+    told = capsys.readouterr().err
+    assert "not here yet: mine.jsonl\n" in told
+    weights = 7.6e9  # at least fp32 masters and two states of each
+    (line,) = [line for line in told.splitlines() if "of the host's memory" in line]
+    assert float(line.split()[1]) > weights * 12 / 2**30
+    assert main([*command, "org/set", "-o", "b.yaml", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["absent"] == ["mine.jsonl"]
+    assert row["host_gib"] > weights * 12 / 2**30

@@ -47,17 +47,15 @@ def test_a_published_example_loads_and_every_key_has_a_line(tmp_path, example):
     assert found.tool == example["tool"]
     recipe = recipe_of(tmp_path, found.text)
     assert recipe.model.name_or_path not in ("MODEL", "")
-    said = " ".join(line.theirs for line in found.lines)
-    silent = {"val_set_size", "packing", "save_only_model"}
-    for key, value in example.get("values", {}).items():
-        is_off = value in (None, False, 0, "none", [], {})
-        read_with_another = key in (
-            "message_property_mappings lora_r lora_rank max_samples quantization_method "
-            "double_quantization pissa_iter pissa_convert galore_layerwise galore_target "
-            "galore_rank galore_scale do_train"
-        )
-        if not is_off and key not in silent and not read_with_another:
-            assert key in said, f"no line says what became of {key}"
+    every_key_has_a_line(example.get("values", {}), found)
+
+
+def every_key_has_a_line(theirs, found):
+    said = [line.theirs for line in found.lines]
+    for key, value in theirs.items():
+        if value not in (None, "", {}):
+            own = [each for each in said if each.startswith(key) or f" {key}" in each]
+            assert own, f"no line says what became of {key}"
 
 
 def values_of(tmp_path, tool, **theirs):
@@ -190,6 +188,103 @@ class TestMeaning:
         file.write_text("base_model: m\nadapter: lora\nhub_token: hf_secret\n")
         found = translate(file)
         assert "hf_secret" not in found.text + str(found.lines)
+
+
+RARE = [
+    # two keys of theirs decide one of ours
+    ("llamafactory", {"warmup_ratio": 0.1, "warmup_steps": 0}, "training.warmup_steps", 0.1),
+    ("llamafactory", {"warmup_steps": 7, "warmup_ratio": 0.1}, "training.warmup_steps", 7),
+    ("trl", {"assistant_only_loss": True, "completion_only_loss": False}, "data.mask", "assistant"),
+    ("trl", {"assistant_only_loss": False, "completion_only_loss": True}, "data.mask", "assistant"),
+    ("trl", {"assistant_only_loss": False}, "data.mask", "none"),
+    (
+        "llamafactory",
+        {"use_swanlab": True, "report_to": ["wandb"]},
+        "training.report_to",
+        ["wandb", "swanlab"],
+    ),
+    (
+        "axolotl",
+        {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1},
+        "training.lr_scheduler_kwargs",
+        {"min_lr_rate": 0.1},
+    ),
+    (
+        "llamafactory",
+        {"streaming": True, "buffer_size": 9, "max_steps": "100"},
+        "data.streaming",
+        9,
+    ),
+    # numbers in quotes, as YAML 1.1 and JSON have them
+    ("trl", {"learning_rate": "2e-4"}, "training.learning_rate", 2e-4),
+    ("llamafactory", {"max_steps": "100"}, "training.max_steps", 100),
+    ("axolotl", {"adapter": "lora", "lora_alpha": "32"}, "lora.alpha", 32),
+    # null is an answer, too
+    ("trl", {"max_length": None}, "data.max_length", 2048),
+    ("trl", {}, "data.max_length", 1024),
+    # the less known
+    (
+        "axolotl",
+        {"adapter": "lora", "peft_init_lora_weights": "pissa"},
+        "lora.init_lora_weights",
+        "pissa",
+    ),
+    ("axolotl", {"noisy_embedding_alpha": 5}, "training.neftune_noise_alpha", 5),
+    ("axolotl", {"sequence_parallel_degree": 4}, "parallel.sequence", 4),
+    ("axolotl", {"context_parallel_size": 1}, "parallel.sequence", 1),
+    ("axolotl", {"excess_length_strategy": "truncate"}, "data.truncation", "right"),
+    ("axolotl", {}, "data.truncation", "drop"),
+    ("trl", {"truncation_mode": "keep_start"}, "data.truncation", "right"),
+    ("trl", {"model_init_kwargs": {"dtype": "float32"}}, "model.dtype", "float32"),
+    ("trl", {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}, "kernels", True),
+    ("llamafactory", {"early_stopping_steps": 3, "val_size": 0.1}, "early_stopping.patience", 3),
+    (
+        "llamafactory",
+        {"group_by_length": True},
+        "training.train_sampling_strategy",
+        "group_by_length",
+    ),
+    ("unsloth", {"r": 8, "init_lora_weights": "olora"}, "lora.init_lora_weights", "olora"),
+]
+MODEL = {"axolotl": "base_model", "unsloth": "model_name"}
+
+
+@pytest.mark.parametrize(("tool", "theirs", "key", "value"), RARE, ids=str)
+def test_rare_keys_mean_what_they_mean_there(tmp_path, tool, theirs, key, value):
+    theirs = {MODEL.get(tool, "model_name_or_path"): "m", **theirs}
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml.safe_dump(theirs))
+    found = translate(file, tool)
+    recipe = recipe_of(tmp_path, found.text)
+    section, _, name = key.rpartition(".")
+    given = getattr(recipe, section) if section else recipe
+    assert (given[name] if isinstance(given, dict) else getattr(given, name)) == value
+    every_key_has_a_line(theirs, found)
+
+
+def test_columns_and_names_of_a_data_set_are_kept_or_named(tmp_path):
+    file = tmp_path / "theirs.yaml"
+    written_out = {"field_instruction": "q", "field_output": "a", "format": "[INST] {x}"}
+    strange = {"path": "b", "message_property_mappings": {"role": "who", "content": "text"}}
+    sets = [{"path": "a.jsonl", "type": written_out}, strange]
+    file.write_text(yaml.safe_dump({"base_model": "m", "adapter": "lora", "datasets": sets}))
+    found = translate(file)
+    source = recipe_of(tmp_path, found.text).data.train[0]
+    assert (source.format, source.columns) == ("alpaca", {"instruction": "q", "output": "a"})
+    (note,) = [line.note for line in found.lines if line.theirs.startswith("datasets")]
+    assert "its format" in note
+    assert "who and text are not read" in note
+
+
+def test_what_is_refused_only_together_is_left_out_by_name(tmp_path):
+    """Such a refusal has no line in the file; it stopped the translation."""
+    file = tmp_path / "theirs.yaml"
+    theirs = {"model_name_or_path": "m", "optim_target_modules": "all", "use_peft": False}
+    file.write_text(yaml.safe_dump(theirs))
+    found = translate(file, "trl")
+    left = [line.theirs for line in found.lines if line.kind == "left out"]
+    assert any(each.startswith("optim_target_modules") for each in left)
+    assert recipe_of(tmp_path, found.text)
 
 
 @pytest.mark.parametrize(

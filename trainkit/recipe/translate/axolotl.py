@@ -7,6 +7,7 @@ from typing import Any
 from trainkit.recipe.translate.draft import Draft, Row, leave, part_of, rows_of, to, words
 from trainkit.recipe.translate.rows import (
     checkpointing,
+    cut,
     ignored_when_off,
     kernels,
     share_for_eval,
@@ -25,6 +26,13 @@ FORMATS = {
 
 _OF_A_SOURCE = {"path", "type", "split", "data_files", "ds_type", "field_messages", "name"}
 _SAID_BY_FORMAT = {"message_property_mappings", "message_field_role", "message_field_content"}
+_COLUMNS = {
+    "field_system": "system",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+}
+"""Of a ``type`` that is written out, and what trainkit calls them."""
 
 
 def datasets(draft: Draft, key: str, value: Any) -> None:
@@ -47,6 +55,12 @@ def _source(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
         source["split"] = given["split"]
     name = kind if isinstance(kind, str) else None
     form = FORMATS.get((name or "").partition(".")[0])
+    if isinstance(kind, dict) and kind.keys() & _COLUMNS.keys():
+        form = "alpaca"
+        source["columns"] = {_COLUMNS[key]: kind[key] for key in _COLUMNS if kind.get(key)}
+        own = sorted(kind.keys() - _COLUMNS.keys())
+        if own:
+            notes.append(f"its {', '.join(own)} are not used: the model's chat template is")
     if form is None:
         shown = name or "of its own"
         notes.append(f"rows of type {shown} are read by what they look like: see `--dry-run`")
@@ -55,6 +69,15 @@ def _source(given: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
     roles = given.get("message_property_mappings") or {}
     if roles.get("role") == "from" or given.get("message_field_role") == "from":
         source["format"] = "sharegpt"
+    named = {
+        "role": given.get("message_field_role", roles.get("role", "role")),
+        "content": given.get("message_field_content", roles.get("content", "content")),
+    }
+    strange = [name for name in named.values() if name not in ("role", "content", "from", "value")]
+    if strange:
+        notes.append(
+            f"messages with {' and '.join(strange)} are not read: rename them to role and content"
+        )
     field = given.get("field_messages")
     if field and field not in ("messages", "conversations"):
         source["columns"] = {"messages": field}
@@ -105,6 +128,16 @@ def per_epoch(strategy: str, steps: str, needs_eval: bool) -> Row:
     return row
 
 
+def schedule(draft: Draft, key: str, value: Any) -> None:
+    """The cosine has a floor where ``cosine_min_lr_ratio`` says so."""
+    floor = draft.get("cosine_min_lr_ratio")
+    if value == "cosine" and floor:
+        ours = {"training.lr_scheduler_type": "cosine_with_min_lr"}
+        draft.take(key, {**ours, "training.lr_scheduler_kwargs": {"min_lr_rate": floor}})
+    else:
+        draft.take(key, {"training.lr_scheduler_type": value})
+
+
 def plugins(draft: Draft, key: str, value: Any) -> None:
     """Liger and cut cross entropy are kernels."""
     fast = [name for name in words(value) if "liger" in name.lower() or "cross_entropy" in name]
@@ -151,13 +184,17 @@ ROWS: Mapping[str, Row] = {
             "eval_batch_size": "training.per_device_eval_batch_size",
             "num_epochs": "training.num_train_epochs",
             "optimizer": "training.optim",
-            "lr_scheduler": "training.lr_scheduler_type",
             "dataset_prepared_path": "data.cache_dir",
             "dataset_processes": "data.num_workers",
             "peft_use_dora": "lora.use_dora",
             "peft_use_rslora": "lora.use_rslora",
+            "peft_init_lora_weights": "lora.init_lora_weights",
+            "noisy_embedding_alpha": "training.neftune_noise_alpha",
         }
     ),
+    "lr_scheduler": schedule,
+    "cosine_min_lr_ratio": part_of("lr_scheduler"),
+    "excess_length_strategy": cut({"drop": "drop", "truncate": "right", "raise": "error"}),
     "datasets": datasets,
     "test_datasets": datasets,
     "val_set_size": share_for_eval,
@@ -207,6 +244,7 @@ ROWS: Mapping[str, Row] = {
 DEFAULTS: Mapping[str, Any] = {
     "data.packing": False,
     "data.max_length": 512,
+    "data.truncation": "drop",
     "training.num_train_epochs": 1,
 }
 """What axolotl does where nobody says so, and trainkit would not."""

@@ -64,6 +64,14 @@ class Draft:
         """A key of theirs has nothing here."""
         self.lines.append(Line("left out", self._named(theirs), "", why))
 
+    def has_line(self, theirs: str) -> bool:
+        """Whether a key was already spoken of."""
+        return any(line.theirs.startswith(f"{theirs}: ") for line in self.lines)
+
+    def same(self, theirs: str) -> None:
+        """A key that needs nothing: off in both, or said with another one."""
+        self.lines.append(Line("taken", self._named(theirs), "", "nothing to write for it"))
+
     def add(self, ours: str, value: Any, why: str) -> None:
         """A value that their file does not hold: unless it is set already."""
         if ours in self.values:

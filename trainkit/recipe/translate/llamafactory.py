@@ -140,11 +140,13 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
     if not value:
         draft.seen.add(key)
         return
+    draft.take(key, {"training.optim": _OPTIMIZERS[key]})
     prefix = key.removeprefix("use_")
-    theirs = [k for k in draft.theirs if k.startswith(f"{prefix}_")]
-    draft.seen.update(theirs)
-    note = f"its {', '.join(theirs)} go into optim_args by hand" if theirs else ""
-    draft.take(key, {"training.optim": _OPTIMIZERS[key]}, note)
+    draft.seen.add(key)
+    for own in draft.theirs:
+        if own.startswith(f"{prefix}_"):
+            draft.leave(own, "goes into training.optim_args, or optim_target_modules, by hand")
+            draft.seen.add(own)
 
 
 _FREEZE = "write `frozen: ['*', '!24-31']` under model to train layers 24 to 31 alone"
@@ -198,6 +200,7 @@ ROWS: Mapping[str, Row] = {
         if value
         else draft.seen.add(key)
     ),
+    "early_stopping_steps": to("early_stopping.patience"),
     "plot_loss": leave("the curves are always drawn"),
     "rope_scaling": leave("the model's own config says how its positions are scaled"),
     **dict.fromkeys(_OPTIMIZERS, optimizer),
@@ -221,7 +224,9 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """What LLaMA-Factory does where nobody says so, and trainkit would not."""
 
-CHANGED: Mapping[str, str] = {}
+CHANGED: Mapping[str, str] = {
+    "data.truncation": "LLaMA-Factory shortens prompt and answer of a row that is too long",
+}
 """Where trainkit's default stays, and what LLaMA-Factory does instead."""
 
 

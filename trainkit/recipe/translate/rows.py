@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trainkit.recipe.translate.draft import Draft, Row, leave, rows_of, to, words
+from trainkit.recipe.translate.draft import Draft, Row, leave, part_of, rows_of, to, words
 
 _NO_KEY = "trainkit has no such setting"
 OWN_PLACE = "a run goes to train_model/NAME-STAMP and is never overwritten; --output-dir names it"
@@ -30,6 +30,78 @@ def torch_dtype(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, {"model.dtype": name})
     else:
         draft.leave(key, "model.dtype is bfloat16, float16, float32 or auto")
+
+
+def warmup_steps(draft: Draft, key: str, value: Any) -> None:
+    """A number of steps; 0 leaves the choice to ``warmup_ratio``, as in transformers."""
+    if float(value) == 0 and draft.get("warmup_ratio"):
+        draft.seen.add(key)
+    else:
+        draft.take(key, {"training.warmup_steps": value})
+
+
+def init_kwargs(draft: Draft, key: str, value: Any) -> None:
+    """What ``from_pretrained`` is given."""
+    known = {"dtype": "model.dtype", "torch_dtype": "model.dtype", "revision": "model.revision"}
+    given = value if isinstance(value, dict) else {"": value}
+    for name, each in given.items():
+        if name in known:
+            draft.take(f"{key}.{name}: {each}", {known[name]: str(each).removeprefix("torch.")})
+        elif each not in (None, False):
+            draft.leave(f"{key}.{name}: {each}", "the model is loaded as its files say")
+
+
+def by_length(draft: Draft, key: str, value: Any) -> None:
+    """Rows of about one length in a batch; packed rows all have one."""
+    if not value or draft.get("packing") or draft.get("sample_packing"):
+        draft.seen.add(key)
+    else:
+        draft.take(key, {"training.train_sampling_strategy": "group_by_length"})
+
+
+def streaming(draft: Draft, key: str, value: Any) -> None:
+    """Rows are read while training; in blocks that are shuffled."""
+    size = draft.get("buffer_size") or draft.get("streaming_multipack_buffer_size")
+    draft.take(key, {"data.streaming": int(size) if value and size else bool(value)})
+
+
+def over_gpus(target: str) -> Row:
+    """So many GPUs share a row or a product; 1 is what trainkit does, too."""
+
+    def row(draft: Draft, key: str, value: Any) -> None:
+        draft.take(key, {target: int(value)}) if int(value) > 1 else draft.seen.add(key)
+
+    return row
+
+
+def cut(choices: Mapping[str, str]) -> Row:
+    """What becomes of rows that are too long."""
+
+    def row(draft: Draft, key: str, value: Any) -> None:
+        if value in choices:
+            draft.take(key, {"data.truncation": choices[value]})
+        else:
+            draft.leave(key, "data.truncation is drop_turns, drop, error, right or left_turns")
+
+    return row
+
+
+def offloading(draft: Draft, key: str, value: Any) -> None:
+    """Checkpointed activations in host memory; of adapters alone."""
+    draft.take(key, {"lora.offload_activations": bool(value)})
+
+
+def tracker(name: str) -> Row:
+    """A switch of a tracker; other switches may be on as well."""
+
+    def row(draft: Draft, key: str, value: Any) -> None:
+        if not value:
+            draft.seen.add(key)
+            return
+        others = [each for each in _trackers(draft) if each != name]
+        draft.take(key, {"training.report_to": [*others, name] if others else name})
+
+    return row
 
 
 def warmup_ratio(draft: Draft, key: str, value: Any) -> None:
@@ -88,7 +160,12 @@ def report_to(draft: Draft, key: str, value: Any) -> None:
     if names == ["none"]:
         draft.seen.add(key)
         return
+    names += [name for name in _trackers(draft) if name not in names]
     draft.take(key, {"training.report_to": names if len(names) > 1 else names[0]})
+
+
+def _trackers(draft: Draft) -> list[str]:
+    return words(draft.values.get("training.report_to", []))
 
 
 def four_bit(draft: Draft, key: str, value: Any) -> None:
@@ -121,6 +198,13 @@ def target_modules(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, {"lora.target_modules": "all-linear"})
     else:
         draft.take(key, {"lora.target_modules": names})
+
+
+def pairs(value: Any) -> Any:
+    """``optim_args`` are text here, as in transformers."""
+    if isinstance(value, dict):
+        return ",".join(f"{name}={each}" for name, each in value.items())
+    return value
 
 
 def share_for_eval(draft: Draft, key: str, value: Any) -> None:
@@ -172,6 +256,9 @@ COMMON: Mapping[str, Row] = {
             "use_rslora": "lora.use_rslora",
             "use_dora": "lora.use_dora",
             "loraplus_lr_ratio": "lora.lora_plus_ratio",
+            "init_lora_weights": "lora.init_lora_weights",
+            "lora_target_parameters": "lora.target_parameters",
+            "target_parameters": "lora.target_parameters",
             "max_length": "data.max_length",
             "max_seq_length": "data.max_length",
             "packing": "data.packing",
@@ -191,6 +278,23 @@ COMMON: Mapping[str, Row] = {
     "torch_dtype": torch_dtype,
     "dtype": torch_dtype,
     "warmup_ratio": warmup_ratio,
+    "warmup_steps": warmup_steps,
+    "model_init_kwargs": init_kwargs,
+    "model_kwargs": init_kwargs,
+    "streaming": streaming,
+    "dataset_streaming": streaming,
+    "buffer_size": part_of("streaming"),
+    "activation_offloading": offloading,
+    "sequence_parallel_degree": over_gpus("parallel.sequence"),
+    "sequence_parallel_size": over_gpus("parallel.sequence"),
+    "context_parallel_size": over_gpus("parallel.sequence"),
+    "tensor_parallel_size": over_gpus("parallel.tensor"),
+    "optim_args": to("training.optim_args", pairs),
+    "use_swanlab": tracker("swanlab"),
+    "use_tensorboard": tracker("tensorboard"),
+    "use_mlflow": tracker("mlflow"),
+    "use_wandb": tracker("wandb"),
+    "default_system": leave("`data: {system_policy: TEXT}` gives all conversations one"),
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "fsdp_config": leave("FSDP2 is set up by trainkit: a unit for each decoder layer"),
@@ -206,8 +310,9 @@ COMMON: Mapping[str, Row] = {
     "resume_from_checkpoint": leave("`trainkit sft --resume RUN` continues a run"),
     "local_rank": leave("the launcher sets it"),
     "use_liger_kernel": kernels,
+    "liger_kernel_config": leave("`kernels: {rms_norm: false}` and the like choose trainkit's own"),
     "evaluation_strategy": to("training.eval_strategy"),
-    "group_by_length": ignored_when_off("write train_sampling_strategy: group_by_length"),
+    "group_by_length": by_length,
     "do_train": lambda draft, key, value: draft.seen.add(key),
     "do_eval": ignored_when_off("files in data.eval turn evaluation on"),
     "do_predict": ignored_when_off("a generation_eval section answers held-out conversations"),

@@ -20,6 +20,8 @@ from trainkit.recipe.translate.rows import COMMON
 from trainkit.recipe.translate.theirs import Theirs, read_theirs
 from trainkit.recipe.write import recipe_text
 
+NEEDED = ("model.name_or_path", "data.train")
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -118,8 +120,11 @@ def translate(path: Path, tool: str | None = None) -> Translation:
         value = values[key]
         if value is None or value == "" or value == {} or _is_call(key):
             continue
+        num_lines = len(draft.lines)
         if key not in draft.seen:
             _row_of(key, known)(draft, key, value)
+        if len(draft.lines) == num_lines and not draft.has_line(key):
+            draft.same(key)
     for key, expression in theirs.unclear.items():
         target = _target(key, known)
         where = f"; set {target}" if target else ""
@@ -165,7 +170,8 @@ def _row_of(key: str, tool: Tool) -> Row:
         return known
 
     def left(draft: Draft, name: str, value: Any) -> None:
-        draft.leave(name, (reason or "trainkit has no such setting").format(value=value))
+        why = reason or "trainkit has no such setting"
+        draft.leave(name, why.replace("{value}", str(value)))
 
     return left
 
@@ -188,10 +194,21 @@ def _complete(draft: Draft, tool: Tool) -> None:
     if "data.train" not in draft.values:
         draft.add("data.train", ["data/train.jsonl"], "fill in: your conversations")
     for key, value in tool.defaults.items():
-        draft.add(key, value, f"{tool.name}'s default")
+        name = key.rpartition(".")[2]
+        if name in draft.theirs and draft.theirs[name] is None:
+            draft.leave(name, f"trainkit's default is {key}: {default_of(key)}")
+        else:
+            draft.add(key, value, f"{tool.name}'s default")
     for key, note in tool.changed.items():
         draft.change(key, default_of(key), note)
+    for key, value in draft.values.items():
+        if isinstance(value, str) and key not in NEEDED and _is_number(default_of(key)):
+            draft.values[key] = _number(value)
     draft.add("kernels", True, "trainkit's kernels, each checked against plain torch")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _valid_text(draft: Draft, path: Path) -> str:
@@ -203,14 +220,28 @@ def _valid_text(draft: Draft, path: Path) -> str:
         if problem is None:
             return text
         line, why = problem
-        key = next((key for number, key in places.items() if number == line), None)
-        if key is None or key in ("model.name_or_path", "data.train"):
+        key = places.get(line) or _named_in(why, draft.values)
+        if key is None or key in NEEDED:
             raise RecipeError(
                 f"what this recipe comes to is refused: {why}",
                 where=str(path),
                 fix="change it there, or write a recipe with `trainkit new`",
             )
         draft.drop(key, why)
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is, such as 2e-4 in quotes; or the text."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
+
+
+def _named_in(why: str, values: Mapping[str, Any]) -> str | None:
+    """The first of our keys that a refusal names: what is refused with others has no line."""
+    found = re.findall(r"[a-z]\w*(?:\.\w+)+", why)
+    return next((key for key in found if key in values and key not in NEEDED), None)
 
 
 def _first_problem(text: str) -> tuple[int, str] | None:

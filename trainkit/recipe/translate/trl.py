@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.recipe.translate.draft import Draft, Row, leave, part_of, rows_of
-from trainkit.recipe.translate.rows import ignored_when_off
+from trainkit.recipe.translate.rows import cut, ignored_when_off
 
 SIGNS = ("dataset_name", "use_peft", "model_name_or_path", "assistant_only_loss", "SFTTrainer")
 
@@ -34,8 +34,12 @@ def adapters(draft: Draft, key: str, value: Any) -> None:
 
 
 def only_answers(draft: Draft, key: str, value: Any) -> None:
-    """Whether the answers alone are trained."""
-    draft.take(key, {"data.mask": "assistant" if value else "none"})
+    """Whether the answers alone are trained: of conversations, or of prompts and completions."""
+    either = draft.get("assistant_only_loss") or draft.get("completion_only_loss")
+    if not value and either:
+        draft.seen.add(key)
+    else:
+        draft.take(key, {"data.mask": "assistant" if value else "none"})
 
 
 def bias(draft: Draft, key: str, value: Any) -> None:
@@ -62,6 +66,7 @@ ROWS: Mapping[str, Row] = {
     "chat_template_path": leave("write the file into data.chat_template"),
     "dataset_text_field": leave("rows are read by what they look like, or by data.format"),
     "dataset_kwargs": ignored_when_off(),
+    "truncation_mode": cut({"keep_start": "right"}),
     "packing_strategy": leave("whole conversations are packed, the best fit first"),
     "padding_free": ignored_when_off("`packing: true` leaves no padding either"),
     "eval_packing": leave("evaluation packs as training does"),
@@ -80,6 +85,7 @@ DEFAULTS: Mapping[str, Any] = {
 """What TRL does where nobody says so, and trainkit would not."""
 
 CHANGED: Mapping[str, str] = {
+    "data.truncation": "TRL cuts a row at max_length, in an answer too; `truncation: right` does",
     "data.mask": "of a conversation TRL trains every token unless told so; `mask: none` does",
 }
 """Where trainkit's default stays, and what TRL does instead."""

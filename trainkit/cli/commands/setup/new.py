@@ -124,6 +124,7 @@ def _fill_in(
     as_json: bool,
 ) -> None:
     from trainkit.errors import RecipeError
+    from trainkit.estimate.advice import host_gib
     from trainkit.estimate.fitted import METHODS, fitted_recipe
     from trainkit.estimate.gpus import gpu_of, this_gpu
     from trainkit.recipe.shipped import write_text
@@ -141,8 +142,27 @@ def _fill_in(
         echo(f"to fit {chosen.name}: {' '.join(found.changed)}", err=True)
     if expected is None and not as_json:
         echo(f"the size of {model} is not known here: see sft --dry-run", err=True)
-    row = {"recipe": str(target), "needed_gib": expected, "changed": list(found.changed)}
+    host = 0.0 if found.expected is None else round(host_gib(found.expected.plan), 1)
+    if host and not as_json:
+        echo(f"besides, {host:.0f} GiB of the host's memory are needed", err=True)
+    absent = [each for each in data if _is_absent(each)]
+    if absent and not as_json:
+        echo(f"not here yet: {', '.join(absent)}", err=True)
+    row = {
+        "recipe": str(target),
+        "needed_gib": expected,
+        "host_gib": host,
+        "changed": list(found.changed),
+        "absent": absent,
+    }
     _say(target, row, as_json)
+
+
+def _is_absent(data: str) -> bool:
+    """A file that is named and not there; hub names and globs are found when a run starts."""
+    path = Path(data).expanduser()
+    is_file = bool(path.suffix) or data.startswith((".", "/", "~"))
+    return is_file and not any(sign in data for sign in "*?[#") and not path.exists()
 
 
 def _translate(origin: Path, tool: str | None, output: Path | None, as_json: bool) -> None:
