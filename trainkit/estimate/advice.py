@@ -44,48 +44,50 @@ Allows = Callable[[str], bool]
 
 
 def suggest(plan: Plan, gpu: Gpu, allows: Allows = bool) -> list[Suggestion]:
-    """Changes that make a plan fit a GPU: single ones, else pairs, else more together.
+    """Changes that make a plan fit a GPU: as few as do, of those that train the same weights.
 
     Args:
         plan: what does not fit.
         gpu: of every rank.
         allows: what the recipe refuses is not suggested; without a recipe nothing is refused.
     """
+    same: list[Suggestion] = []
+    other: list[Suggestion] = []
+    for number in (1, 2, 3, 4):
+        for each in _fitting(plan, gpu, number, same_only=bool(other)):
+            found, most = (other, MOST) if each.changes_result else (same, MOST - 2)
+            if len(found) < most and allows(each.settings):
+                found.append(each)
+        if same:
+            break
+    return [*same, *other[: MOST - len(same)]]
+
+
+def _fitting(plan: Plan, gpu: Gpu, number: int, *, same_only: bool) -> list[Suggestion]:
+    """So many changes at a time that make it fit, the fastest first."""
     now = _per_token(plan, gpu)
     axes = [list(axis) for axis in _axes(plan, gpu)]
-    for number in (1, 2, 3, 4):
-        found: dict[str, Suggestion] = {}
-        for chosen in itertools.combinations(axes, number):
-            done: set[tuple[str, ...]] = set()
-            for names in itertools.product(*chosen):
-                besides = tuple(name for name in names if not name.startswith("batch"))
-                if besides != names and besides in done:
-                    continue  # a larger micro-batch fits with the same
-                changed = plan
-                for name in names:
-                    changed = _apply(changed, name)
-                needed = peak(changed)
-                if needed.needed_gib <= gpu.memory_gib:
-                    settings = " ".join(_written(name, plan) for name in names)
-                    time = _per_token(changed, gpu) / now
-                    result = any(name in _OTHER_RESULT for name in names)
-                    host = host_gib(changed)
-                    found[settings] = Suggestion(settings, needed.gib, time, result, host)
-                    done.add(besides)
-        best = sorted(found.values(), key=lambda each: (each.changes_result, each.time))
-        allowed = filter(lambda each: allows(each.settings), best)
-        same: list[Suggestion] = []
-        other: list[Suggestion] = []
-        for each in allowed:
-            if each.changes_result:
-                other.append(each)
-            elif len(same) < MOST - 2:
-                same.append(each)
-            if len(same) + len(other) == MOST:
-                break
-        if same or other:
-            return [*same, *other]
-    return []
+    if same_only:
+        axes = [[name for name in axis if name not in _OTHER_RESULT] for axis in axes]
+    found: dict[str, Suggestion] = {}
+    for chosen in itertools.combinations(axes, number):
+        done: set[tuple[str, ...]] = set()
+        for names in itertools.product(*chosen):
+            besides = tuple(name for name in names if not name.startswith("batch"))
+            if besides != names and besides in done:
+                continue  # a larger micro-batch fits with the same
+            changed = plan
+            for name in names:
+                changed = _apply(changed, name)
+            needed = peak(changed)
+            if needed.needed_gib <= gpu.memory_gib:
+                settings = " ".join(_written(name, plan) for name in names)
+                time = _per_token(changed, gpu) / now
+                result = any(name in _OTHER_RESULT for name in names)
+                host = host_gib(changed)
+                found[settings] = Suggestion(settings, needed.gib, time, result, host)
+                done.add(besides)
+    return sorted(found.values(), key=lambda each: each.time)
 
 
 RECOMPUTED: Mapping[str, tuple[str, dict[str, Any]]] = {
