@@ -1,4 +1,4 @@
-"""Is this machine fit to train: a table of checks, each with the command that mends its fault."""
+"""Is this machine fit to train: a table of checks, each with the command that fixes its fault."""
 
 from trainkit.doctor.checks import CHECKS, diagnose
 from trainkit.doctor.finding import Finding

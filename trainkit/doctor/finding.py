@@ -15,7 +15,7 @@ class Finding:
         state: ``error`` where training cannot work, ``warning`` where something will be slow,
             missing or fail later.
         found: what is there.
-        fix: the command that mends it; what is more to say stands behind a ``#``. Everything that
+        fix: the command that fixes it; what is more to say follows a ``#``. Everything that
             is not ok has one.
     """
 
