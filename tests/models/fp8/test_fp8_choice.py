@@ -105,16 +105,21 @@ def test_layers_of_one_input_are_timed_together(trained, monkeypatch):
     monkeypatch.setattr(
         savings, "_measured", lambda shape, tokens, _, given: real(shape, tokens, CPU, given)
     )
+    block = savings._measured_block
+    monkeypatch.setattr(savings, "_measured_block", lambda *given: block(*given[:3], CPU))
     gpu = SimpleNamespace(type="cuda")  # what it computes on is the CPU
     found, timing = savings.measure_savings(layers, 16, gpu, trained=trained)
     assert timing == savings.MEASURED
-    assert len(calls) == 4 * 4  # qkv, o, gate and up, down; the second layer has the same shapes
+    # qkv, o, gate and up, down, or all three in one; the second layer has the same shapes
+    assert len(calls) == (3 if trained else 4) * 4
     assert set(found) == set(layers)
     first = {name.rpartition(".")[2]: each for name, each in found.items() if ".0." in name}
-    assert first["o_proj"] == first["down_proj"] == Saving(4.0, 4.0)
+    assert first["o_proj"] == Saving(4.0, 4.0)
+    assert first["down_proj"] == (Saving(1.3, 1.3) if trained else Saving(4.0, 4.0))
     assert first["q_proj"] == Saving(2.0, 2.0)  # 64 of 128 outputs
     assert first["k_proj"] == first["v_proj"] == Saving(1.0, 1.0)
-    assert first["gate_proj"] == first["up_proj"] == Saving(2.0, 2.0)
+    assert first["gate_proj"] == first["up_proj"]
+    assert first["up_proj"] == (first["down_proj"] if trained else Saving(2.0, 2.0))
 
 
 def test_layers_are_grouped_by_role_and_depth():

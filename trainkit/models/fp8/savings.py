@@ -1,9 +1,10 @@
 """How many milliseconds fp8 saves in a layer: measured on a GPU, modelled elsewhere.
 
 Layers that read the same input are timed together, as they run: its rows are quantised once for all
-of them, and dx is one product. A layer's part of what they save is its part of the products. All
-calls follow each other without a pause, as in training: what the host needs to start a kernel
-counts where it is more than the GPU needs to run it, and only there.
+of them, and dx is one product. So are the layers of a feed-forward block that trains, which in fp8
+are one function. A layer's part of what they save is its part of the products. All calls follow
+each other without a pause, as in training: what the host needs to start a kernel counts where it is
+more than the GPU needs to run it, and only there.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainkit.kernels import swiglu
+from trainkit.kernels.fp8.feed_forward import fp8_feed_forward
 from trainkit.kernels.fp8.function import fp8_matmul, fp8_quantize
 from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears
 
@@ -31,6 +34,9 @@ _CALLS = 8
 
 TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Roles of layers that read the same input."""
+
+BLOCK = ("gate_proj", "up_proj", "down_proj")
+"""Roles of the layers of a feed-forward block."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +82,19 @@ def measure_savings(
         }, MODELLED
     known: dict[Shape, Saving] = {}
     savings = {}
-    for names in readers(layers):
+    for names in blocks(layers) if trained else ():
+        width, hidden = layers[names[0]].weight.shape
+        timed = max(16, min(num_tokens, MAX_TOKENS) // 16 * 16)
+        shape: Shape = (width, width, hidden), hidden
+        if shape not in known:
+            known[shape] = _measured_block(width, hidden, timed, device)
+        part, one = num_tokens / timed / len(names), known[shape]
+        each = Saving(_two_digits(one.forward * part), _two_digits(one.backward * part))
+        savings.update(dict.fromkeys(names, each))
+    alone = {name: layer for name, layer in layers.items() if name not in savings}
+    for names in readers(alone):
         outputs = tuple(layers[name].out_features for name in names)
-        shape = outputs, layers[names[0]].in_features
+        shape = (outputs, layers[names[0]].in_features)
         most = min(num_tokens, MAX_TOKENS, MAX_NUMBERS // sum(outputs))
         timed = max(16, most // 16 * 16)
         if shape not in known:
@@ -100,6 +116,18 @@ def readers(layers: Mapping[str, nn.Linear]) -> Sequence[tuple[str, ...]]:
         which = next((place for place, roles in enumerate(TOGETHER) if role in roles), name)
         found.setdefault((parent, which, layer.in_features), []).append(name)
     return [tuple(names) for names in found.values()]
+
+
+def blocks(layers: Mapping[str, nn.Linear]) -> Sequence[tuple[str, ...]]:
+    """The names of gate, up and down of each feed-forward block that fp8 runs as one function."""
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in layers)
+    found = (tuple(f"{parent}.{role}" for role in BLOCK) for parent in parents)
+    return [
+        names
+        for names in found
+        if all(name in layers for name in names)
+        and not any(layers[n].bias is not None for n in names[:2])
+    ]
 
 
 def _modelled(shape: tuple[int, int], num_tokens: int, trained: bool) -> Saving:
@@ -144,6 +172,38 @@ def _measured(shape: Shape, num_tokens: int, device: torch.device, trained: bool
         if trained:
             for dy in dys:
                 torch.mm(dy.t(), rows)
+
+    return Saving(
+        _milliseconds(forward_in_bf16) - _milliseconds(forward),
+        _milliseconds(backward_in_bf16) - _milliseconds(backward),
+    )
+
+
+def _measured_block(width: int, hidden: int, num_tokens: int, device: torch.device) -> Saving:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device).bfloat16()
+
+    x, dy = random(num_tokens, hidden).requires_grad_(), random(num_tokens, hidden)
+    shapes = ((width, hidden), (width, hidden), (hidden, width))
+    weights = [(random(*shape) / shape[1] ** 0.5).requires_grad_() for shape in shapes]
+    both = [Directions(True, True, _keeping(fp8_quantize(each.detach()))) for each in weights]
+
+    def forward() -> Tensor:
+        return fp8_feed_forward(x, weights, None, both)
+
+    def forward_in_bf16() -> Tensor:
+        gate, up = functional.linear(x, weights[0]), functional.linear(x, weights[1])
+        return functional.linear(swiglu(gate, up), weights[2])
+
+    y, plain = forward(), forward_in_bf16()
+
+    def backward() -> None:
+        torch.autograd.grad(y, [x, *weights], dy, retain_graph=True)
+
+    def backward_in_bf16() -> None:
+        torch.autograd.grad(plain, [x, *weights], dy, retain_graph=True)
 
     return Saving(
         _milliseconds(forward_in_bf16) - _milliseconds(forward),
