@@ -145,7 +145,7 @@ def warm_up() -> None:
     get_checkpoint_conversion_mapping("qwen2")  # 400 patterns
     gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-    trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
+    trainkit.run.redraw.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
     trainkit.run.redraw.CurveRefresher.refresh = lambda self, **_: False
 
 

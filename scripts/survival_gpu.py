@@ -131,6 +131,11 @@ def figures_of_saves(clock: dict[str, dict[str, float]]) -> dict[str, Any]:
     ]
     return {
         "step_seconds": round(usual, 4),
+        "first_steps_seconds": [round(seconds[step], 3) for step in sorted(seconds)[:12]],
+        "steps_after_saves_seconds": [
+            [round(seconds[step], 3) for step in range(save + 1, save + 9) if step in seconds]
+            for save in saved
+        ],
         "stall_seconds": [round(seconds[step] - usual, 3) for step in saved],
         "in_save_seconds": [round(clock["saved"][str(step)], 3) for step in saved],
         "written_after_seconds": [round(clock["written"][str(step)], 2) for step in saved],

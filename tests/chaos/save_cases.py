@@ -62,3 +62,31 @@ def full(root, stage, number=errno.ENOSPC):
     except CheckpointError as error:
         return {"said": str(error), "step": trainer.state.global_step}
     return {"said": "nothing", "step": trainer.state.global_step}
+
+
+def copied(root, name, stage, **options):
+    """Blocks of pinned memory that are made after the first step, and those of the first save."""
+    from trainkit.parallel import snapshot
+    from trainkit.train import saves
+
+    given, taken, plain = [], [], snapshot._copy_tensor
+
+    def copy(tensor, copies):
+        before = len(copies)
+        found = plain(tensor, copies)
+        if len(copies) > before:
+            taken.append(_block(tensor))
+        return found
+
+    def pin(tensors):
+        given.extend(map(_block, tensors))
+
+    snapshot._copy_tensor, saves.pin_ahead = copy, pin
+    _trainer(root, name, stage, max_steps=3, save_steps=2, **options).train()
+    return {"given": given, "taken": taken[: len(taken) // 2]}  # two saves: steps 2 and 3
+
+
+def _block(tensor):
+    """As torch keeps pinned memory: by the next power of two."""
+    size = tensor.numel() * tensor.element_size()
+    return 1 << max(size - 1, 0).bit_length()

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trainkit.errors import RecipeError
@@ -139,10 +140,16 @@ class Hosts:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port nobody listens on at this moment.
+
+    Chance draws it below those that Linux gives to connections: one of those may be taken before it
+    is used, and of several launches at once two may be given the same.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def _of_slurm(variables: Mapping[str, str]) -> dict[str, str]:

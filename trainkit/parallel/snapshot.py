@@ -1,6 +1,9 @@
 """A copy of a state that training cannot change any more, so that it can be written meanwhile."""
 
 import copy
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +27,55 @@ def snapshot(value: Any) -> Any:
     if any(device != "cpu" for *_, device in copies):
         torch.cuda.synchronize()
     return found
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested state that `snapshot` copies: each once."""
+    found: dict[Any, torch.Tensor] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if is_composed(value):
+                inner = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+                walk([getattr(value, name) for name in inner])
+            else:
+                found[value.data_ptr(), value.shape] = value
+        elif isinstance(value, dict):
+            walk(list(value.values()))
+        elif type(value) in (list, tuple):
+            for each in value:
+                walk(each)
+
+    walk(value)
+    return list(found.values())
+
+
+def pin_ahead(tensors: Iterable[torch.Tensor]) -> threading.Thread | None:
+    """Have the pinned memory made that `snapshot` will copy these into, while the caller goes on.
+
+    The driver takes most of a second for a GiB. What torch has once made it keeps, and hands out
+    again for whatever has a like size.
+
+    Args:
+        tensors: those of a GPU count; a tensor that is copied twice is given twice.
+
+    Returns:
+        What does it; None where there is nothing to do.
+    """
+    on_gpu = [each for each in tensors if each.device.type == "cuda"]
+    if not on_gpu:
+        return None
+    device, sizes = on_gpu[0].device, [each.numel() * each.element_size() for each in on_gpu]
+
+    def make() -> None:
+        torch.cuda.set_device(device)  # a thread begins with the first GPU
+        with suppress(RuntimeError):  # without so much memory the save itself will say so
+            held = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+            del held
+
+    thread = threading.Thread(target=make, name="pin", daemon=True)
+    thread.start()
+    return thread
 
 
 def is_composed(tensor: torch.Tensor) -> bool:

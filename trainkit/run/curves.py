@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import isfinite
@@ -15,12 +17,14 @@ from typing import Any
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run.format import as_float
-from trainkit.run.metrics import read_metrics
+from trainkit.run.metrics import decode_row, read_metrics
 
 Row = Mapping[str, Any]
 
 _BLOCK = 64
 """Rows that are taken apart at a time: they stay in the processor's cache."""
+_BLOCK_BYTES = 1 << 16
+"""Of lines that are read at a time: those beside an evaluation are read as JSON, one by one."""
 # Each pass averages over about this share of the run: noise goes, bends stay.
 _SMOOTHING_SHARE = 1 / 100
 
@@ -44,46 +48,37 @@ class Series:
 
 
 class Columns:
-    """The numbers of rows by metric, in a tenth of their room: a run may have logged a million.
+    """The numbers of rows by metric, in a tenth of their room: a run may have logged a million."""
 
-    Args:
-        rows: read once; they need not be there together.
-        prefixes: how the metrics begin that are kept.
-    """
-
-    def __init__(self, rows: Iterable[Row], prefixes: tuple[str, ...] = ("",)) -> None:
-        self._series: dict[str, tuple[array[float], array[float], array[float]] | None] = {}
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._series: dict[str, tuple[array[float], array[float], array[float]]] = {}
         self._thinned: dict[tuple[str, int], Series] = {}
-        self._prefixes = prefixes
+        self.add(rows)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Rows with a ``step``; they need not be there together."""
         rows = iter(rows)
         while block := list(islice(rows, _BLOCK)):
-            keys = [key for key in dict.fromkeys(chain.from_iterable(block)) if self._keeps(key)]
-            steps, *columns = _columns(block, ["step", *keys])
-            for key, column in zip(keys, columns, strict=True):
-                kept = self._series[key]
-                if kept is not None:
-                    _add(kept, steps, column)
+            keys = [key for key in dict.fromkeys(chain.from_iterable(block)) if key != "step"]
+            self.extend(["step", *keys], _columns(block, ["step", *keys]))
 
-    def _keeps(self, key: str) -> bool:
-        if key not in self._series:
-            self._series[key] = self._start(key, self._prefixes)
-        return self._series[key] is not None
-
-    @staticmethod
-    def _start(key: str, prefixes: tuple[str, ...]) -> Any:
-        if key == "step" or not key.startswith(prefixes):
-            return None
-        return (array("d"), array("d"), array("d"))
+    def extend(self, keys: Sequence[str], columns: Iterable[Sequence[Any]]) -> None:
+        """The values of some rows by metric, steps first; None where a row has none."""
+        given = iter(columns)
+        steps = array("d", next(given, ()))
+        for key, column in zip(keys[1:], given, strict=True):
+            if key not in self._series:
+                self._series[key] = (array("d"), array("d"), array("d"))
+            _add(self._series[key], steps, column)
 
     @property
     def keys(self) -> list[str]:
         """Every metric, in order of appearance."""
-        return [key for key, kept in self._series.items() if kept is not None]
+        return list(self._series)
 
     def series(self, key: str) -> Series:
         """The values of one."""
-        kept = self._series.get(key)
-        return Series([], [], []) if kept is None else Series(*kept)
+        return Series(*self._series.get(key, ([], [], [])))
 
     def thinned(self, key: str, most: int) -> Series:
         """See `thinned`."""
@@ -91,6 +86,76 @@ class Columns:
         if known is None:
             known = self._thinned[key, most] = thinned(self.series(key), most)
         return known
+
+
+class History:
+    """What a run has logged, read once and kept in little room: a run may have a million rows.
+
+    Attributes:
+        columns: the numbers of all rows.
+        first: row of training; None without one.
+        last: row of training.
+        evaluations: rows with figures of an evaluation, whole.
+        last_step: of any row; 0 without one.
+    """
+
+    def __init__(self) -> None:
+        self.columns = Columns()
+        self.first: Row | None = None
+        self.last: Row | None = None
+        self.evaluations: list[Row] = []
+        self.last_step = 0
+        self._forms: dict[tuple[str, ...], re.Pattern[bytes]] = {}
+
+    @classmethod
+    def read(cls, metrics: Path) -> History:
+        """A ``metrics.jsonl``; torn lines are skipped, and one that is missing has no rows."""
+        history = cls()
+        if metrics.exists():
+            with metrics.open("rb") as stream:
+                while lines := stream.readlines(_BLOCK_BYTES):
+                    history._take(lines)
+        return history
+
+    def _take(self, lines: list[bytes]) -> None:
+        ends = [decode_row(line.decode("utf-8", "replace")) for line in (lines[0], lines[-1])]
+        if self._take_numbers(ends[0] or {}, lines):
+            rows = [row for row in ends if row is not None]
+        else:
+            text = (line.decode("utf-8", "replace") for line in lines)
+            rows = [row for row in map(decode_row, text) if row is not None]
+            self.columns.add(rows)
+        for row in rows:
+            if "loss" in row:
+                self.first, self.last = self.first or row, row
+            if any(key.startswith("eval_") for key in row):
+                self.evaluations.append(row)
+            self.last_step = max(self.last_step, row["step"])
+
+    def _take_numbers(self, like: Row, lines: list[bytes]) -> bool:
+        """Take lines that have the form of their first one, and no more than its numbers.
+
+        Nearly all are like that; so they are read in a third of the time that JSON takes.
+        """
+        keys = tuple(like)
+        are_numbers = {*map(type, like.values())} <= {float, int} and keys[:1] == ("step",)
+        if not are_numbers or "loss" not in like or any(key.startswith("eval_") for key in keys):
+            return False
+        if keys not in self._forms:
+            others = (re.escape(json.dumps(key)) + r": ([-+.\deE]+)" for key in keys[1:])
+            form = ", ".join([r'"step": (\d+)', *others])
+            self._forms[keys] = re.compile(rf"^{{{form}}}\n".encode(), re.MULTILINE)
+        found = self._forms[keys].findall(b"".join(lines))
+        if len(found) != len(lines):
+            return False
+        try:
+            columns = [array("d", map(float, column)) for column in zip(*found, strict=True)]
+        except ValueError:
+            return False
+        if not all(isfinite(sum(column)) for column in columns):
+            return False
+        self.columns.extend(keys, columns)
+        return True
 
 
 def _columns(rows: Sequence[Row], keys: Sequence[str]) -> Iterable[Sequence[Any]]:
@@ -103,14 +168,17 @@ def _columns(rows: Sequence[Row], keys: Sequence[str]) -> Iterable[Sequence[Any]
 
 def _add(
     kept: tuple[array[float], array[float], array[float]],
-    steps: Sequence[int],
+    steps: array[float],
     values: Sequence[Any],
 ) -> None:
     """Put the values of some rows where they belong; text and gaps are left out."""
-    if {*map(type, values)} == {float} and isfinite(sum(values)):
-        kept[0].extend(steps)
-        kept[1].extend(values)
-        return
+    with suppress(OverflowError):  # a whole number of hundreds of digits
+        if isinstance(values, array) or {*map(type, values)} <= {float, int}:
+            numbers = array("d", values)
+            if isfinite(sum(numbers)):
+                kept[0].extend(steps)
+                kept[1].extend(numbers)
+                return
     for step, number in zip(steps, values, strict=True):
         value = as_float(number)
         if value is None:

@@ -112,7 +112,7 @@ def _supersede_rows(path: Path, resume_step: int) -> None:
     kept: list[str] = []
     superseded: list[str] = []
     for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        row = _decode(line)
+        row = decode_row(line)
         if row is not None:
             (kept if row["step"] <= resume_step else superseded).append(line)
     if superseded:
@@ -124,7 +124,7 @@ def _supersede_rows(path: Path, resume_step: int) -> None:
     write_text_atomic(path, "".join(line + "\n" for line in kept))
 
 
-def _decode(line: str) -> dict[str, Any] | None:
+def decode_row(line: str) -> dict[str, Any] | None:
     """One row, or None for a line that a crash tore."""
     try:
         row, end = _scan(line, 0)  # what json.loads takes most of its time for is around it
@@ -143,7 +143,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
-        yield from (row for row in map(_decode, stream) if row is not None)
+        yield from (row for row in map(decode_row, stream) if row is not None)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

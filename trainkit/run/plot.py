@@ -16,6 +16,7 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.run.curves import (
     Columns,
+    History,
     Series,
     by_minutes,
     read_rows,
@@ -27,7 +28,6 @@ from trainkit.run.curves import (
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import write_bytes_atomic
 from trainkit.run.format import format_count
-from trainkit.run.metrics import iter_metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 _LINES = ("-", "--", ":", "-.")
@@ -78,17 +78,16 @@ BY_SOURCE = Curve("loss_by_source", "loss/", "Loss by source", "nats per trained
 MEASURED = Curve("evaluations", "eval_", "Evaluations", "score", False)
 """Benchmarks and answers during training; its key is the beginning of theirs."""
 
-_DRAWN = (*(curve.key for curve in CURVES), MEASURED.key, BY_SOURCE.key)
 _OVERVIEW = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
 
-def draw_plots(run: RunDirectory) -> list[Path]:
+def draw_plots(run: RunDirectory, history: History | None = None) -> list[Path]:
     """Draw every curve of a run that has two points or more, and ``plots/overview.png``.
 
     Returns:
         The files written; each appears complete.
     """
-    rows = Columns(iter_metrics(run.metrics), _DRAWN)
+    rows = (history or History.read(run.metrics)).columns
     resumed = run.status().resumed_at_steps
     run.plots.mkdir(exist_ok=True)
     written = []
@@ -110,26 +109,20 @@ def draw_plots(run: RunDirectory) -> list[Path]:
     return written
 
 
-def svg_plots(run: RunDirectory) -> list[tuple[str, str]]:
+def svg_plots(run: RunDirectory, history: History | None = None) -> list[tuple[str, str]]:
     """Every curve of a run as (title, ``<svg>`` element), for a page that holds its pictures."""
-    from matplotlib import rc_context
-
-    rows = Columns(iter_metrics(run.metrics), _DRAWN)
+    rows = (history or History.read(run.metrics)).columns
     resumed = run.status().resumed_at_steps
     pictures = []
     drawn = [curve for curve in CURVES if len(rows.series(curve.key)) > 1]
     several = dict(_lines_by_name(rows))
     for curve in [*drawn[:1], *several, *drawn[1:]]:
-        # Text stays text, in the reader's own font; names of clip paths differ by picture.
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": curve.name}):
-            figure, (axes,) = _figure(1)
-            if curve in several:
-                several[curve](axes, rows, most_points=500)
-            else:
-                _draw(axes, curve, rows, resumed=resumed, most_points=500)
-            buffer = io.StringIO()
-            figure.savefig(buffer, format="svg", metadata={"Date": None})
-        pictures.append((curve.title, "<svg" + buffer.getvalue().partition("<svg")[2]))
+        figure, (axes,) = _figure(1)
+        if curve in several:
+            several[curve](axes, rows, most_points=500)
+        else:
+            _draw(axes, curve, rows, resumed=resumed, most_points=500)
+        pictures.append((curve.title, _svg(figure, curve.name)))
     return pictures
 
 
@@ -162,14 +155,7 @@ def comparison_svg(runs: Sequence[Path | str]) -> str:
     Raises:
         RunDirectoryError: a path is not a run, or none of them has a curve yet.
     """
-    from matplotlib import rc_context
-
-    buffer = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "comparison"}):
-        _comparison([Path(run) for run in runs]).savefig(
-            buffer, format="svg", metadata={"Date": None}
-        )
-    return "<svg" + buffer.getvalue().partition("<svg")[2]
+    return _svg(_comparison([Path(run) for run in runs]), "comparison")
 
 
 def _comparison(paths: Sequence[Path]) -> Any:
@@ -387,8 +373,26 @@ def _power_of_ten(value: float) -> str:
     return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-") if value else "0"
 
 
+def _lay_out(figure: Any) -> None:
+    """Once; matplotlib would draw the whole figure another time for it."""
+    figure.get_layout_engine().execute(figure)
+    figure.set_layout_engine(None)
+
+
+def _svg(figure: Any, name: str) -> str:
+    """Text stays text, in the reader's own font; names of clip paths differ by picture."""
+    from matplotlib import rc_context
+
+    buffer = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        _lay_out(figure)
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return "<svg" + buffer.getvalue().partition("<svg")[2]
+
+
 def _save(figure: Any, path: Path) -> Path:
     buffer = io.BytesIO()
+    _lay_out(figure)
     figure.savefig(buffer, format="png")
     write_bytes_atomic(path, buffer.getvalue())
     return path

@@ -16,7 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from trainkit.run.curves import History
 from trainkit.run.directory import RunDirectory
+from trainkit.run.plot import draw_plots
+from trainkit.run.report import write_report
 
 _PATIENCE_SECONDS = 5.0
 
@@ -74,17 +77,25 @@ class CurveRefresher:
         self._process = None
 
 
+def draw_all(run: RunDirectory, *, is_training: bool = False) -> None:
+    """The report and all pictures, from one reading of the metrics.
+
+    Args:
+        run: whose.
+        is_training: more is to come; a browser loads the report again by itself.
+    """
+    history = History.read(run.metrics)
+    write_report(run, history, is_training=is_training)
+    draw_plots(run, history)
+
+
 def main() -> None:
     """Draw the curves of the run named on the command line."""
-    from trainkit.run.plot import draw_plots
-    from trainkit.run.report import write_report
-
     # Leave through the clean-up of half-written files, and after everybody else's work.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     os.nice(10)
     run = RunDirectory(Path(sys.argv[1]))
-    write_report(run, is_training=True)
-    draw_plots(run)
+    draw_all(run, is_training=True)
 
 
 if __name__ == "__main__":

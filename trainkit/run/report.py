@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from html import escape
 from typing import Any
 
 from trainkit.errors import TrainkitError
-from trainkit.run.curves import Row, series
+from trainkit.run.curves import History
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_count, format_duration, format_loss, format_number
-from trainkit.run.metrics import SCORE_HEAD, read_metrics, read_scores, score_cells
+from trainkit.run.metrics import SCORE_HEAD, read_scores, score_cells
 from trainkit.run.page import details, figures, page, paragraph, section, table
 from trainkit.run.plot import svg_plots
 from trainkit.run.sections.what_runs import figure, fp8_section, kernels_section
@@ -44,25 +44,30 @@ _FILE_COLUMNS = {
 }
 
 
-def write_report(run: RunDirectory, *, is_training: bool = False) -> None:
+def write_report(
+    run: RunDirectory, history: History | None = None, *, is_training: bool = False
+) -> None:
     """Write the page from what the run directory holds at this moment.
 
     Args:
         run: whose page.
+        history: what it has logged, where that has been read.
         is_training: it is not the last one; a browser loads it again by itself.
     """
-    run.write_text(run.report, render_report(run, is_training=is_training))
+    run.write_text(run.report, render_report(run, history, is_training=is_training))
 
 
-def render_report(run: RunDirectory, *, is_training: bool = False) -> str:
+def render_report(
+    run: RunDirectory, history: History | None = None, *, is_training: bool = False
+) -> str:
     """The page as HTML; it asks for nothing over the network."""
-    rows = read_metrics(run.metrics)
+    history = history or History.read(run.metrics)
     data, answers = read_json(run.data), read_json(run.generation_eval)
     sections = [
-        _head(run, rows, answers, is_training=is_training),
-        _warnings(run, rows, data),
-        section("Curves", _curves(run)),
-        section("Evaluations", _evaluations(rows)),
+        _head(run, history, answers, is_training=is_training),
+        _warnings(run, history, data),
+        section("Curves", _curves(run, history)),
+        section("Evaluations", _evaluations(history)),
         section("Answers to held-out conversations", _answers(answers)),
         section("Benchmarks", _benchmarks(run)),
         section("Data", _data(data)),
@@ -70,7 +75,7 @@ def render_report(run: RunDirectory, *, is_training: bool = False) -> str:
         section("Kernels", kernels_section(read_json(run.kernels))),
         section("FP8", fp8_section(read_json(run.kernels))),
         section("Memory and time", _memory(read_json(run.memory))),
-        section("Against the run before", _against_earlier(run, rows)),
+        section("Against the run before", _against_earlier(run, history)),
         section("Recipe", _recipe(run)),
         section("Starts", _starts(run)),
         section("Command", _command(run)),
@@ -81,7 +86,7 @@ def render_report(run: RunDirectory, *, is_training: bool = False) -> str:
 
 def _head(
     run: RunDirectory,
-    rows: Sequence[Row],
+    history: History,
     answers: Mapping[str, Any] | None,
     *,
     is_training: bool,
@@ -90,53 +95,52 @@ def _head(
     # The last page is written while the status still says running: a run that gets here is done.
     state = "done" if status.state == "running" and not is_training else status.state
     if is_training and status.total_steps:
-        step = max((row["step"] for row in rows), default=0)
-        status = replace(status, reason=f"step {step:,} of {status.total_steps:,}")
+        said = f"step {history.last_step:,} of {status.total_steps:,}"
+        status = replace(status, reason=said)
     reason = f": {escape(status.reason)}" if status.reason else ""
     return (
         f"<h1>{escape(run.name)}</h1>"
         f"<p><span class='state {escape(state)}'>{escape(state)}</span>{reason}"
         f" <span class='dim'>started {escape(status.started)}</span></p>"
-        + figures(headline_figures(rows, answers))
+        + figures(headline_figures(history, answers))
     )
 
 
-def headline_figures(
-    rows: Sequence[Row], answers: Mapping[str, Any] | None
-) -> list[tuple[str, str]]:
+def headline_figures(history: History, answers: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """What a reader looks for first, as (label, value)."""
-    training = [row for row in rows if "loss" in row]
+    first, last = history.first, history.last
+    columns = history.columns
     found: list[tuple[str, str]] = []
     if answers:
         found.append(("exact match, held out", f"{answers['accuracy']:.1%}"))
-    if training:
-        first, last = format_loss(training[0]["loss"]), format_loss(training[-1]["loss"])
-        found.append(("training loss", f"{first} → {last}"))
-    evaluation = series(rows, "eval_loss")
+    if first and last:
+        begun, ended = format_loss(first["loss"]), format_loss(last["loss"])
+        found.append(("training loss", f"{begun} → {ended}"))
+    evaluation = columns.series("eval_loss")
     if len(evaluation):
         found.append(("evaluation loss", format_loss(evaluation.values[-1])))
-    if training:
-        found.append(("steps", f"{training[-1]['step']:,}"))
-    if training and training[-1].get("epoch") is not None:
-        found.append(("epochs", format_number(training[-1]["epoch"])))
-    tokens = sum(series(training, "num_tokens").values)
+    if last:
+        found.append(("steps", f"{last['step']:,}"))
+    if last and last.get("epoch") is not None:
+        found.append(("epochs", format_number(last["epoch"])))
+    tokens = sum(columns.series("num_tokens").values)
     if tokens:
         found.append(("tokens", format_count(tokens)))
-    seconds = sum(series(training, "step_seconds").values)
+    seconds = sum(columns.series("step_seconds").values)
     if seconds:
         found.append(("time in steps", format_duration(seconds)))
-    speed = sorted(series(training, "tokens_per_second").values)
+    speed = sorted(columns.series("tokens_per_second").values)
     if speed:
         found.append(("median tokens/s", format_count(speed[len(speed) // 2])))
-    memory = series(training, "peak_memory_gib").values
+    memory = columns.series("peak_memory_gib").values
     if memory:
         found.append(("peak memory", f"{format_number(max(memory))} GiB"))
     return found
 
 
-def _warnings(run: RunDirectory, rows: Sequence[Row], data: Mapping[str, Any] | None) -> str:
+def _warnings(run: RunDirectory, history: History, data: Mapping[str, Any] | None) -> str:
     found = []
-    broken = series(rows, "loss").broken_steps
+    broken = history.columns.series("loss").broken_steps
     if broken:
         found.append(
             f"The loss was NaN or infinite in {len(broken)} steps, first in {broken[0]:.0f}."
@@ -148,8 +152,8 @@ def _warnings(run: RunDirectory, rows: Sequence[Row], data: Mapping[str, Any] | 
     return "".join(paragraph(text, "warning") for text in found)
 
 
-def _curves(run: RunDirectory) -> str:
-    pictures = svg_plots(run)
+def _curves(run: RunDirectory, history: History) -> str:
+    pictures = svg_plots(run, history)
     if not pictures:
         return paragraph("None: fewer than two steps were logged.")
     cells = (f"<figure role='img' aria-label='{escape(t)}'>{svg}</figure>" for t, svg in pictures)
@@ -171,9 +175,9 @@ def _answers(answers: Mapping[str, Any] | None) -> str:
     return paragraph(note) + table(("question", "expected", "given", ""), cells)
 
 
-def _evaluations(rows: Sequence[Row]) -> str:
+def _evaluations(history: History) -> str:
     """What was measured on the way, the last first."""
-    found = [row for row in rows if any(key.startswith("eval_") for key in row)]
+    found = history.evaluations
     keys = list(dict.fromkeys(key for row in found for key in row if key.startswith("eval_")))
     keys = [
         key
@@ -204,7 +208,7 @@ def _samples(samples: Mapping[str, Any] | None) -> str:
     return "".join(parts).replace("<details>", "<details open>", 1)
 
 
-def _against_earlier(run: RunDirectory, rows: Sequence[Row]) -> str:
+def _against_earlier(run: RunDirectory, history: History) -> str:
     """What differs from the run that was begun before this one, next to it."""
     started = run.status().started
     others = [each for each in _neighbours(run) if (each[0] or "") < (started or "")]
@@ -217,8 +221,8 @@ def _against_earlier(run: RunDirectory, rows: Sequence[Row]) -> str:
         for key in dict.fromkeys([*theirs, *mine])
         if theirs.get(key) != mine.get(key) and key not in _OWN
     ]
-    now = headline_figures(rows, read_json(run.generation_eval))
-    before = dict(headline_figures(read_metrics(other.metrics), read_json(other.generation_eval)))
+    now = headline_figures(history, read_json(run.generation_eval))
+    before = dict(headline_figures(History.read(other.metrics), read_json(other.generation_eval)))
     figures_of_both = [(label, before.get(label, ""), value) for label, value in now]
     command = escape(shlex.join(["trainkit", "compare", other.name, run.name]))
     more = f"<p><code>{command}</code> says which differences are noise.</p>"

@@ -14,9 +14,10 @@ from accelerate.utils import DeepSpeedSchedulerWrapper
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
 
 from trainkit.parallel import Layout
-from trainkit.parallel.snapshot import snapshot
+from trainkit.parallel.snapshot import pin_ahead, snapshot, tensors_of
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
 from trainkit.train.faults.watch import Watch
@@ -32,6 +33,7 @@ class BackgroundSaves(Trainer):
     watch: Watch | None = None
     _staging: Path | None = None
     _saving: Save | None = None
+    _has_pinned = False
 
     def write_own_state(self, directory: Path) -> None:
         """Write what else continues the run: small files."""
@@ -39,6 +41,35 @@ class BackgroundSaves(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         """Where transformers writes: the staging directory while a checkpoint is being saved."""
         return str(self._staging) if self._staging is not None else super()._get_output_dir(trial)
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **keywords: Any) -> None:
+        """After the first step, when the optimizer has its states, make ready for the first save.
+
+        Else that save would take seconds: see `pin_ahead`.
+        """
+        if not self._has_pinned and self.args.save_strategy != SaveStrategy.NO:
+            pin_ahead(self.copied_by_a_save())
+        self._has_pinned = True
+        super()._maybe_log_save_evaluate(*arguments, **keywords)
+
+    def copied_by_a_save(self) -> list[torch.Tensor]:
+        """The tensors that this rank copies for a checkpoint, as often as it copies them."""
+        engine, found = self.layout.engine, []
+        if engine.places_weights:
+            return []  # writes at once
+        if self.args.should_save and not engine.shards_weights:
+            found += tensors_of(self._saved_weights())
+            if engine.shards_optimizer:
+                found += found  # in a file of the engine's, too
+        if engine.shards_optimizer:
+            optimizer = self.optimizer
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            # The keys are the weights in full precision, which it trains.
+            found += tensors_of([list(optimizer.state), list(optimizer.state.values())])
+        elif self.args.should_save:
+            found += tensors_of(self.optimizer.state_dict())
+        return found
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Copy what makes ``checkpoint-N``, and let it appear whole when it is written."""

@@ -27,8 +27,7 @@ from trainkit.parallel.agreement import decided_by_main, largest_of
 from trainkit.run import Console, RunDirectory
 from trainkit.run.metrics import read_metrics
 from trainkit.run.model_card import model_card, write_model_card
-from trainkit.run.plot import draw_plots
-from trainkit.run.report import write_report
+from trainkit.run.redraw import draw_all
 from trainkit.train.callbacks import (
     KeepFp8Codes,
     KeepToThePlan,
@@ -376,9 +375,8 @@ class Session:
                 self.run.write_json(self.run.generation_eval, result.to_dict())
         if not self.is_main:
             return
-        draw_plots(self.run)
         write_model_card(self.run, **self._card_facts())
-        write_report(self.run)
+        draw_all(self.run)
         rows = [row for row in trainer.state.log_history if "loss" in row]
         figures = {
             "steps": trainer.state.global_step,

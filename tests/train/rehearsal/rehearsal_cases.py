@@ -17,7 +17,7 @@ def start(cwd, words, environment, forgets=False):
     from trainkit.cli.killed import main
     from trainkit.train.trainer import ObjectiveTrainer
 
-    trainkit.train.session.draw_plots = trainkit.run.report.svg_plots = lambda run: []
+    trainkit.run.redraw.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
     if forgets:
         ObjectiveTrainer._load_rng_state = lambda self, checkpoint: None
     sys.argv = ["trainkit", *words]
