@@ -12,6 +12,7 @@ import typer
 from trainkit.cli.app import COMMANDS, LazyCommand, app
 from trainkit.cli.arguments import normalize
 from trainkit.recipe import load_recipe
+from trainkit.recipe.check.suggest import FOREIGN
 from trainkit.recipe.shipped import shipped_recipes
 
 ROOT = Path(__file__).parents[2]
@@ -140,6 +141,19 @@ def test_messages_that_a_page_explains_are_those_of_the_code(page):
     for message in quoted[1:]:  # the first is the shell's
         for part in message.split("..."):
             assert part.strip() in code, message
+
+
+def test_other_tools_keys_are_called_what_the_guide_says():
+    text = (ROOT / "docs/guides/coming-from.md").read_text("utf-8")
+    _, _, table = text.partition("| LLaMA-Factory | axolotl |")
+    rows = table.partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) > 15
+    for row in rows:
+        *theirs, ours = row.strip("| ").split(" | ")
+        target = re.search(r"`([\w.]+)|a `(lora)` section", ours)
+        for name in re.findall(r"`(\w+)`", " ".join(theirs)):
+            if name != "model_name_or_path":  # as transformers has it
+                assert FOREIGN[name].target == (target[1] or "lora"), (name, ours)
 
 
 def test_every_command_of_the_table_is_in_a_document():
