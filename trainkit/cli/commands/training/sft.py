@@ -123,11 +123,13 @@ def _say_done(run: "Path | str | None") -> None:
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions") -> None:
+    from trainkit.cli.quick_imports import import_quantisation
     from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
 
     with watching_signals():
         quieten_imports()
+        import_quantisation()
         from trainkit.train.build import run_sft
 
         directory = run_sft(loaded, options)

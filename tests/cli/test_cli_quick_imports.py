@@ -1,0 +1,34 @@
+"""``sft`` starts without torch's compiler; what bitsandbytes compiles still works when called."""
+
+import subprocess
+import sys
+
+CODE = """
+import sys
+import torch
+from trainkit.cli.quick_imports import import_quantisation
+
+at_once = torch.compile
+import_quantisation()
+assert torch.compile is at_once
+import peft
+print("torch._inductor.compile_fx" in sys.modules, "bitsandbytes" in sys.modules)
+
+from trainkit.cli.quick_imports import _compiled_when_called
+calls = []
+def compiler(function, **options):
+    calls.append(options)
+    return lambda x: function(x) + 1
+@_compiled_when_called.__get__(compiler)(dynamic=True)
+def double(x):
+    return 2 * x
+print(len(calls), double(3), double(4), calls)
+"""
+
+
+def test_the_compiler_waits_until_it_is_called():
+    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported, called = done.stdout.splitlines()[-2:]
+    assert imported == "False True"
+    assert called == "0 7 9 [{'dynamic': True}]"

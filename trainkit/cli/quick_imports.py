@@ -1,0 +1,46 @@
+"""Importing what training needs without what this run may never use."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+
+def import_quantisation() -> None:
+    """Import bitsandbytes, which peft imports, without torch's compiler.
+
+    It decorates a few functions for CPUs with ``torch.compile``, and that alone imports the whole
+    compiler: more than a second, for functions that a GPU never calls. They are compiled when they
+    are called for the first time instead.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    import torch
+
+    at_once = torch.compile
+    torch.compile = functools.partial(_compiled_when_called, at_once)
+    try:
+        # What is wrong with it is said by who needs it: peft imports it again.
+        with contextlib.suppress(ImportError, OSError, RuntimeError):
+            importlib.import_module("bitsandbytes")
+    finally:
+        torch.compile = at_once
+
+
+def _compiled_when_called(
+    compiled: Callable[..., Any], function: Callable[..., Any] | None = None, **options: Any
+) -> Callable[..., Any]:
+    """``torch.compile(function, **options)``, or the decorator of these options, put off."""
+    if function is None:
+        return functools.partial(_compiled_when_called, compiled, **options)
+    made: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        if not made:
+            made.append(compiled(function, **options))
+        return made[0](*args, **keywords)
+
+    return call
