@@ -11,7 +11,7 @@ from trainkit.compare.statistics import paired_difference, seeds_difference, sig
 from trainkit.run.directory import RunDirectory
 
 
-def make_run(parent, name, *, seed=1, rate=1e-4, shift=0.0, answers=(), digest="a"):
+def make_run(parent, name, *, seed=1, rate=1e-4, shift=0.0, answers=(), digest="a", right=None):
     run = RunDirectory.create(parent, name)
     metrics, noise = run.open_metrics(), random.Random(seed)
     offset = noise.gauss(0, 0.01)
@@ -36,7 +36,34 @@ def make_run(parent, name, *, seed=1, rate=1e-4, shift=0.0, answers=(), digest="
     ]
     if rows:
         (run.root / "generation_eval.json").write_text(json.dumps({"rows": rows}))
+    if right is not None:
+        add_scores(run.root, right)
     return str(run.root)
+
+
+def add_scores(run, right, prompts="p"):
+    """A group of two tasks, each with half of the questions."""
+    half = len(right) // 2
+    parts = {"sums_one": right[:half], "sums_two": right[half:]}
+    common = {"metric": "acc", "stderr": 0.1, "shots": 0, "version": "1", "num_all": None}
+    common |= {"expected": {}, "is_main": False}
+    rows = []
+    for name, own in {"sums": right, **parts}.items():
+        is_group = name == "sums"
+        row = {"task": name, "is_part": not is_group, "parts": list(parts) if is_group else []}
+        row |= {"value": sum(own) / len(own), "num_samples": len(own), "prompts": prompts}
+        rows.append({**common, **row})
+    directory = run / "eval" / "1"
+    (directory / "samples").mkdir(parents=True)
+    (directory / "results.json").write_text(json.dumps({"scores": rows}))
+    for name, own in parts.items():
+        lines = [
+            {"doc_id": n, "doc_hash": name, "filter": "none", "acc": float(each)}
+            for n, each in enumerate(own)
+        ]
+        (directory / "samples" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines)
+        )
 
 
 def compared(capsys, *words):
@@ -94,6 +121,55 @@ def test_answers_question_by_question(tmp_path, capsys):
     assert "10 of 20 answers differ" in text
     assert "<b>q</b>" not in text
     assert "<svg" in text
+
+
+def outcomes(count, share, seed):
+    draw = random.Random(seed)
+    return [draw.random() < share for _ in range(count)]
+
+
+def test_a_group_is_paired_by_the_questions_of_its_parts(tmp_path, capsys):
+    first = make_run(tmp_path, "a", right=[False] * 12 + [True] * 8)
+    second = make_run(tmp_path, "b", rate=2e-4, right=[True] * 20)
+    found, _ = compared(capsys, first, second)
+    assert found["sums/acc"]["p_value"] == pytest.approx(2 / 2**12)
+    assert found["sums/acc"]["count"] == 20
+    assert "nothing of other seeds" in found["sums/acc"]["words"]
+
+
+@pytest.mark.parametrize(("share", "is_clear"), [(0.3, False), (0.8, True)])
+def test_scores_of_several_seeds_are_held_against_their_spread(tmp_path, capsys, share, is_clear):
+    first = [make_run(tmp_path, f"a{n}", seed=n, right=outcomes(80, 0.3, n)) for n in range(3)]
+    second = [
+        make_run(tmp_path, f"b{n}", seed=n, rate=2e-4, right=outcomes(80, share, n + 9))
+        for n in range(3)
+    ]
+    found, rows = compared(capsys, *first, *second)
+    assert found["sums/acc"]["is_clear"] is is_clear
+    assert len(found["sums/acc"]["second"]) == 3
+    assert "3 and 3 seeds" in found["sums/acc"]["words"]
+    assert all(row["scores"]["sums/acc"] for row in rows if "scores" in row)
+    assert main(["compare", *first, *second]) == 0
+    table = capsys.readouterr().out
+    assert "+-0.1" in next(line for line in table.splitlines() if line.startswith("sums/acc "))
+
+
+def test_seeds_that_score_alike_on_few_questions_prove_nothing(tmp_path, capsys):
+    first = [make_run(tmp_path, f"a{n}", seed=n, right=[0, 0, 1, 1]) for n in range(2)]
+    second = [make_run(tmp_path, f"b{n}", seed=n, rate=2e-4, right=[0, 1, 1, 1]) for n in range(2)]
+    found, _ = compared(capsys, *first, *second)
+    assert found["sums/acc"]["difference"] == pytest.approx(0.25)
+    assert not found["sums/acc"]["is_clear"]
+
+
+def test_groups_that_were_asked_otherwise_are_not_compared(tmp_path, capsys):
+    first, second = (tmp_path / name for name in "ab")
+    for parent in (first, second):
+        run = make_run(parent, parent.name, rate=1e-4 if parent == first else 2e-4)
+        add_scores(RunDirectory.open(run).root, [1, 0], prompts=parent.name)
+    runs = [str(next(parent.iterdir())) for parent in (first, second)]
+    found, _ = compared(capsys, *runs)
+    assert "not comparable" in found["sums/acc"]["words"]
 
 
 def test_one_run_is_not_enough(tmp_path, capsys):

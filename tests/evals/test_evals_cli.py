@@ -111,6 +111,26 @@ def test_an_adapter_is_measured_over_its_base(run, sets, tmp_path, capsys):
     assert values[0] != values[1]
 
 
+def test_a_group_knows_its_parts_and_their_prompts(run, sets, tmp_path):
+    from trainkit.run.metrics import read_scores, read_verdicts
+
+    shutil.copytree(sets / "agieval", tmp_path / "sets/agieval")
+    files = tmp_path / "sets/agieval/data/v1_1"
+    for name in ("gaokao-english", "logiqa-en", "lsat-lr", "lsat-rc", "sat-en", "sat-math"):
+        shutil.copy(files / "lsat-ar.jsonl", files / f"{name}.jsonl")
+    shutil.copy(files / "lsat-ar.jsonl", files / "sat-en-without-passage.jsonl")
+    hashes = []
+    for name, limit in (("one", "1"), ("two", "2")):
+        out = tmp_path / name / "eval" / "1"
+        arguments = ["eval", str(run), "--tasks", "agieval_en", "--data", str(tmp_path / "sets")]
+        assert main([*arguments, "--limit", limit, "--max-new-tokens", "2", "-o", str(out)]) == 0
+        (score,) = [row for row in read_scores(tmp_path / name) if row["metric"] == "acc"]
+        assert len(score["parts"]) == 10
+        assert len(read_verdicts(score)) == score["num_samples"] == 10 * int(limit)
+        hashes.append(score["prompts"])
+    assert hashes[0] != hashes[1]
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [

@@ -16,6 +16,19 @@ _HEAD = ("run", "steps", "loss", "eval loss", "exact", "tok/s", "GiB", "time")
 _MOST_ANSWERS = 50
 
 
+def benchmarks(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
+    """Rows of a table: a figure, and each run's score with its standard error."""
+    names = dict.fromkeys(name for run in runs for name in run.scores)
+    return [(name, *(_score(run.scores.get(name)) for run in runs)) for name in names]
+
+
+def _score(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    stderr = row["stderr"]
+    return f"{row['value']:.4f}" + ("" if stderr is None else f" +-{stderr:.4f}")
+
+
 def figures(run: ComparedRun) -> list[str]:
     """A run in a row of the table."""
     found = run.summary()
@@ -39,11 +52,11 @@ def as_text(
     runs: Sequence[ComparedRun], keys: Mapping[str, Sequence[Any]], found: Sequence[Verdict]
 ) -> Iterator[str]:
     """Lines for a terminal."""
-    rows = [list(_HEAD), *map(figures, runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    for row in rows:
-        yield visible("  ".join(map(str.ljust, row, widths)).rstrip())
+    yield from _aligned([list(_HEAD), *map(figures, runs)])
     yield ""
+    if rows := benchmarks(runs):
+        yield from _aligned([("benchmark", *(run.name for run in runs)), *rows])
+        yield ""
     yield "recipes differ in:" if keys else "the recipes are the same"
     for key, values in keys.items():
         yield visible(f"  {key}: {' | '.join(map(str, values))}")
@@ -52,6 +65,12 @@ def as_text(
         against = f"{', '.join(verdict.second)} against {', '.join(verdict.first)}"
         yield visible(f"{verdict.quantity}: {_difference(verdict)} ({against})")
         yield f"  {verdict.words}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield visible("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 def as_page(
@@ -74,6 +93,7 @@ def as_page(
     )
     parts = [
         section("Runs", f"<div class='wide'>{table(_HEAD, map(figures, runs))}</div>"),
+        section("Benchmarks", _wide(("benchmark", *names), benchmarks(runs))),
         section("Differences", said),
         section("Curves", curves),
         section("Recipes", _wide(("key", *names), [(key, *row) for key, row in keys.items()])),

@@ -89,6 +89,26 @@ def seeds_difference(first: Sequence[float], second: Sequence[float]) -> Interva
     return Interval(mean, mean - half, mean + half, count)
 
 
+def widened_by_questions(interval: Interval, gaps: Sequence[float]) -> Interval:
+    """An interval over seeds that knows of the questions' chance too: others would score otherwise.
+
+    Two questions of opposite outcome are added (Agresti and Min): a handful that all agree leave no
+    spread of their own.
+
+    Args:
+        interval: of scores over seeds.
+        gaps: by question, the share of seeds that answer it, second minus first.
+    """
+    if interval.low is None or interval.high is None or not gaps:
+        return interval
+    known = [*gaps, 1.0, -1.0]
+    chance = _t95(len(known) - 1) * _deviation(known) / math.sqrt(len(known))
+    half = math.hypot((interval.high - interval.low) / 2, chance)
+    return Interval(
+        interval.difference, interval.difference - half, interval.difference + half, interval.count
+    )
+
+
 def sign_test(better: int, worse: int) -> float:
     """How likely so uneven a split of differing answers is when neither side is better.
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainkit.compare.runs import ComparedRun, saw_the_same_batches
-from trainkit.compare.statistics import Interval, paired_difference, seeds_difference, sign_test
+from trainkit.compare.statistics import (
+    Interval,
+    paired_difference,
+    seeds_difference,
+    sign_test,
+    widened_by_questions,
+)
 from trainkit.run.metrics import read_verdicts
 
 _ALPHA = 0.05
@@ -20,9 +27,9 @@ class Verdict:
     Attributes:
         first: the names of the first group's runs.
         second: those of the second's.
-        quantity: ``training loss``, ``evaluation loss`` or ``exact answers``.
+        quantity: ``training loss``, ``evaluation loss``, ``exact answers`` or a benchmark.
         interval: second minus first; a share for answers.
-        p_value: of the sign test, for answers.
+        p_value: of the sign test, for answers and benchmarks of one seed.
         words: what it means, in a sentence.
     """
 
@@ -64,7 +71,7 @@ def _of_pair(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> Ite
             *names, "evaluation loss", interval, None, _over_seeds(interval, first, second)
         )
     yield from _exact_answers(first, second, names)
-    yield from _benchmarks(first[0], second[0])
+    yield from _benchmarks(first, second, names)
 
 
 def _training_loss(
@@ -120,47 +127,80 @@ def _over_steps(interval: Interval, same_batches: bool) -> str:
 def _exact_answers(
     first: Sequence[ComparedRun], second: Sequence[ComparedRun], names: tuple[list[str], list[str]]
 ) -> Iterator[Verdict]:
-    one, other = first[0], second[0]
-    shared = [question for question in one.answers if question in other.answers]
+    shared = set.intersection(*(set(run.answers) for run in (*first, *second)))
     if not shared:
         return
-    better = sum(other.answers[each] and not one.answers[each] for each in shared)
-    worse = sum(one.answers[each] and not other.answers[each] for each in shared)
-    p_value = sign_test(better, worse)
-    share = (better - worse) / len(shared)
-    words = (
-        f"of {len(shared)} questions {better} only the second answers, {worse} only the first: "
-        f"{'more' if p_value < _ALPHA else 'no more'} than chance explains (p = {p_value:.2g})"
-    )
-    interval = Interval(share, None, None, len(shared))
-    yield Verdict([one.name], [other.name], "exact answers", interval, p_value, words)
+    sides = [
+        [{each: run.answers[each] for each in shared} for run in side] for side in (first, second)
+    ]
+    yield _over_questions("exact answers", sides, names, first, second)
 
 
-def _benchmarks(one: ComparedRun, other: ComparedRun) -> Iterator[Verdict]:
-    """Scores of the same benchmarks; by the questions that only one got right, where that is known.
+def _benchmarks(
+    first: Sequence[ComparedRun], second: Sequence[ComparedRun], names: tuple[list[str], list[str]]
+) -> Iterator[Verdict]:
+    """Scores of the same benchmarks.
 
     Other prompts are other questions, so they are not held against one another.
     """
-    for name, first in one.scores.items():
-        second = other.scores.get(name)
-        if second is None:
+    runs = (*first, *second)
+    for name, score in first[0].scores.items():
+        if any(name not in run.scores for run in runs):
             continue
-        interval = Interval(second["value"] - first["value"], None, None, first["num_samples"])
-        sides = [one.name], [other.name]
-        if first["prompts"] != second["prompts"] or first["shots"] != second["shots"]:
-            words = "asked with other prompts: not comparable"
-            yield Verdict(*sides, name, interval, None, words)
+        values = [[run.scores[name]["value"] for run in side] for side in (first, second)]
+        count = score["num_samples"]
+        gap = Interval(_mean(values[1]) - _mean(values[0]), None, None, count)
+        if len({(run.scores[name]["prompts"], str(run.scores[name]["shots"])) for run in runs}) > 1:
+            yield Verdict(*names, name, gap, None, "asked with other prompts: not comparable")
             continue
-        before, after = read_verdicts(first), read_verdicts(second)
-        shared = [question for question in before if question in after]
-        if not shared:
-            yield Verdict(*sides, name, interval, None, "no verdicts by question to pair")
-            continue
-        better = sum(after[each] and not before[each] for each in shared)
-        worse = sum(before[each] and not after[each] for each in shared)
-        p_value = sign_test(better, worse)
-        words = (
-            f"of {len(shared)} questions {better} only the second answers, {worse} only the first: "
-            f"{'more' if p_value < _ALPHA else 'no more'} than chance explains (p = {p_value:.2g})"
-        )
-        yield Verdict(*sides, name, interval, p_value, words)
+        found = [[read_verdicts(run.scores[name]) for run in side] for side in (first, second)]
+        shared = set.intersection(*(set(own) for side in found for own in side))
+        if shared or min(len(first), len(second)) > 1:
+            yield _over_questions(name, found, names, first, second, values)
+        else:
+            yield Verdict(*names, name, gap, None, "no verdicts by question to pair")
+
+
+def _over_questions(
+    quantity: str,
+    found: Sequence[Sequence[Mapping[str, bool]]],
+    names: tuple[list[str], list[str]],
+    first: Sequence[ComparedRun],
+    second: Sequence[ComparedRun],
+    values: Sequence[Sequence[float]] | None = None,
+) -> Verdict:
+    """Of several seeds: the spread of seeds and questions. Of one: the questions that differ.
+
+    Args:
+        quantity: what was asked.
+        found: whether each question was answered right, by side and run.
+        names: of the runs.
+        first: a side's runs.
+        second: the other's.
+        values: scores by side and run; the shares of right answers otherwise.
+    """
+    if values is None:
+        values = [[_mean([*map(float, own.values())]) for own in side] for side in found]
+    if min(len(first), len(second)) > 1:
+        shared = set.intersection(*(set(own) for side in found for own in side))
+        shares = [[_mean([own[each] for own in side]) for each in sorted(shared)] for side in found]
+        gaps = [after - before for before, after in zip(*shares, strict=True)]
+        interval = widened_by_questions(seeds_difference(*values), gaps)
+        words = _over_seeds(interval, first, second)
+        return Verdict(*names, quantity, interval, None, f"{words}, with {len(gaps)} questions")
+    before, after = found[0][0], found[1][0]
+    both = [question for question in before if question in after]
+    better = sum(after[each] and not before[each] for each in both)
+    worse = sum(before[each] and not after[each] for each in both)
+    p_value = sign_test(better, worse)
+    words = (
+        f"of {len(both)} questions {better} only the second answers, {worse} only the first: "
+        f"{'more' if p_value < _ALPHA else 'no more'} than chance explains (p = {p_value:.2g}); "
+        "one seed on a side says nothing of other seeds"
+    )
+    interval = Interval(values[1][0] - values[0][0], None, None, len(both))
+    return Verdict([first[0].name], [second[0].name], quantity, interval, p_value, words)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

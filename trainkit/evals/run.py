@@ -1,6 +1,7 @@
 """An evaluation: the harness asks a model the questions of tasks, and what comes back is kept."""
 
 import functools
+import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -155,7 +156,7 @@ def _scores(
     for task in order:
         figures = groups.get(task) or found["results"][task]
         row = set_of(task)
-        count = found["n-samples"].get(task)
+        below = _tasks_below(found, task)
         several = len({key.partition(",")[2] for key in figures if "," in key}) > 1
         for key, value in figures.items():
             metric, comma, kind = key.partition(",")
@@ -170,9 +171,10 @@ def _scores(
                 stderr=finite(figures.get(f"{metric}_stderr,{kind}")),
                 shots=found["n-shot"].get(task),
                 version=_text(found["versions"].get(task)),
-                num_samples=count["effective"] if count else _sum(found, task, "effective"),
-                num_all=count["original"] if count else _sum(found, task, "original"),
-                prompts=prompts.get(task),
+                num_samples=sum(each["effective"] for each in below.values()),
+                num_all=sum(each["original"] for each in below.values()),
+                prompts=prompts[task] if task in prompts else _joined_hash(below, prompts),
+                parts=sorted(below) if task not in below else (),
                 is_part=task not in chosen and task in parts,
                 expected=row.expected if row is not None else {},
                 is_main=row is not None and name == row.metric,
@@ -185,18 +187,25 @@ def _is_named(row: Any, kind: str, several: bool) -> bool:
     return several or any(metric.endswith(f"/{kind}") for metric in known)
 
 
-def _sum(found: Mapping[str, Any], group: str, which: str) -> int:
-    """Questions of all tasks below a group."""
-    total, seen, waiting = 0, set(), list(found["group_subtasks"].get(group, ()))
+def _tasks_below(found: Mapping[str, Any], group: str) -> dict[str, Mapping[str, int]]:
+    """How many questions all tasks below a group have."""
+    counts: dict[str, Mapping[str, int]] = {}
+    seen, waiting = set(), [group]
     while waiting:
         name = waiting.pop()
         if name in seen:
             continue
         seen.add(name)
-        count = found["n-samples"].get(name)
-        total += count[which] if count else 0
+        if name in found["n-samples"]:
+            counts[name] = found["n-samples"][name]
         waiting += found["group_subtasks"].get(name, ())
-    return total
+    return counts
+
+
+def _joined_hash(below: Mapping[str, Any], prompts: Mapping[str, str]) -> str | None:
+    """One hash of the prompts of all tasks below."""
+    lines = [f"{name} {prompts.get(name)}" for name in sorted(below)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
 
 
 def _sample(

@@ -28,7 +28,8 @@ class Score:
         version: of the task.
         num_samples: questions asked.
         num_all: questions there are.
-        prompts: sha256 of all prompts' token ids; None for a group.
+        prompts: sha256 of all prompts' token ids.
+        parts: of a group, the tasks below it.
         is_part: of a group that was asked for.
         expected: published figures, model to score.
         is_main: the figure that stands for the set.
@@ -43,6 +44,7 @@ class Score:
     num_samples: int
     num_all: int | None
     prompts: str | None = None
+    parts: Sequence[str] = ()
     is_part: bool = False
     expected: Mapping[str, float] = field(default_factory=dict)
     is_main: bool = False

@@ -173,17 +173,21 @@ def read_scores(run: Path) -> list[dict[str, Any]]:
 
 
 def read_verdicts(score: dict[str, Any]) -> dict[str, bool]:
-    """Whether each question of a task was answered right; empty where a verdict is no yes or no."""
+    """Whether each question of a task or group was answered right; empty where that is not known.
+
+    A verdict that is no yes or no, and a part without samples, leave all of it unknown.
+    """
     metric, _, kind = str(score["metric"]).partition("/")
-    name = str(score["task"]).replace("/", "_")
-    path = Path(score["directory"], "samples", f"{name}.jsonl")
     found = {}
     try:
-        for line in path.read_text(encoding="utf-8").split("\n"):
-            row = json.loads(line) if line else {}
-            value = row.get(metric)
-            if value in (0, 1) and row.get("filter") in (kind or row.get("filter"),):
-                found[f"{row['doc_id']} {row['doc_hash']}"] = bool(value)
+        for task in score.get("parts") or [score["task"]]:
+            name = str(task).replace("/", "_")
+            path = Path(score["directory"], "samples", f"{name}.jsonl")
+            for line in path.read_text(encoding="utf-8").split("\n"):
+                row = json.loads(line) if line else {}
+                value = row.get(metric)
+                if value in (0, 1) and row.get("filter") in (kind or row.get("filter"),):
+                    found[f"{task} {row['doc_id']} {row['doc_hash']}"] = bool(value)
     except (OSError, ValueError, KeyError):
         return {}
     return found
