@@ -5,6 +5,7 @@ import hashlib
 import json
 
 import pytest
+from ranks import run_ranks
 from tiny import make_qwen2
 
 from trainkit.cli.app import main
@@ -93,6 +94,30 @@ def test_a_budget_is_measured_chosen_recorded_and_taken_up(folder, plain, capsys
     assert outcome(folder, "budget") == plain
     assert "as chosen before" in capsys.readouterr().err
     assert json.loads((folder / "budget" / "recompute.json").read_text()) == kept
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        (["parallel.shard=zero3"], {"budget": "{budget_gib: 0.02}"}),
+        (
+            ["parallel.shard=fsdp2", "lora.r=4", "lora.quantize=nf4"],
+            {"selective": "selective", "budget": "{budget_gib: 0.0175}"},
+        ),
+    ],
+    ids=["zero3", "fsdp2 over four bits"],
+)
+def test_on_ranks_that_share_weights_nothing_changes_either(folder, words, ways):
+    """Packed rows, whole weights and adapters; the budget is agreed on and binds."""
+    words = [*words, "data.packing=true", "training.max_steps=4", "training.save_strategy=no"]
+    ways = {"none": "none", **ways}
+    found, _ = run_ranks(
+        "train.recompute_cases:outcomes", world_size=2, cwd=str(folder), words=words, ways=ways
+    )
+    assert len(found["none"]["curve"]) == 4
+    assert [found[name]["curve"] for name in ways] == [found["none"]["curve"]] * len(ways)
+    assert [found[name]["weights"] for name in ways] == [found["none"]["weights"]] * len(ways)
+    assert 0 < found["budget"]["recomputed"] < LAYERS
 
 
 def test_a_budget_that_cannot_be_kept_is_said(folder, plain, capsys):
