@@ -43,7 +43,6 @@ class Optimizer:
         shards: under which engines its result is that of one process: `ZERO`, `FSDP2`.
         why_whole: why it runs under no other.
         steps_alone: a parameter's step looks at nothing of another, so that it may run in backward.
-        why_plain: why it steps with all gradients and fp32 masters alone; empty where it need not.
         needs_gpu: it runs on a GPU alone.
         elementwise: not even at other numbers of the same parameter, beyond blocks of 256.
         one_pass: bf16 weights without masters are stepped by one kernel, with no fp32 copy of them.
@@ -65,7 +64,6 @@ class Optimizer:
     shards: tuple[str, ...] = ()
     why_whole: str = ""
     steps_alone: bool = True
-    why_plain: str = ""
     needs_gpu: bool = False
     elementwise: bool = False
     one_pass: bool = False
@@ -111,8 +109,6 @@ def _torchao(name: str, about: str, size: float) -> Optimizer:
         name, about, size, size, size,
         arguments=("block_size",), package=_TORCHAO,
         why_whole="its states are tensors of a kind of their own, which shards' files cannot hold",
-        why_plain="a run resumed so has not had the same numbers with torchao's compiled step",
-        steps_alone=False,
         elementwise=True,
     )  # fmt: skip
 

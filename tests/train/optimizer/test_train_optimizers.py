@@ -52,7 +52,6 @@ FEW = ("adamw_torch_fused", "adamw_8bit", "adafactor", "muon")
         for row in HERE
         for way in WAYS
         if row.name in FEW or way in ("masters", "rounded in backward")
-        if way == "masters" or not row.why_plain
     ],
 )
 def test_a_resumed_run_has_the_same_bytes(row, way, tmp_path):

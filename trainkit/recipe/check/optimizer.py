@@ -55,9 +55,7 @@ def _in_backward(recipe: Trained) -> Iterator[Broken]:
     if not row.steps_alone:
         yield (
             key,
-            f"{row.name}: {row.why_plain}"
-            if row.why_plain
-            else f"{row.name} steps all parameters together, or by their place among all",
+            f"{row.name} steps all parameters together, or by their place among all",
             "set training.optim: adamw_torch_fused or adamw_8bit, or remove optim_in_backward",
         )
     max_norm = training.get("max_grad_norm", 1.0)
@@ -104,8 +102,6 @@ def _without_masters(recipe: Trained) -> Iterator[Broken]:
         )
     elif recipe.model.dtype == "float32":
         yield key, "it does nothing with fp32 weights", "remove it, or set model.dtype: bfloat16"
-    elif row.why_plain:
-        yield key, f"{row.name}: {row.why_plain}", "remove it, or set training.optim: adamw_8bit"
     elif _is_fp16(recipe):
         yield (
             key,
