@@ -17,6 +17,7 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -148,23 +149,26 @@ def llama(tiny: bool) -> Any:
 
 def ours(model: Any) -> Any:
     """The shipped recipe's parts; what ends a step."""
-    import bitsandbytes
+    from transformers import TrainingArguments
 
     import trainkit
     from trainkit.models.loss.loss_head import LossOptions, configure
     from trainkit.models.recompute.layers import Recomputed, every
-    from trainkit.train.optimizer.arrival import Arrivals
-    from trainkit.train.optimizer.rounding import RoundedWeightOptimizer
+    from trainkit.train.optimizer.make import OptimizerPlan, make_optimizer
 
     trainkit.patch(model)
     configure(model, LossOptions(chunk_tokens=512, keeps_gradient=False))
     layers = Recomputed(model)
     layers.apply(every(len(layers.layers), 1, "offload"))
-    return RoundedWeightOptimizer(
-        [{"params": list(model.parameters())}],
-        lambda groups: bitsandbytes.optim.PagedAdamW8bit(groups, lr=1e-5),
-        seed=0, in_pieces=True, arrivals=Arrivals(DEVICE),
-    ).step  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, optim="paged_adamw_8bit", learning_rate=1e-5, weight_decay=0.0,
+            report_to="none", use_cpu=DEVICE.type == "cpu",
+        )  # fmt: skip
+    plan = OptimizerPlan(in_backward=True, keeps_masters=False)
+    return make_optimizer(
+        model, arguments, plan, decay_names=set(), engine_keeps_masters=False
+    ).step
 
 
 def torchtunes(model: Any) -> Any:

@@ -4,11 +4,11 @@
 
 DIR holds a model in Hugging Face's format or one .gguf file; SmolLM2-135M is a good one. Without it
 a small Llama is first trained from scratch, as long again, and all cases start from that. The text
-is Python's own standard library, shuffled by file, in rows of 512 tokens; each step has 8 rows, and
-64 are held out. Every case starts from the same weights, sees the same rows, and goes through the
-real Trainer with a cosine schedule and clipping, which steps in the backward pass do without:
-``adamw unclipped`` is theirs to be held against. ``adamw again`` is AdamW from weights that are
-moved by less than bf16 resolves: what the difference of two runs is worth.
+is Python's own standard library, shuffled by file, in rows of ``--length`` tokens; each step has 8
+rows, and 64 are held out. Every case starts from the same weights, sees the same rows, and goes
+through the real Trainer with a cosine schedule and clipping, which steps in the backward pass do
+without: ``adamw unclipped`` is theirs to be held against. ``adamw again`` is AdamW from weights
+that are moved by less than bf16 resolves: what the difference of two runs is worth.
 
 Cases run side by side on one GPU, so that their times mean nothing. A JSON row each: the losses of
 all steps, the mean of the last 50, the held-out loss, and both less AdamW's.
@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ from trainkit.bench.providers import Shape
 from trainkit.bench.through_trainer import Cell, make_trainer
 from trainkit.train.optimizer.make import OptimizerPlan
 
-BATCH, LENGTH, HELD_OUT = 8, 512, 64
+BATCH, HELD_OUT = 8, 64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -79,6 +80,8 @@ CASES = (
     Case("adamw"),
     Case("adamw again", is_moved=True),
     Case("adamw unclipped", clips=False),
+    Case("adamw_torch_8bit", "adamw_torch_8bit"),  # first, since they are compiled
+    Case("adamw_torch_4bit", "adamw_torch_4bit"),
     Case("flat_adamw", "flat_adamw"),
     Case("adamw without masters", keeps_masters=False),
     Case(
@@ -90,8 +93,6 @@ CASES = (
     ),
     Case("adamw_8bit", "adamw_8bit"),
     Case("adamw_8bit without masters", "adamw_8bit", keeps_masters=False),
-    Case("adamw_torch_8bit", "adamw_torch_8bit"),
-    Case("adamw_torch_4bit", "adamw_torch_4bit"),
     Case("adafactor", "adafactor"),
     Case("adafactor without masters", "adafactor", keeps_masters=False),
     Case("muon", "muon"),
@@ -119,14 +120,14 @@ def text() -> list[str]:
     return found
 
 
-def rows_of(tokenizer: Any, number: int) -> np.ndarray:
-    """(number, LENGTH) tokens; the text begins anew where it ends."""
+def rows_of(tokenizer: Any, number: int, length: int) -> np.ndarray:
+    """(number, length) tokens; the text begins anew where it ends."""
     ids: list[int] = []
     for each in text():
         ids += [*tokenizer(each)["input_ids"], tokenizer.eos_token_id]
-        if len(ids) > number * LENGTH:
+        if len(ids) > number * length:
             break
-    rows = np.array(ids[: len(ids) // LENGTH * LENGTH], dtype=np.int32).reshape(-1, LENGTH)
+    rows = np.array(ids[: len(ids) // length * length], dtype=np.int32).reshape(-1, length)
     rows = np.random.default_rng(1).permutation(rows)
     return np.concatenate([rows] * -(-number // len(rows)))[:number]
 
@@ -150,10 +151,10 @@ class Rows:
 
 
 # ---------------------------------------------------------------------------------- the model
-def prepare(given: Path | None, folder: Path, steps: int, tiny: bool) -> None:
+def prepare(given: Path | None, folder: Path, steps: int, length: int, tiny: bool) -> None:
     """Write the model that every case starts from, and the rows."""
     if given is None:
-        from_scratch(folder, steps, tiny)
+        from_scratch(folder, steps, length, tiny)
         return
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -167,10 +168,10 @@ def prepare(given: Path | None, folder: Path, steps: int, tiny: bool) -> None:
     model = type(source)(config).to(torch.bfloat16)
     model.load_state_dict(source.state_dict())
     model.save_pretrained(folder)
-    np.save(folder / "rows.npy", rows_of(tokenizer, steps * BATCH + HELD_OUT))
+    np.save(folder / "rows.npy", rows_of(tokenizer, steps * BATCH + HELD_OUT, length))
 
 
-def from_scratch(folder: Path, steps: int, tiny: bool) -> None:
+def from_scratch(folder: Path, steps: int, length: int, tiny: bool) -> None:
     """A tokenizer of the text, and a small Llama trained on it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -186,7 +187,7 @@ def from_scratch(folder: Path, steps: int, tiny: bool) -> None:
     )
     core.train_from_iterator(text()[: 400 if not tiny else 20], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<eos>")
-    np.save(folder / "rows.npy", rows_of(tokenizer, 2 * steps * BATCH + HELD_OUT))
+    np.save(folder / "rows.npy", rows_of(tokenizer, 2 * steps * BATCH + HELD_OUT, length))
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=core.get_vocab_size(), use_cache=False, **SMALL)
     if tiny:
@@ -204,7 +205,7 @@ def trained(case: Case, model: Any, rows: np.ndarray, rate: float) -> list[float
 
     model.to(DEVICE).train()
     trainkit.patch(model)
-    shape = Shape("llama", {"vocab_size": model.config.vocab_size}, BATCH, LENGTH)
+    shape = Shape("llama", {"vocab_size": model.config.vocab_size}, BATCH, rows.shape[1])
     steps = len(rows) // BATCH
     with tempfile.TemporaryDirectory() as directory:
         trainer = make_trainer(
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=1e-4, help="AdamW's")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--together", type=int, default=6)
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after these")
@@ -265,9 +267,11 @@ def main() -> None:
     cases = [case for case in CASES if not given.only or case.name in given.only]
     has_model = given.model is not None and given.model.is_dir()
     with tempfile.TemporaryDirectory() as folder:
-        prepare(given.model if has_model else None, Path(folder), given.steps, given.tiny)
+        source = given.model if has_model else None
+        prepare(source, Path(folder), given.steps, given.length, given.tiny)
         origin = given.model.name if has_model else "from scratch"
         reference: dict[str, Any] = {}
+        has_reference = threading.Event()
 
         def of(case: Case) -> None:
             left = end - time.monotonic()
@@ -277,7 +281,11 @@ def main() -> None:
                 values = process.call(run, case, folder, given.rate, given.steps, seconds=left)
             if case.name == "adamw":
                 reference.update(values)
-            row = {"bench": "losses", "model": origin, "rate": given.rate, **asdict(case)}
+                has_reference.set()
+            elif any(each.name == "adamw" for each in cases):
+                has_reference.wait(max(0.0, end - time.monotonic()))
+            about = {"bench": "losses", "model": origin, "length": given.length}
+            row = {**about, "learning_rate": given.rate, **asdict(case)}
             for key in ("last_50", "held_out"):
                 if key in values and key in reference:
                     values[f"{key}_over_adamw"] = values[key] - reference[key]
