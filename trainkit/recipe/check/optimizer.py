@@ -93,7 +93,6 @@ def _in_backward(recipe: Trained) -> Iterator[Broken]:
 
 def _without_masters(recipe: Trained) -> Iterator[Broken]:
     key, lora = "model.master_weights", recipe.lora
-    row = optimizer_row(recipe.training.get("optim"))
     if lora is not None and lora.adapter_dtype == "float32":
         yield (
             key,
