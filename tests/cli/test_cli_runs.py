@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from trainkit.cli.app import main
+from trainkit.cli.commands.training import runs
 from trainkit.run.directory import RunDirectory
 
 
@@ -89,6 +90,29 @@ def test_watch_prints_the_rows_and_how_it_ended(parent, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 1/10  loss 4.0000")
     assert lines[-1].startswith("failed: no space")
+
+
+def test_watch_shows_the_rows_that_a_continued_run_computes_again(tmp_path, monkeypatch, capsys):
+    """Killed behind step 5 and continued from the checkpoint of step 2."""
+    run = RunDirectory.create_at(tmp_path / "run")
+
+    def write(*steps, loss):
+        kept = [{"step": step, "loss": 1.0} for step in (1, 2)]
+        rows = [*kept, *({"step": step, "loss": loss} for step in steps)]
+        (run.root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    looks = iter(
+        [
+            lambda: write(3, 4, loss=2.0),
+            lambda: write(3, loss=3.0),
+            lambda: (write(3, 4, 5, loss=3.0), run.write_status("done")),
+        ]
+    )
+    monkeypatch.setattr(runs.time, "sleep", lambda _: next(looks)())
+    assert main(["watch", str(run.root), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    told = [(row["step"], row["loss"]) for row in rows]
+    assert told == [(1, 1), (2, 1), (3, 2), (4, 2), (3, 3), (4, 3), (5, 3)]
 
 
 ESCAPE = "\x1b]0;title\x07\x1b[2J\x9b31m"

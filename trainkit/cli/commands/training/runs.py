@@ -65,12 +65,10 @@ def watch(
     """
     from trainkit.run.listing import summarize
 
-    written = 0
+    shown: list[dict[str, Any]] = []
     while True:
         summary = summarize(run)  # before the rows: a run that has ended has written them all
-        rows = list(_new_rows(run, written))
-        written += len(rows)
-        for row in rows:
+        for row in _new_rows(run, shown):
             echo(json.dumps(row) if as_json else _row_line(row, summary.total_steps))
         if summary.state in _ENDED:
             break
@@ -81,11 +79,17 @@ def watch(
         raise typer.Exit(1)
 
 
-def _new_rows(run: Path, written: int) -> Iterator[dict[str, Any]]:
+def _new_rows(run: Path, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows that were not shown, which are then; those that a continued run computes again, too."""
     from trainkit.run.metrics import read_metrics
 
-    # A resumed run drops rows that it computes again, so there may be fewer than before.
-    yield from read_metrics(run / "metrics.jsonl")[written:]
+    rows = read_metrics(run / "metrics.jsonl")
+    same = len(shown)
+    if rows[:same][-1:] != shown[-1:]:  # rows behind the checkpoint were dropped
+        pairs = enumerate(zip(rows, shown, strict=False))
+        same = next((at for at, (row, old) in pairs if row != old), min(len(rows), same))
+    shown[:] = rows
+    return rows[same:]
 
 
 def _row_line(row: dict[str, Any], total: int | None) -> str:
