@@ -198,3 +198,19 @@ def test_tab(line, offered, tmp_path):
         check=False,
     )
     assert offered <= set(done.stdout.split()), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [("bash", "complete -o default"), ("zsh", "#compdef trainkit"), ("fish", "complete --command")],
+)
+def test_completion_is_for_the_shell_that_is_named(shell, says, capsys, monkeypatch, tmp_path):
+    """Whichever shell runs: typer takes that one and passes over the name."""
+    assert main(["--show-completion", shell]) == 0
+    assert says in capsys.readouterr().out
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--install-completion", shell]) == 0
+    written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert any(says in text for text in written)
+    assert main(["--show-completion", "tcsh"]) == 2
+    assert "one of bash, zsh, fish" in capsys.readouterr().err

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trainkit.cli.arguments import normalize
+from trainkit.cli.completion import serve_shell
 from trainkit.cli.echo import echo
 from trainkit.cli.failures import report_failure
 from trainkit.errors import StoppedError
@@ -147,6 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         that a signal stopped, 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    served = serve_shell(arguments)
+    if served is not None:
+        return served
     try:
         typer.main.get_command(app).main(
             args=_normalized(arguments), prog_name="trainkit", obj=tuple(arguments)
