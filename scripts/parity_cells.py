@@ -69,6 +69,8 @@ class Cell:
 SWITCHES = {
     "once": [(True, True, True)],
     "quick": [(True, True, True), (False, False, False)],
+    # With "once", any two of the three have met in each of their four ways.
+    "pairs": [(True, False, False), (False, True, False), (False, False, True)],
     "all": list(itertools.product((True, False), repeat=3)),
 }
 """Kernels, packed, checkpointed; by name."""
