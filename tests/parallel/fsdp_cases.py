@@ -114,3 +114,94 @@ def steps_of(optim):
             optimizer.zero_grad()
     whole = engine.whole_weights(model, keep=True, adapters_only=False)
     return max((whole[k] - v).abs().max().item() for k, v in plain.state_dict().items())
+
+
+def a_load_in_parts(model, lora):
+    """What a rank reads and holds of a model on disk, held against one that is loaded whole."""
+    from trainkit.options import LoraOptions, ModelOptions
+    from trainkit.parallel.fsdp import Fsdp2
+    from trainkit.parallel.slices import WeightFiles
+    from trainkit.train.model import build_model
+
+    torch.distributed.init_process_group("gloo")
+    device, num_read = torch.device("cpu"), []
+    read = WeightFiles.read
+
+    def counted(self, name, start, stop):
+        rows = read(self, name, start, stop)
+        num_read.append(rows.numel())
+        return rows
+
+    WeightFiles.read = counted
+    found = {}
+    for how in ("whole", "parts"):
+        torch.manual_seed(0)
+        engine = Fsdp2()
+        built = build_model(
+            ModelOptions(name_or_path=model, dtype="bfloat16"),
+            attention="auto",
+            packing=True,
+            lora=LoraOptions(r=4, target_modules="all-linear") if lora else None,
+            quantize=None,
+            kernels=True,
+            reentrant=False,
+            device=device,
+            reads_parts=engine.reads_parts(device) if how == "parts" else None,
+        )
+        before = sum(p.numel() for p in built.model.parameters() if not p.is_meta)
+        trained = [name for name, p in built.model.named_parameters() if p.requires_grad]
+        engine.place(built.model, device)
+        held = sum(p.to_local().numel() for p in built.model.parameters())
+        whole = engine.whole_weights(built.model, keep=True, adapters_only=False)
+        ids = torch.arange(12).view(2, 6)
+        loss = built.model(input_ids=ids, labels=ids, use_cache=False).loss.item()
+        found[how] = whole, trained, loss, before
+    (first, *same), (second, *again) = found["whole"], found["parts"]
+    return {
+        "different": sorted(
+            name
+            for name in first.keys() | second.keys()
+            if not torch.equal(first[name], second[name])
+        ),
+        "same": same[:2] == again[:2],
+        "before": again[2],
+        "all": same[2],
+        "read": sum(num_read),
+        "held": held,
+        "adapters": sum(value.numel() for name, value in first.items() if "lora_" in name),
+    }
+
+
+def families_in_parts(folder):
+    """Each family of the table: whether its weights are read in parts, and are the files' then."""
+    from functools import partial
+    from pathlib import Path
+
+    from families.family_models import make
+
+    from trainkit.models.families import FAMILIES
+    from trainkit.models.skeleton import skeleton
+    from trainkit.parallel.fsdp import Fsdp2
+
+    torch.distributed.init_process_group("gloo")
+    device, found = torch.device("cpu"), {}
+    for name in FAMILIES:
+        path = str(Path(folder, name))
+        whole = make(name, device="cpu", num_hidden_layers=1).to(torch.bfloat16)
+        whole.save_pretrained(path)
+        read = partial(type(whole).from_pretrained, path, dtype="auto", output_loading_info=True)
+        parts = skeleton(read, path, device, lambda _: True)
+        if parts is None:
+            found[name] = None
+            continue
+        engine, buffers = Fsdp2(), dict(parts.named_buffers())
+        engine.place(parts, device)
+        values = engine.whole_weights(parts, keep=True, adapters_only=False)
+        values |= {key: values.get(key, value) for key, value in buffers.items()}
+        wanted = {**whole.state_dict(), **dict(whole.named_buffers())}
+        found[name] = values.keys() == wanted.keys() and all(
+            torch.equal(value, wanted[key])
+            for key, value in values.items()
+            if "inv_freq" not in key
+        )
+    return found

@@ -135,6 +135,29 @@ def test_a_bf16_model_keeps_fp32_masters_and_its_own_dtype():
         }
 
 
+@pytest.mark.parametrize(("kind", "lora"), [("qwen2", False), ("llama", True)])
+def test_a_rank_reads_its_part_of_the_weights_and_holds_no_more(kind, lora, request):
+    """The bits of a model that was loaded whole; a weight's first rank may have a row more."""
+    model = str(request.getfixturevalue(f"tiny_{kind}"))
+    found = run_ranks("parallel.fsdp_cases:a_load_in_parts", model=model, lora=lora)
+    for rank in found:
+        assert not rank["different"]
+        assert rank["same"]
+        assert rank["before"] == rank["adapters"]
+        assert rank["read"] < 0.52 * (rank["all"] - rank["adapters"])
+        assert rank["held"] < 0.52 * rank["all"]
+    assert sum(rank["read"] for rank in found) == found[0]["all"] - found[0]["adapters"]
+
+
+def test_weights_of_every_family_are_read_in_parts_to_the_bit(tmp_path):
+    """Files whose tensors have other names than the model's are loaded whole."""
+    case = "parallel.fsdp_cases:families_in_parts"
+    (found,) = run_ranks(case, world_size=1, folder=str(tmp_path))
+    assert {name: is_equal for name, is_equal in found.items() if not is_equal} == {
+        "qwen2_vl": None
+    }
+
+
 def test_a_step_with_a_nan_is_held_back_on_every_rank():
     for found in run_ranks("parallel.fsdp_cases:a_held_back_step"):
         assert found == [True, False]

@@ -5,12 +5,14 @@ import os
 import pickle
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -25,6 +27,7 @@ from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.models.files import check_model_files, check_tokenizer_files
 from trainkit.models.random_weights import random_model, random_part
+from trainkit.models.skeleton import skeleton
 from trainkit.models.vocabulary import NewTokens, grow, teach
 from trainkit.options.model import DTYPES, ModelOptions
 
@@ -202,6 +205,7 @@ def load_model(
     quantization: Any | None = None,
     device: torch.device | None = None,
     load_part: LoadPart | None = None,
+    reads_parts: Callable[[nn.Module], bool] | None = None,
 ) -> PreTrainedModel:
     """Load (or, with ``init: random``, build) the model; ``use_cache`` is off for training.
 
@@ -213,6 +217,8 @@ def load_model(
         quantization: a transformers quantization config, or None.
         device: where the weights go; None leaves them where the loader puts them.
         load_part: loads what this rank holds of the model; the rest is on the meta device.
+        reads_parts: says of a model on the meta device whether ranks read their parts of it when
+            it is sharded; it is then returned without weights, if its files can be read so.
 
     Raises:
         ModelError: the weights are missing or unreadable, or the hub cannot be reached.
@@ -239,7 +245,7 @@ def load_model(
                 model, _ = load_part(_model_class(loader, config), config, draw)
         else:
 
-            def load(model_class: Any) -> Any:
+            def load(model_class: Any, **more: Any) -> Any:
                 return model_class.from_pretrained(
                     source_path,
                     output_loading_info=True,
@@ -252,8 +258,15 @@ def load_model(
                         else {}
                     ),
                     **options,
+                    **more,
                 )
 
+            if reads_parts is not None and not (quantization or source.adds_tokens):
+                place = device or torch.device("cpu")
+                found = skeleton(partial(load, loader), source_path, place, reads_parts)
+                if found is not None:
+                    set_use_cache(found.config, False)
+                    return found
             if load_part is not None and "gguf_file" in options:
                 raise ModelError(
                     "a GGUF file is read as a whole, and a rank of a pipeline reads its own layers",

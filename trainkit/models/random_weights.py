@@ -49,7 +49,7 @@ def random_part(
     for parent, name, module in aside:
         parent._modules[name] = module
     elsewhere = {id(part) for *_, module in aside for part in module.modules()}
-    for module, owner in _in_order(model, model):
+    for module, owner in in_order(model, model):
         module.to_empty(device=device, recurse=False)
         owner._init_weights(module)
         if id(module) in elsewhere:
@@ -59,8 +59,8 @@ def random_part(
     return model
 
 
-def _in_order(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+def in_order(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Children first, each with the model whose rules it is initialised by."""
     for child in module.children():
-        yield from _in_order(child, child if isinstance(child, PreTrainedModel) else owner)
+        yield from in_order(child, child if isinstance(child, PreTrainedModel) else owner)
     yield module, owner

@@ -91,6 +91,14 @@ class Engine:
     def keep_part(self, model: nn.Module) -> None:
         """Cut away what other ranks hold, in place; adapters and kernels are in the model."""
 
+    def reads_parts(self, device: torch.device) -> Callable[[nn.Module], bool] | None:
+        """Says of a model on the meta device whether each rank reads its part of it in `place`.
+
+        None of an engine whose models are loaded before they are spread.
+        """
+        del device
+        return None
+
     def loading_device(self, device: torch.device) -> torch.device | None:
         """Where weights go as they are loaded; None leaves it to the engine."""
         return device

@@ -10,6 +10,7 @@ over ranks and micro-batches in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainkit.parallel.hosts import free_port
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.slices import fill, names_in_files
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -50,17 +52,23 @@ class Fsdp2(Engine):
         del on_cpu
         process.announce(free_port())
 
+    def reads_parts(self, device: torch.device) -> Callable[[nn.Module], bool]:
+        """A model that takes little of a GPU is loaded whole, and checked whole."""
+        return partial(gathers_again, device=device)
+
     def place(self, model: nn.Module, device: torch.device) -> None:
         """Shard the model in place, over all ranks.
 
         Args:
-            model: whole, the same on every rank; adapters and kernels are in it.
+            model: whole and the same on every rank, or without memory for the weights that are
+                in files; adapters and kernels are in it.
             device: of this rank.
 
         Raises:
             ModelError: weights would be computed with in another dtype than without sharding.
         """
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        in_files = names_in_files(model)
         half = compute_dtype(model)
         self._saved_dtypes = {name: p.dtype for name, p in model.named_parameters()}
         ignored = kept_whole(model, half)
@@ -69,6 +77,7 @@ class Fsdp2(Engine):
             shard(unit, mesh, half, ignored, gathers_twice=gathers_twice)
         shard(model, mesh, half, ignored, gathers_twice=False)
         require_sharded(model, ignored)
+        fill(model, in_files, self._saved_dtypes, device)
         model.register_forward_hook(give_back)
 
     def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -265,7 +274,7 @@ def require_sharded(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def gathers_again(model: nn.Module, device: torch.device) -> bool:
-    """Whether a model that is whole is too large to stay gathered until the backward pass."""
+    """Whether a model is too large to stay gathered until the backward pass."""
     num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
     return num_bytes > STAYS_WHOLE * _memory(device)
 

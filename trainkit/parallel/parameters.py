@@ -39,6 +39,13 @@ def is_whole(parameter: nn.Parameter) -> bool:
     return not (is_part or parameter.is_meta)
 
 
+def where_it_computes(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of a model, parts of which, or all weights, may have no memory yet."""
+    tensors = [*model.parameters(), *model.buffers()]
+    device = next(each.device for each in tensors if not each.is_meta)
+    return device, next(each.dtype for each in tensors if each.is_floating_point())
+
+
 @contextmanager
 def written_by_all(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Within, parameters are whole and can be written; every rank writes the same values.

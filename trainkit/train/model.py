@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import RecipeError
@@ -52,6 +53,7 @@ from trainkit.models.loading import (
 )
 from trainkit.models.patch import PatchReport
 from trainkit.models.recompute.tiled import tile
+from trainkit.models.skeleton import is_skeleton, standing_in
 from trainkit.models.vocabulary import refuse_frozen_tokens, vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.fp8 import ALL
@@ -162,6 +164,7 @@ def build_model(
     adapters_from: Path | None = None,
     is_proved: bool = True,
     load_part: LoadPart | None = None,
+    reads_parts: Callable[[nn.Module], bool] | None = None,
 ) -> BuiltModel:
     """Load the model and put adapters and kernels into it.
 
@@ -180,6 +183,8 @@ def build_model(
         adapters_from: where trained adapters are; None attaches fresh ones.
         is_proved: False does without the proof of attention: a broken model cannot pass it.
         load_part: loads what this rank holds; the rest is on the meta device until it is cut away.
+        reads_parts: says of a model on the meta device whether ranks read their parts of it, once
+            it is sharded.
 
     Raises:
         ModelError: the model cannot be loaded, or a module name matches nothing.
@@ -193,8 +198,10 @@ def build_model(
     can_set = attention == "auto" or can_set_attention(load_config(source))
     loaded_with = "eager" if can_set else chosen.name
     model: Any
+    if fp8 is not None or (lora is not None and _reads_base(lora)):
+        reads_parts = None
     model, base = _loaded(
-        source, loaded_with, quantize, device, lora, fp8, loading_whole, load_part
+        source, loaded_with, quantize, device, lora, fp8, loading_whole, load_part, reads_parts
     )
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
@@ -206,7 +213,9 @@ def build_model(
             lora = with_vocabulary(lora, model)
     adapters = None
     if lora is not None:
-        model = _adapted(model, lora, adapters_from, reentrant)
+        seems = standing_in(model, device) if device and is_skeleton(model) else nullcontext()
+        with seems:
+            model = _adapted(model, lora, adapters_from, reentrant)
         adapters = describe_adapters(model)
     report = None if kernels is False else patch(model, kernels)
     tile(model, source.mlp_chunk_tokens)
@@ -227,6 +236,11 @@ def build_model(
         base,
         num_frozen,
     )
+
+
+def _reads_base(lora: LoraOptions) -> bool:
+    """Whether adapters begin from weights of the base, or are around more than its linear maps."""
+    return bool(lora.needs_whole_model or lora.use_dora or lora.target_parameters)
 
 
 def _refuse_unfit_base(
@@ -273,6 +287,7 @@ def _loaded(
     fp8: Fp8Setup | None,
     loading_whole: Callable[[], AbstractContextManager[None]],
     load_part: LoadPart | None,
+    reads_parts: Callable[[nn.Module], bool] | None,
 ) -> tuple[PreTrainedModel, Fp8Choice | None]:
     """The model where it will train, its linear layers packed if they are to be."""
     convert = None if quantize is None else packed_kind(quantize).convert
@@ -288,6 +303,7 @@ def _loaded(
             quantization=quantization,
             device=device,
             load_part=load_part,
+            reads_parts=reads_parts,
         )
         return plain, None
     # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.

@@ -48,6 +48,11 @@ class PlacedWeights(Trainer):
             else:
                 engine.place(self.model, device)
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Not what has no memory yet: its parts are read onto the device in `place`."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            super()._move_model_to_device(model, device)
+
     @property
     def has_no_wrapper(self) -> bool:
         """Nobody may wrap the model: the engine spreads its weights itself."""

@@ -27,7 +27,7 @@ from trainkit.models.attention.choice import NAME, Attention, Installed, install
 from trainkit.models.attention.layer_proof import EagerCalls, LayerError
 from trainkit.models.attention.packable import decoder_of, state_of
 from trainkit.models.attention.small_batch import small_batches
-from trainkit.parallel.parameters import is_whole
+from trainkit.parallel.parameters import is_whole, where_it_computes
 
 _NARROWED = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
 """Tokens: a window of thousands would be left out of a small batch."""
@@ -377,11 +377,10 @@ def _whole(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(value, list) and len(value) == num_layers:
             setattr(text, name, value[:depth])
     text.num_hidden_layers = depth
-    example = next(p for p in model.parameters() if p.is_floating_point() and not p.is_meta)
-    devices = [example.device] if example.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), example.device:
+    device, dtype = where_it_computes(model)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         replica = type(model)(config)
     for parameter in replica.parameters():
-        parameter.data = parameter.data.to(example.dtype)
+        parameter.data = parameter.data.to(dtype)
     return replica

@@ -23,7 +23,7 @@ from trainkit.models.families import Family
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
 from trainkit.models.swap import plain_class
 from trainkit.options.kernels import OPS
-from trainkit.parallel.parameters import is_whole
+from trainkit.parallel.parameters import is_whole, where_it_computes
 
 MAX_TOKENS = 512
 """Tokens of the batch that the check reads: kernels see full rows, logits stay small."""
@@ -116,15 +116,14 @@ def make_replica(model: nn.Module, family: Family) -> PreTrainedModel:
     """The plain model with one layer and random weights, in the model's dtype and on its device."""
     causal_lm = next(each for each in model.modules() if type(each).__name__ == family.causal_lm)
     assert isinstance(causal_lm, PreTrainedModel)
-    example = next(p for p in causal_lm.parameters() if p.is_floating_point() and not p.is_meta)
+    device, dtype = where_it_computes(causal_lm)
     config = copy.deepcopy(causal_lm.config)
     text = config.get_text_config()
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):  # not every family has them
         text.layer_types = text.layer_types[:1]
     config._attn_implementation = "sdpa"
-    devices = [example.device] if example.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), example.device:
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         replica = plain_class(causal_lm)(config)
         for parameter in replica.parameters():
@@ -137,7 +136,7 @@ def make_replica(model: nn.Module, family: Family) -> PreTrainedModel:
     ):
         for end in _ends(replica):
             end.requires_grad_(False)
-    return _cast(replica, example.dtype).eval()
+    return _cast(replica, dtype).eval()
 
 
 def _ends(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
