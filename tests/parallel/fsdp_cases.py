@@ -205,3 +205,49 @@ def families_in_parts(folder):
             if "inv_freq" not in key
         )
     return found
+
+
+def packed_weights_through_a_copy_that_rounds(model):
+    """How many bytes of a 4-bit base a layer computes with are not those that were loaded.
+
+    A GPU copies lists of bfloat16 tensors as floats, and writes one NaN for every other.
+    """
+    from trainkit.options import LoraOptions, ModelOptions
+    from trainkit.parallel.fsdp import Fsdp2
+    from trainkit.train.model import build_model
+
+    torch.distributed.init_process_group("gloo")
+    copy = torch._foreach_copy_
+
+    def rounding(into, given):
+        copy(into, given)
+        for each in into:
+            if each.dtype == torch.bfloat16:
+                each.masked_fill_(each.isnan(), float("nan"))
+
+    torch._foreach_copy_ = rounding
+    built = build_model(
+        ModelOptions(name_or_path=model, dtype="bfloat16"),
+        attention="auto",
+        packing=True,
+        lora=LoraOptions(r=4, target_modules=["q_proj"]),
+        quantize="nf4",
+        kernels=False,
+        reentrant=False,
+        device=torch.device("cpu"),
+    )
+    layers = built.model.get_base_model().model.layers
+    wanted = {}
+    for name, p in layers.named_parameters():
+        if hasattr(p, "quant_state"):
+            p.data.view(torch.int16)[:1] = 0x7F85  # a NaN
+            wanted[name] = p.data.view(torch.uint8).flatten().clone()
+    Fsdp2().place(built.model, torch.device("cpu"))
+    wrong = {}
+    for number, layer in enumerate(layers):
+        layer.unshard()
+        for name, p in layer.named_parameters():
+            if (loaded := wanted.get(f"{number}.{name}")) is not None:
+                wrong[name] = int((p.data.view(torch.uint8).flatten() != loaded).sum())
+        layer.reshard()
+    return wrong

@@ -158,6 +158,14 @@ def test_weights_of_every_family_are_read_in_parts_to_the_bit(tmp_path):
     }
 
 
+def test_a_packed_base_is_gathered_byte_by_byte(tiny_qwen2):
+    """Also in layers whose other weights are all in half precision."""
+    case = "parallel.fsdp_cases:packed_weights_through_a_copy_that_rounds"
+    for wrong in run_ranks(case, model=str(tiny_qwen2)):
+        assert len(wrong) == 7
+        assert not any(wrong.values()), wrong
+
+
 def test_a_step_with_a_nan_is_held_back_on_every_rank():
     for found in run_ranks("parallel.fsdp_cases:a_held_back_step"):
         assert found == [True, False]

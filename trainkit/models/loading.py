@@ -231,18 +231,7 @@ def load_model(
         config = load_config(source)
         loader = auto_class(config)
         if source.init == "random":
-            if dtype == "auto":
-                dtype = config.dtype or torch.float32
-            made: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
-            if load_part is None:
-                model = random_model(loader, config, device, **made)
-            else:
-                place = device or torch.device("cpu")
-
-                def draw(model_class: Any) -> Any:
-                    return random_part(model_class, config, place, **made), None
-
-                model, _ = load_part(_model_class(loader, config), config, draw)
+            model = _random(loader, config, dtype, attention, device, load_part)
         else:
 
             def load(model_class: Any, **more: Any) -> Any:
@@ -287,6 +276,30 @@ def load_model(
     # Packing is isolated only without a cache, and training never needs one.
     set_use_cache(model.config, False)
     return model
+
+
+def _random(
+    loader: Any,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    attention: str | None,
+    device: torch.device | None,
+    load_part: LoadPart | None,
+) -> PreTrainedModel:
+    """Random weights, of the whole model or of what this rank holds of it."""
+    made = {
+        "dtype": config.dtype or torch.float32 if dtype == "auto" else dtype,
+        "attn_implementation": attention,
+    }
+    if load_part is None:
+        return random_model(loader, config, device, **made)
+    place = device or torch.device("cpu")
+
+    def draw(model_class: Any) -> Any:
+        return random_part(model_class, config, place, **made), None
+
+    part: PreTrainedModel = load_part(_model_class(loader, config), config, draw)[0]
+    return part
 
 
 def _model_class(loader: Any, config: PreTrainedConfig) -> type:

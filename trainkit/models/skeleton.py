@@ -48,9 +48,9 @@ def skeleton(
     if files is None:
         return None
     for module, owner in in_order(model, model):
-        empty = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
-        for name in empty:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        empty = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+        for name, buffer in empty.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
         if empty:
             owner._init_weights(module)
     setattr(model, ATTRIBUTE, files)
@@ -86,7 +86,7 @@ def standing_in(model: nn.Module, device: torch.device) -> Iterator[None]:
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is not None and weight.is_meta:
-                one = torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape)
+                one: Any = torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape)
                 aside.append((module, name, weight, nn.Parameter(one, weight.requires_grad)))
     for module, name, _, seeming in aside:
         module._parameters[name] = seeming
@@ -94,4 +94,5 @@ def standing_in(model: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         for module, name, weight, seeming in aside:
-            module._parameters[name] = weight.requires_grad_(seeming.requires_grad)
+            weight.requires_grad_(seeming.requires_grad)
+            module._parameters[name] = weight

@@ -225,12 +225,23 @@ def shard(
     left_behind = {
         name: p.quant_state for name, p in unit.named_parameters() if hasattr(p, "quant_state")
     }
+    for name in left_behind:
+        as_bytes(unit.get_parameter(name))
     for parameter in unit.parameters():
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
+            if left_behind:
+                raise ModelError(
+                    f"weights in {parameter.dtype} train beside a packed base, and fsdp2 gathers "
+                    "both in one dtype",
+                    where="lora.adapter_dtype",
+                    fix="set it to float32",
+                )
             parameter.data = parameter.data.to(torch.float32)
-    # The inputs stay as they are: a count of tokens must not be rounded.
+    # The inputs stay as they are: a count of tokens must not be rounded. Bytes are no numbers.
     policy = MixedPrecisionPolicy(
-        param_dtype=half, reduce_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=None if left_behind else half,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
     fully_shard(
         unit,
@@ -241,6 +252,15 @@ def shard(
     )
     for name, state in left_behind.items():
         unit.get_parameter(name).quant_state = state  # type: ignore[attr-defined]
+
+
+def as_bytes(packed: nn.Parameter) -> None:
+    """Have the bytes of 4-bit weights be bytes, whatever dtype they were stored as.
+
+    Some of them are NaNs if they are taken for half-precision numbers, and a GPU's copy of such
+    numbers may write another NaN.
+    """
+    packed.data = packed.data.view(torch.uint8).reshape(-1, 1)
 
 
 def give_back(model: nn.Module, *_: Any) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainkit.errors import TrainkitError
+from trainkit.parallel.parameters import own_part
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 ATTRIBUTE = "weights_in_files"
@@ -137,6 +138,6 @@ def fill(
             _, offset = compute_local_shape_and_global_offset(
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
-            start, part = offset[0], parameter.detach().to_local()
+            start, part = offset[0], own_part(part)
         rows = files.read(key, start, start + len(part))
         part.copy_(rows.to(dtypes[name]))

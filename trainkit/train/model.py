@@ -198,8 +198,6 @@ def build_model(
     can_set = attention == "auto" or can_set_attention(load_config(source))
     loaded_with = "eager" if can_set else chosen.name
     model: Any
-    if fp8 is not None or (lora is not None and _reads_base(lora)):
-        reads_parts = None
     model, base = _loaded(
         source, loaded_with, quantize, device, lora, fp8, loading_whole, load_part, reads_parts
     )
@@ -213,9 +211,7 @@ def build_model(
             lora = with_vocabulary(lora, model)
     adapters = None
     if lora is not None:
-        seems = standing_in(model, device) if device and is_skeleton(model) else nullcontext()
-        with seems:
-            model = _adapted(model, lora, adapters_from, reentrant)
+        model = _adapted(model, lora, adapters_from, reentrant, device)
         adapters = describe_adapters(model)
     report = None if kernels is False else patch(model, kernels)
     tile(model, source.mlp_chunk_tokens)
@@ -223,18 +219,9 @@ def build_model(
     if fp8 is not None and lora is None:
         training = train_in_fp8(model, fp8, device or _device_of_ranks())
         let_norms_quantize(model)
-    num_trained, num_parameters = count_parameters(model)
+    counts = count_parameters(model)
     return BuiltModel(
-        model,
-        chosen,
-        report,
-        num_trained,
-        num_parameters,
-        adapters,
-        num_towers,
-        training,
-        base,
-        num_frozen,
+        model, chosen, report, *counts, adapters, num_towers, training, base, num_frozen
     )
 
 
@@ -270,12 +257,17 @@ def _freeze(model: PreTrainedModel, patterns: Sequence[str], reentrant: bool) ->
 
 
 def _adapted(
-    model: PreTrainedModel, lora: LoraOptions, trained: Path | None, reentrant: bool
+    model: PreTrainedModel,
+    lora: LoraOptions,
+    trained: Path | None,
+    reentrant: bool,
+    device: torch.device | None,
 ) -> PeftModel:
     """With fresh adapters, or with trained ones."""
-    if trained is None:
-        return attach(model, lora, require_input_grads=reentrant)
-    return load_adapter(model, trained, trainable=True)
+    with standing_in(model, device) if device and is_skeleton(model) else nullcontext():
+        if trained is None:
+            return attach(model, lora, require_input_grads=reentrant)
+        return load_adapter(model, trained, trainable=True)
 
 
 def _loaded(
@@ -297,6 +289,8 @@ def _loaded(
             quantization = quantization_config(
                 quantize, TORCH_DTYPES.get(source.dtype, torch.bfloat16)
             )
+        if fp8 is not None or (lora is not None and _reads_base(lora)):
+            reads_parts = None
         plain = load_model(
             source,
             attention=attention,
