@@ -149,7 +149,7 @@ def test_other_tools_keys_are_called_what_the_guide_says():
     rows = table.partition("\n\n")[0].splitlines()[2:]
     assert len(rows) > 15
     for row in rows:
-        *theirs, ours = row.strip("| ").split(" | ")
+        *theirs, ours = row.strip("|").split("|")
         target = re.search(r"`([\w.]+)|a `(lora)` section", ours)
         for cell in filter(None, map(str.strip, theirs)):
             name = cell.strip("`")
