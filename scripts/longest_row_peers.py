@@ -134,7 +134,7 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         found = {"tokens": tokens, "loss": loss.item(), "grad_norm": norm.item()}
-        found["peak_gib"] = self.memory.peak() / GIB
+        found["peak_memory_gib"] = self.memory.peak() / GIB
         found["host_held_gib"] = place.nbytes / GIB if holds_host and place is not None else 0.0
         found["sent_to_host"] = len(self.sent)
         self.sent.clear()
@@ -196,10 +196,12 @@ def longest(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]
     found |= {"loss_chunk": given["loss_chunk"], "mlp_chunk": given["mlp_chunk"]}
     found |= {"tiled_blocks": step.tiled, "layers": given["layers"], "other_layers": step.others}
     first, second = (step(tokens, holds_host=False) for tokens in given["short"])
-    say(f"short rows: {first['peak_gib']:.2f}, {second['peak_gib']:.2f} GiB")
-    slope = (second["peak_gib"] - first["peak_gib"]) / (second["tokens"] - first["tokens"])
+    say(f"short rows: {first['peak_memory_gib']:.2f}, {second['peak_memory_gib']:.2f} GiB")
+    slope = (second["peak_memory_gib"] - first["peak_memory_gib"]) / (
+        second["tokens"] - first["tokens"]
+    )
     found["kib_per_token"] = slope * 2**20
-    tokens = second["tokens"] + (room - second["peak_gib"]) / slope
+    tokens = second["tokens"] + (room - second["peak_memory_gib"]) / slope
     found["by_gpu"] = int(tokens)
     if given["provider"] in OFFLOADS:
         all_layers = step.others + given["layers"]

@@ -58,6 +58,7 @@ class LeftOut(NamedTuple):
 
 OTHERS = "another library's step"
 HOST = "memory of the host"
+CHOSEN = "the run measured and chose which products run in fp8"
 COMPILED = "a compiler decides by itself what is kept"
 _OF_METRIC = ("metric", "value", "unit", "versions", "attention", "last_loss")
 
@@ -90,6 +91,11 @@ def _step(row: Row) -> tuple[Plan | str, bool]:
     # Small chunks are slow, and no recipe has them; nor does anybody choose slow attention.
     is_slow = chunk is not None or provider in ("hf_flash", "hf_efficient", "hf_math")
     return (_as_hf(plan) if provider.startswith("hf_") else plan), not is_slow
+
+
+def _fp8(row: Row) -> tuple[Plan | str, bool]:
+    """Runs that chose by themselves what runs in fp8 have a colon in their case."""
+    return (CHOSEN, False) if ":" in row["case"] else _lora(row)
 
 
 def _lora(row: Row) -> tuple[Plan | str, bool]:
@@ -182,6 +188,26 @@ def _runs(row: Row) -> tuple[Plan | str, bool]:
     return plan, plan.schedule != "zbv"  # which was measured while it was twice as slow
 
 
+def _longest(row: Row) -> tuple[Plan | str, bool]:
+    """Some of the layers, and beside them what the others hold."""
+    if row["provider"] != "trainkit":
+        return OTHERS, False
+    model, mode = row["case"].split()
+    plan = Plan(
+        find_shape(model),
+        1,
+        row["longest"],
+        base="nf4" if mode.startswith("qlora") else "bfloat16",
+        adapters=Adapters(offload=True),
+        recompute=1,
+        offload=True,
+        chunk_tokens=row["loss_chunk"],
+        tile_tokens=row["mlp_chunk"],
+        trainer=False,
+    )
+    return plan, False
+
+
 def _packing(row: Row) -> tuple[Plan | str, bool]:
     if row["provider"] == "liger":
         return OTHERS, False
@@ -251,10 +277,11 @@ READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "step": _step,
     "step_9b": _step,
     "lora": _lora,
-    "fp8": _lora,
+    "fp8": _fp8,
     "trainer": _trainer,
     "multi_gpu": _multi_gpu,
     "memory_gpus": _runs,
+    "longest_row": _longest,
     "packing": _packing,
     "ladder": _ladder,
     "memory": _memory,

@@ -116,6 +116,7 @@ def plan_of(point: Point) -> Plan:
         offload=point.offload,
         trainer=point.provider == "trainkit",
         keeps_masters=point.keeps_masters,
+        one_pass=row.one_pass,
         in_backward=point.in_backward,
         flat=point.optim == "flat_adamw",
         optimizer=state,

@@ -45,6 +45,18 @@ def backward_per_token(plan: Plan) -> float:
     return stream + (0 if plan.is_tiled else _wide_gradients(plan))
 
 
+def attention_backward_per_token(plan: Plan) -> float:
+    """The same at the moment of attention's backward pass, when the block behind it has let go.
+
+    The gradients of q, k, v and attention's output, sums of q's in fp32, and that of the residual
+    stream. Less than the block's, unless the block is tiled.
+    """
+    shape, e = plan.shape, plan.element
+    block = e * shape.hidden if plan.is_tiled else _feed_forward(plan)
+    gradients = e * (2 * shape.query + 2 * shape.key) + 4 * shape.query
+    return plan.stream * shape.hidden + gradients - block - _norms(plan) / shape.traits.norms
+
+
 def of_a_tile(plan: Plan) -> float:
     """Bytes of the one tile of a feed-forward block that is there at a time."""
     if not plan.is_tiled or plan.tile_tokens is None:

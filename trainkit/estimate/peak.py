@@ -151,6 +151,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     )
     moving = activations.backward_per_token(plan) * tokens + activations.backward_of_weights(plan)
     moving += activations.of_a_tile(plan)
+    moving = max(moving, activations.attention_backward_per_token(plan) * tokens)
     per_layer = state.gradient_bytes(plan) * _trained_per_layer(plan)
     # An untied head's gradient is there first; a tied one waits for the embedding's.
     done = 0.0

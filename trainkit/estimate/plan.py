@@ -75,6 +75,7 @@ class Plan:
         gpu_gib: memory of each; FSDP2 keeps a small model whole where there is room.
         trainer: trainkit's Trainer drives it, with fp32 masters; else a bare step.
         keeps_masters: trained half-precision weights have fp32 copies.
+        one_pass: without them, one kernel steps and rounds them.
         in_backward: each weight steps in the backward pass, and its gradient is gone.
         flat: weights, gradients and states are in one buffer each.
         optimizer: bytes of optimizer state per trained number; None where no optimizer runs.
@@ -113,6 +114,7 @@ class Plan:
     gpu_gib: float = 79.2
     trainer: bool = True
     keeps_masters: bool = True
+    one_pass: bool = False
     in_backward: bool = False
     flat: bool = False
     optimizer: float | None = 8.0

@@ -85,6 +85,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         chunk_tokens=recipe.model.loss_chunk_tokens,
         tile_tokens=recipe.model.mlp_chunk_tokens,
         keeps_masters=recipe.model.master_weights,
+        one_pass=row.one_pass,
         in_backward=recipe.optim_in_backward,
         flat=row.name == "flat_adamw",
         stepping=(row.step_bytes, row.step_largest_bytes),

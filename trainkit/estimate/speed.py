@@ -15,7 +15,8 @@ from trainkit.estimate.ranks import ranks_of
 
 BAND_ANCHORED, BAND_NEAR, BAND_SCALED, BAND_GUESSED = 0.12, 0.15, 0.30, 0.50
 ROUNDING = 112
-"""Bytes a number that rounding by chance takes: one run at 8B, pieces waiting for each other."""
+"""Bytes a number that rounding by chance takes, piece by piece: one run at 8B. One kernel that
+steps and rounds takes none: another run."""
 SUM = 10
 """Bytes a number that summing gradients takes: bf16 is read, fp32 read and written."""
 
@@ -81,7 +82,7 @@ def work(plan: Plan) -> Work:
     trained = plan.trained
     ranks = plan.gpus if plan.stage else 1
     optimizer = 0.0 if plan.optimizer is None else (26 + plan.optimizer) * trained / ranks
-    if not plan.keeps_masters:
+    if not plan.keeps_masters and not plan.one_pass:
         optimizer += ROUNDING * trained
     return Work(
         matrix=head + products * (1 - in_fp8),
