@@ -120,7 +120,7 @@ def test_answers_question_by_question(tmp_path, capsys):
     text = page.read_text()
     assert "10 of 20 answers differ" in text
     assert "<b>q</b>" not in text
-    assert "<svg" in text
+    assert text.count("<figure") == text.count("<svg") >= 3  # each as wide as a phone
 
 
 def outcomes(count, share, seed):

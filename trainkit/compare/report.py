@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.compare.runs import ComparedRun
 from trainkit.compare.verdicts import Verdict
 from trainkit.run.format import format_count, format_duration, format_loss
-from trainkit.run.page import page, paragraph, section, table
+from trainkit.run.page import curves, page, paragraph, section, table
 from trainkit.terminal import visible
 
 _HEAD = ("run", "steps", "loss", "eval loss", "exact", "tok/s", "GiB", "time")
@@ -77,7 +77,7 @@ def as_page(
     runs: Sequence[ComparedRun],
     keys: Mapping[str, Sequence[Any]],
     found: Sequence[Verdict],
-    curves: str,
+    pictures: Sequence[tuple[str, str]],
 ) -> str:
     """A self-contained HTML page.
 
@@ -85,7 +85,7 @@ def as_page(
         runs: in the order given.
         keys: what their recipes differ in.
         found: the verdicts.
-        curves: pictures as HTML.
+        pictures: title and ``<svg>`` element of each curve.
     """
     names = [run.name for run in runs]
     said = "".join(
@@ -95,7 +95,7 @@ def as_page(
         section("Runs", f"<div class='wide'>{table(_HEAD, map(figures, runs))}</div>"),
         section("Benchmarks", _wide(("benchmark", *names), benchmarks(runs))),
         section("Differences", said),
-        section("Curves", curves),
+        section("Curves", curves(pictures)),
         section("Recipes", _wide(("key", *names), [(key, *row) for key, row in keys.items()])),
         section("Answers side by side", _answers(runs)),
     ]

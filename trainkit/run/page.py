@@ -69,6 +69,12 @@ def section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>\n" if body else ""
 
 
+def curves(pictures: Iterable[tuple[str, str]]) -> str:
+    """Pictures, (title, ``<svg>`` element), side by side where there is room."""
+    cells = (f"<figure role='img' aria-label='{escape(t)}'>{svg}</figure>" for t, svg in pictures)
+    return f"<div class='curves'>{''.join(cells)}</div>"
+
+
 def paragraph(text: str, style: str | None = None) -> str:
     """Plain text as a paragraph."""
     attribute = f' class="{style}"' if style else ""

@@ -146,27 +146,29 @@ def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> l
             where=str(target),
             fix="give another name with --output, or remove it",
         )
-    return [_save(_comparison([Path(run) for run in runs]), target)]
+    paths = [Path(run) for run in runs]
+    return [_save(_comparison(paths, _panels(paths)), target)]
 
 
-def comparison_svg(runs: Sequence[Path | str]) -> str:
-    """The curves of several runs over one another as an ``<svg>`` element.
+def comparison_svgs(runs: Sequence[Path | str]) -> list[tuple[str, str]]:
+    """The curves of several runs over one another, each as (title, ``<svg>`` element).
 
     Raises:
         RunDirectoryError: a path is not a run, or none of them has a curve yet.
     """
-    return _svg(_comparison([Path(run) for run in runs]), "comparison")
+    paths = [Path(run) for run in runs]
+    titled = {f"{curve.title} by {by}": (curve, rows, by) for curve, rows, by in _panels(paths)}
+    return [(title, _svg(_comparison(paths, [panel]), title)) for title, panel in titled.items()]
 
 
-def _comparison(paths: Sequence[Path]) -> Any:
+def _panels(paths: Sequence[Path]) -> list[tuple[Curve, list[Any], str]]:
+    """What several runs are drawn in: a curve, every run's rows, and what they are drawn over."""
     rows = [read_rows(path) for path in paths]
-    minutes = [by_minutes(each) for each in rows]
     panels: list[tuple[Curve, list[Any], str]] = [(LOSS, [*rows], "step")]
     # Two ways to the same loss differ in time, not in steps.
-    panels += [(LOSS, [*minutes], "minutes in training steps")]
-    panels += [
-        (curve, [*rows], "step") for curve in (EVAL_LOSS, *CURVES[2:]) if curve.name != "mfu"
-    ]
+    panels += [(LOSS, [by_minutes(each) for each in rows], "minutes in training steps")]
+    others = [curve for curve in (EVAL_LOSS, *CURVES[2:]) if curve.name != "mfu"]
+    panels += [(curve, [*rows], "step") for curve in others]
     panels = [
         panel for panel in panels if any(len(series(each, panel[0].key)) > 1 for each in panel[1])
     ][:6]
@@ -175,16 +177,15 @@ def _comparison(paths: Sequence[Path]) -> Any:
             "there are no curves yet: no run has two logged steps",
             where=", ".join(str(path) for path in paths),
         )
+    return panels
+
+
+def _comparison(paths: Sequence[Path], panels: Sequence[tuple[Curve, list[Any], str]]) -> Any:
     figure, all_axes = _figure(len(panels), legend_lines=len(paths))
     for axes, (curve, each_rows, label) in zip(all_axes, panels, strict=True):
         for index, each in enumerate(each_rows):
-            _draw_line(
-                axes,
-                curve,
-                thinned(series(each, curve.key), _MOST_POINTS),
-                *_look(index),
-                faint=0.12,
-            )
+            points = thinned(series(each, curve.key), _MOST_POINTS)
+            _draw_line(axes, curve, points, *_look(index), faint=0.12)
         _dress(axes, curve, label)
     from matplotlib.lines import Line2D
 

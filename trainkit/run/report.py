@@ -15,7 +15,7 @@ from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_count, format_duration, format_loss, format_number
 from trainkit.run.metrics import SCORE_HEAD, read_scores, score_cells
-from trainkit.run.page import details, figures, page, paragraph, section, table
+from trainkit.run.page import curves, details, figures, page, paragraph, section, table
 from trainkit.run.plot import svg_plots
 from trainkit.run.sections.what_runs import figure, fp8_section, kernels_section
 from trainkit.run.starts import read_starts
@@ -156,8 +156,7 @@ def _curves(run: RunDirectory, history: History) -> str:
     pictures = svg_plots(run, history)
     if not pictures:
         return paragraph("None: fewer than two steps were logged.")
-    cells = (f"<figure role='img' aria-label='{escape(t)}'>{svg}</figure>" for t, svg in pictures)
-    return f"<div class='curves'>{''.join(cells)}</div>"
+    return curves(pictures)
 
 
 def _answers(answers: Mapping[str, Any] | None) -> str:
