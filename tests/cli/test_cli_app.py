@@ -11,7 +11,17 @@ from trainkit.cli.failures import report_failure
 from trainkit.errors import DataError, RecipeError, TrainkitError
 from trainkit.version import __version__
 
-HEAVY = {"torch", "triton", "transformers", "datasets", "deepspeed", "peft", "matplotlib"}
+HEAVY = {
+    "pydantic",
+    "yaml",
+    "torch",
+    "triton",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "peft",
+    "matplotlib",
+}
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ subcommands, in a module of this package; to add one, add a row.
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ class LazyCommand(TyperCommand):
         return self.load().make_context(*args, **extra)
 
     def load(self) -> Any:
-        """Import the command."""
+        """Import the command; bitsandbytes has its say on a machine without a GPU otherwise."""
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         module, _, attribute = self.entry.target.partition(":")
         command = getattr(importlib.import_module(f"trainkit.cli.commands.{module}"), attribute)
         if isinstance(command, typer.Typer):

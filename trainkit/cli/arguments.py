@@ -8,11 +8,8 @@ launchers add.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainkit.options.parallel import DEFAULT_SHARD
-from trainkit.recipe.read.overrides import is_override
-
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {
-    "sft": {"--deepspeed": DEFAULT_SHARD, "--resume": "auto", "--allow-changed": "all"},
+    "sft": {"--deepspeed": "zero2", "--resume": "auto", "--allow-changed": "all"},
 }
 """Per command: options that may be given without a value, and what they mean then."""
 
@@ -39,6 +36,8 @@ def recipe_and_overrides(
         config: what ``--config`` says.
         words: the arguments without an option.
     """
+    from trainkit.recipe.read.overrides import is_override
+
     words = list(words or ())
     if config is None and words and not is_override(words[0]):
         return Path(words[0]), words[1:]
@@ -63,10 +62,10 @@ def _rewritten(
             yield f"{name.removeprefix('--')}={value}"
             continue
         name = name.replace("_", "-")
-        has_value = _is_value(following)
         if takes_overrides and name == _LAUNCHER_OPTION:
-            position += not equals and has_value
+            position += not equals and _is_value(following)
         elif name in optional and not equals:
+            has_value = _is_value(following)
             yield f"{name}={following if has_value else optional[name]}"
             position += has_value
         else:
@@ -75,6 +74,8 @@ def _rewritten(
 
 def _is_value(word: str | None) -> bool:
     """Whether a word after an option belongs to it: no other option, no override, no recipe."""
-    if word is None or word.startswith("-") or is_override(word):
+    if word is None or word.startswith("-"):
         return False
-    return not word.endswith((".yaml", ".yml"))
+    from trainkit.recipe.read.overrides import is_override  # not for help, which needs no recipe
+
+    return not is_override(word) and not word.endswith((".yaml", ".yml"))

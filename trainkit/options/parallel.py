@@ -22,9 +22,6 @@ _STAGES: Mapping[Schedule, range] = {
     "zbv": range(2, 3),
 }
 
-DEFAULT_SHARD: Shard = "zero2"
-"""What a bare ``--deepspeed`` means."""
-
 
 class ParallelOptions(Section):
     """How a run is spread over processes."""

@@ -111,10 +111,14 @@ class TakeUp(TrainerCallback):
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
-        changed = [pair for pair in zip(before, rates, strict=True) if pair[0] != pair[1]]
-        if changed:
-            was, now = max(changed)
-            self._note(f"the learning rate goes on at {now:.4g}; it was {was:.4g}")
+        options = self._trainer.group_options
+        changed: dict[str, tuple[float, float]] = {}
+        for was, now, given in zip(before, rates, options, strict=True):
+            if was != now:
+                is_usual = given["lr"] == self._trainer.args.learning_rate
+                changed.setdefault("" if is_usual else " in LoRA+'s B matrices", (was, now))
+        for where, (was, now) in sorted(changed.items()):
+            self._note(f"the learning rate goes on at {now:.4g}{where}; it was {was:.4g}")
 
     def _scaled_rates(self, groups: Sequence[Mapping[str, Any]]) -> list[float]:
         """The rates that a schedule with a state of its own has come to, over the recipe's."""
