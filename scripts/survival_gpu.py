@@ -284,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/survival_gpu"))
-    parser.add_argument("--parts", default="stall,pinning,watching,lora,determinism")
+    parser.add_argument("--parts", default="stall,watching,lora,determinism,pinning")
     parser.add_argument("--steps", type=int, default=260, help="of the stall's run")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it")
     parser.add_argument("--commit", default=None, help="of the code that runs")
@@ -320,8 +320,6 @@ def main() -> None:
     make(tools.small, 2048)
     if "stall" in parts:
         note("stall", lambda: stall(tools))
-    if "pinning" in parts:
-        note("pinning", lambda: pinning(tools))
     beside = watching(tools, gpus[-1]) if "watching" in parts else None
     large = None
     if "lora" in parts:
@@ -333,6 +331,8 @@ def main() -> None:
         note("lora", large)
     if "determinism" in parts:
         note("determinism", lambda: determinism(tools))
+    if "pinning" in parts:
+        note("pinning", lambda: pinning(tools))
 
 
 if __name__ == "__main__":
