@@ -61,7 +61,7 @@ TRAINING = (
     "training: {learning_rate: 1e-2, per_device_train_batch_size: 2, max_steps: 10, save_steps: 2,"
     " save_total_limit: 2, gradient_accumulation_steps: 2}\nfaults: {step_timeout: 60}\n"
 )
-PHASES = {"save": 40, "train": 20, "load": 15, "data": 15, "start": 10}
+PHASES = {"save": 45, "kept": 10, "train": 15, "load": 10, "data": 10, "start": 10}
 """Where the kill comes, and how often of a hundred."""
 
 
@@ -190,8 +190,8 @@ class Cell:
         rank = chance.randrange(self.num_ranks)
         saved = run.glob("checkpoint-*")
         done = max((int(path.name.partition("-")[2]) for path in saved), default=0)
-        share = {"save": 1 - done / STEPS, "start": 0.7, "load": 0.6, "data": 0.7, "train": 0}
-        most = max(int(counts[rank].get(phase, 0) * (share[phase] if done else 1)), 1)
+        share = {"save": 1 - done / STEPS, "start": 0.7, "load": 0.6, "data": 0.7}
+        most = max(int(counts[rank].get(phase, 0) * (share.get(phase, 1) if done else 1)), 1)
         delay = {"train": 1.5, "start": 0.3, "load": 0.3}.get(phase, 0.03)
         victim = chance.choice(("rank", "launcher", "group")) if self.num_ranks > 1 else "rank"
         at = 1 if phase == "train" else chance.randint(1, most)

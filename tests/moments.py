@@ -27,7 +27,8 @@ class Kill:
     """One kill.
 
     Attributes:
-        phase: ``start``, ``data``, ``load``, ``train`` or ``save``.
+        phase: ``start``, ``data``, ``load``, ``train``, ``save`` (files of a checkpoint that is
+            being written) or ``kept`` (files of one that is there, and of the final model).
         at: the how-manieth file that is opened, renamed, made or removed in it.
         delay: seconds after that.
         rank: whose files are counted.
@@ -87,8 +88,10 @@ class Counting:
             return "data"
         if not path.startswith(self._run) and "/m/" not in path:
             return "start" if self._phase == "start" else None
-        if "staging" in path or "checkpoint-" in path or "/final" in path:
+        if "staging" in path:
             return "save"
+        if "checkpoint-" in path or "/final" in path:
+            return "kept"
         if "logs/ranks" in path:
             self._phase = "train"
             return "train"

@@ -80,6 +80,12 @@ def pattern_of_an_adapter(root):
     return GENERATE
 
 
+@cases(rank="rank_pattern", alpha="alpha_pattern")
+def pattern_of_an_adapter_that_is_merged(root, key):
+    change_json(adapter(root) / "adapter_config.json", **{key: {"(.*)*(.*)*(.*)*x": 4}})
+    return "merge", "a", "merged", "--base-model", "m"
+
+
 @case
 def checkpoint_that_is_a_link(root):
     folder = newest(root, "run")

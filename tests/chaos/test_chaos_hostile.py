@@ -1,12 +1,14 @@
 """Hostile files are refused by name: no code of theirs runs, nothing reaches the terminal raw."""
 
 import re
+from pathlib import Path
 
 import chaos.hostile_inputs  # noqa: F401 (adds its cases)
 import pytest
 from chaos.hostile_cases import CASES, home
 from commands import trainkit
 
+SOURCES = Path(__file__).parents[2] / "trainkit"
 RECIPE = """\
 model: {name_or_path: m, dtype: bfloat16}
 data: {train: [d.jsonl], max_length: 64, packing: false, cache_dir: cache}
@@ -41,3 +43,13 @@ def test_it_is_refused_by_name(name, parts, tmp_path):
     assert "Traceback" not in said.err, said.err[-3000:]
     assert re.search("^error: .", said.err, re.MULTILINE), said.err
     assert not COMMANDS_OF_A_TERMINAL.search((said.out + said.err).replace("\r", "")), said.err
+
+
+def test_every_reader_of_adapters_tries_their_patterns_first():
+    """peft and `re` compare them with every name of a model, and nothing can stop them."""
+    reads = re.compile(r"Peft(Model|Config)\.from_pretrained\(|\.load_adapter\(|re\.match\(rf")
+    found = [path for path in SOURCES.rglob("*.py") if reads.search(path.read_text())]
+    trying = [path for path in found if "refuse_endless(" in path.read_text()]
+    # The card of a model has the line for its reader, and the check itself tries in a process.
+    assert {path.name for path in set(found) - set(trying)} == {"model_card.py"}
+    assert len(trying) >= 4

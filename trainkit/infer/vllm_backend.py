@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.data import DataOptions
 from trainkit.errors import RecipeError
 from trainkit.evals.answers import after_thinking, room_for
@@ -28,11 +29,9 @@ def vllm_arguments(paths: ModelPaths, asking: Asking, dtype: str) -> dict[str, A
         "max_gen_toks": asking.max_new_tokens or MAX_NEW_TOKENS,
     }
     if paths.adapter is not None:
-        from peft import PeftConfig
-
-        config = PeftConfig.from_pretrained(str(paths.adapter))
+        adapter = read_adapter(paths.adapter, with_peft=True)  # checked; vLLM reads it once more
         arguments["lora_local_path"] = str(paths.adapter)
-        arguments["max_lora_rank"] = max(int(getattr(config, "r", 16)), 8)
+        arguments["max_lora_rank"] = max(int(adapter.config.get("r", 16)), 8)
     return arguments
 
 

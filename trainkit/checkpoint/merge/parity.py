@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.weights.adapter import read_adapter_config
 from trainkit.checkpoint.weights.export import TensorSource
+from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.errors import CheckpointError
 
@@ -123,6 +125,8 @@ def compare_with_adapter(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with _loaded(base, device, packed_from) as plain:
         _match_vocabulary(plain, merged)
+        names = (name for name, _ in plain.named_modules())
+        refuse_endless(read_adapter_config(adapter, with_peft=True), names, adapter)
         model = PeftModel.from_pretrained(plain, str(adapter)).eval()
         sequences = [_continue(model, ids.to(device)) for ids in encoded.ids]
         theirs = [_logits(model, sequence) for sequence in sequences]

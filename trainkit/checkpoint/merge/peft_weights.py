@@ -21,6 +21,7 @@ from trainkit.checkpoint.merge.merged_weights import ModuleChange, Packing, chan
 from trainkit.checkpoint.merge.packed import through_nf4
 from trainkit.checkpoint.weights.adapter import Adapter, vocabulary_rows
 from trainkit.checkpoint.weights.export import TensorSource, cast
+from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.checkpoint.weights.reader import TensorInfo
 from trainkit.errors import CheckpointError
 
@@ -111,6 +112,8 @@ def _loaded(base: Path, adapter: Adapter, packing: Packing | None) -> PreTrained
 def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
+    names = (name for name, _ in model.named_modules())
+    refuse_endless(adapter.config, names, adapter.directory)
     try:
         wrapped = PeftModel.from_pretrained(model, str(adapter.directory))
         _refuse_strangers(wrapped, adapter)

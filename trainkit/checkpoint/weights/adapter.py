@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
 from trainkit.errors import CheckpointError
@@ -226,6 +227,7 @@ def adapter_from_tensors(
                     f"{name} is there twice, with other values", where=str(directory)
                 )
             replaced[name] = tensor
+    refuse_endless(config, parts, Path(directory) / CONFIG_NAME)
     modules = {
         module: _module_adapter(module, found, config, directory) for module, found in parts.items()
     }

@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
+
+from trainkit.errors import CheckpointError
 
 _SECONDS = 1
 """Of a processor: those of sane adapters take a thousandth of it."""
@@ -18,7 +21,32 @@ _COMPARE = (
     "for pattern in patterns:\n"
     "    for name in names:\n"
     "        re.fullmatch(pattern, name)\n"
+    "        re.match(rf'(.*\\.)?({pattern})$', name)\n"
 )
+
+
+_LONG = 500
+"""Characters of a name from which on a single repetition, tried from each of them, takes long."""
+
+
+def refuse_endless(config: Mapping[str, Any], names: Iterable[str], where: Path) -> None:
+    """Every reader of an adapter that compares its patterns with names calls this first.
+
+    Args:
+        config: as adapter_config.json has it.
+        names: of the modules it will be compared with.
+        where: the file.
+
+    Raises:
+        CheckpointError: a pattern does not come to an end.
+    """
+    key = endless_pattern(config, names)
+    if key is not None:
+        raise CheckpointError(
+            f"the pattern of {key} takes for ever to compare with the model's names",
+            where=str(where),
+            fix="write the names themselves there: [q_proj, v_proj]",
+        )
 
 
 def endless_pattern(config: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -35,18 +63,16 @@ def endless_pattern(config: Mapping[str, Any], names: Iterable[str]) -> str | No
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         found.append((key, [config.get(key)]))
     for key in ("rank_pattern", "alpha_pattern"):
-        found.append((key, list(config.get(key) or {})))
+        patterns = config.get(key)
+        found.append((key, list(patterns) if isinstance(patterns, dict) else []))
     known = [*names]
+    most = 1 if max(map(len, known), default=0) < _LONG else 0
     for key, patterns in found:
-        repeating = [each for each in patterns if isinstance(each, str) and _repeats(each)]
+        texts = [each for each in patterns if isinstance(each, str)]
+        repeating = [each for each in texts if len(re.findall(r"[*+{]", each)) > most]
         if repeating and not _ends(repeating, known):
             return key
     return None
-
-
-def _repeats(pattern: str) -> bool:
-    """Whether it repeats something twice: else its time is bounded by the name's length."""
-    return len(re.findall(r"[*+{]", pattern)) > 1
 
 
 def _ends(patterns: list[str], names: list[str]) -> bool:
