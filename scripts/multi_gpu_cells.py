@@ -61,7 +61,8 @@ class Cell:
                 if f"parallel.{kind}" in self.overrides
             ]
             return "-".join([self.shard, *shared])
-        return f"pipeline{self.pipeline}-{self.schedule}"
+        kept = "" if "training.gradient_checkpointing" in self.overrides else "-kept"
+        return f"pipeline{self.pipeline}-{self.schedule}{kept}"
 
     @property
     def pipeline(self) -> int:
@@ -88,9 +89,10 @@ FP8 = {**LORA, "lora.quantize": "fp8"}
 CHECKPOINTED = {"training.gradient_checkpointing": True}
 
 
-def pipeline(ranks: int, schedule: str) -> dict[str, Any]:
-    """The overrides of a pipeline."""
-    return {**CHECKPOINTED, "parallel.pipeline": ranks, "parallel.schedule": schedule}
+def pipeline(ranks: int, schedule: str, *, kept: bool = False) -> dict[str, Any]:
+    """The overrides of a pipeline, whose activations are recomputed or kept."""
+    recomputed = {} if kept else CHECKPOINTED
+    return {**recomputed, "parallel.pipeline": ranks, "parallel.schedule": schedule}
 
 
 CELLS = (
@@ -121,6 +123,8 @@ CELLS = (
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b"), 2),
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "interleaved"), 2),
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv"), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv", kept=True), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b", kept=True), 2),
     # `trainkit estimate` is held against these; nothing in it is fitted to them.
     Cell("llama-3.2-1b", "trainkit", 0, "zero1", 16, 4, {"parallel.tensor": 2}),
     Cell("qwen2-7b", "trainkit", 0, "zero3", 4, 2, {**CHECKPOINTED, "parallel.sequence": 2}),
