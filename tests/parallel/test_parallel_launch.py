@@ -145,6 +145,21 @@ def test_an_address_where_nobody_answers_is_named():
         Hosts("2", address="no.such.host.invalid", port=port).check_reachable(seconds=0)
 
 
+@pytest.mark.parametrize("spelling", ["-", "_"])
+def test_options_of_torchrun_win_over_their_variables(spelling, monkeypatch, capsys):
+    wanted = {"nproc_per_node": "3", "nnodes": "2", "node_rank": "1"}
+    wanted |= {"master_addr": "10.0.0.9", "master_port": "1234"}
+    for name in wanted:
+        monkeypatch.setenv(name.upper(), "7")
+    words = [f"--{name.replace('_', spelling)}={value}" for name, value in wanted.items()]
+    assert main(["launch", "--print", "torchrun", "--config", "r.yaml", *words]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("NPROC_PER_NODE=3 NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.9")
+    assert "MASTER_PORT=1234" in second
+    assert second.endswith("launch --config r.yaml")
+    assert Hosts.from_environment() == Hosts("2", 1, "10.0.0.9", 1234)
+
+
 def test_lines_to_run_are_printed(monkeypatch, capsys):
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("NPROC_PER_NODE", "8")

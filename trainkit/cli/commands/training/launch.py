@@ -6,9 +6,15 @@ import shlex
 import sys
 from collections.abc import Sequence
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+
+def _as_torchrun(name: str, about: str) -> Any:
+    """An option that torchrun has, in both of its spellings; it wins over its variable."""
+    spelled = f"--{name.replace('_', '-')}", f"--{name}"
+    return typer.Option(*spelled, help=f"{about} Wins over {name.upper()}.", show_default=False)
 
 
 class Form(str, Enum):
@@ -34,6 +40,20 @@ def launch(
             "directory from its last checkpoint.",
         ),
     ] = 0,
+    nproc_per_node: Annotated[
+        str | None,
+        _as_torchrun("nproc_per_node", "Processes on this host; by default one for each GPU."),
+    ] = None,
+    nnodes: Annotated[str | None, _as_torchrun("nnodes", "Hosts.")] = None,
+    node_rank: Annotated[
+        str | None, _as_torchrun("node_rank", "Which host this is, from 0.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, _as_torchrun("master_addr", "Host 0 as the others reach it.")
+    ] = None,
+    master_port: Annotated[
+        str | None, _as_torchrun("master_port", "A port of host 0 that is free.")
+    ] = None,
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds that other hosts wait for host 0.")
     ] = 50,
@@ -47,10 +67,18 @@ def launch(
 ) -> None:
     """Start ``sft`` on every GPU of this host, and of the others of a job.
 
-    Several hosts: the same command on each, with NNODES, NODE_RANK (0, 1, ...) and MASTER_ADDR
-    (host 0) in the environment, MASTER_PORT and NPROC_PER_NODE if need be; or `srun
+    Several hosts: the same command on each, with --nnodes, --node-rank (0, 1, ...) and
+    --master-addr (host 0), or NNODES, NODE_RANK and MASTER_ADDR in the environment; or `srun
     --ntasks-per-node=1`, which says all that.
     """
+    given = {
+        "NPROC_PER_NODE": nproc_per_node,
+        "NNODES": nnodes,
+        "NODE_RANK": node_rank,
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+    }
+    os.environ.update({name: text for name, text in given.items() if text is not None})
     from trainkit.parallel.hosts import Hosts
     from trainkit.parallel.launch import LAUNCH_VARIABLES, count_local_gpus, launch_command
     from trainkit.train.faults.signals import hold_back, watching_signals
