@@ -53,6 +53,8 @@ def passing(plan: Plan, numel: int) -> float:
         return 4.0 * numel + step
     if plan.keeps_masters:
         return (element + 4.0) * numel + step
+    if plan.one_pass:
+        return element * numel
     # In fp32: weight, gradient and noise, and one byte for what is finite.
     return element * numel + 13.0 * min(numel, PIECE) + step
 
