@@ -8,12 +8,14 @@ import torch
 from tiny import make_qwen2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Trainer, TrainingArguments
 
 from trainkit.kernels.fp8.reference import FP8
 from trainkit.models.forwards.shared_input import apply_linears
 from trainkit.models.fp8.errors import PRODUCT_LIMIT
 from trainkit.models.fp8.trained import KeptCodes, TrainedFp8, swap_in
 from trainkit.models.patch import patch_kernels
+from trainkit.train.callbacks import KeepFp8Codes
 
 BF16 = torch.bfloat16
 BOTH, BACKWARD, FORWARD = (True, True), (False, True), (True, False)
@@ -191,6 +193,24 @@ def test_codes_are_made_once_until_weights_change():
     kept.stop()
     assert layer.kept is None
     assert layer.codes(layer.weight)[0] is not layer.codes(layer.weight)[0]
+
+
+def test_in_training_codes_are_those_of_the_weights_in_every_step(tmp_path):
+    """Bit for bit the run that quantises its weights at each use: none is left from a step ago."""
+    found = []
+    for callbacks in (lambda model: [KeepFp8Codes(model)], lambda model: []):
+        model, _ = fp8_model()
+        arguments = TrainingArguments(
+            str(tmp_path), max_steps=3, learning_rate=1e-2, use_cpu=True, save_strategy="no",
+            per_device_train_batch_size=1, gradient_accumulation_steps=2, report_to="none",
+            logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in IDS] * 3
+        trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks(model))
+        trainer.train()
+        found.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
 
 
 def test_what_is_kept_for_the_backward_pass_is_one_byte_a_number():
