@@ -57,6 +57,8 @@ def test_a_whole_set_is_a_group_of_its_parts(tmp_path):
         load_tasks(TaskChoice(["mmlu"], data=str(tmp_path)))
 
 
+AGIEVAL = '{"question": "q", "options": ["(A)1", "(B)2"], "label": LABEL}'
+PROGRAM = b'{"task_id": "a", "prompt": "p", "entry_point": "f(1)", "test": "t"}'
 BROKEN = [
     ("boolq/dev.jsonl", '{"question": "q", "passage": "p", "answer": "yes"}', "1", "true or false"),
     ("boolq/dev.jsonl", '{"question": "q"}\n', "1", "answer"),
@@ -77,6 +79,26 @@ BROKEN = [
     ("ceval/val/law_val.csv", "id,question,A,B,C,D\n", "1", "column answer"),
     ("ceval/val/law_val.csv", "id,question,A,B,C,D,answer\n0,q,a,b,c,d,\n", "2", "ABCD"),
     ("humaneval/HumanEval.jsonl.gz", "not packed", "", "cannot be read"),
+    ("boolq/dev.jsonl", "\n\n", "", "no questions"),
+    ("mmlu/data/test/anatomy_test.csv", "", "", "no questions"),
+    ("bbh/bbh/word_sorting.json", '{"examples": []}', "", "no questions"),
+    ("ceval/val/law_val.csv", "id,question,A,B,C,D,answer\n", "", "no questions"),
+    ("boolq/dev.jsonl", '{"question": "\\ud800", "passage": "", "answer": true}', "1", "surrogate"),
+    ("boolq/dev.jsonl", "[" * 100_000, "1", "JSON"),
+    ("boolq/dev.jsonl", '{"question": "q", "passage": "p", "label": 2}', "1", "true or false"),
+    ("gsm8k/test.jsonl", '{"question": "q", "answer": "so 4"}', "1", "####"),
+    ("gsm8k/test.jsonl", b"\xff\xfe{\x00", "", "cannot be read"),
+    ("bbh/bbh/word_sorting.json", b'{"examples": "\xff"}', "", "cannot be read"),
+    ("agieval/data/v1_1/aqua-rat.jsonl", AGIEVAL.replace("LABEL", "[]"), "1", "label"),
+    ("agieval/data/v1_1/aqua-rat.jsonl", AGIEVAL.replace("LABEL", "null"), "1", "label"),
+    (
+        "agieval/data/v1_1/aqua-rat.jsonl",
+        json.dumps({"question": "q", "options": list("abcdefgh"), "label": "A"}),
+        "1",
+        "seven|7",
+    ),
+    ("humaneval/HumanEval.jsonl.gz", gzip.compress(PROGRAM), "1", "names no function"),
+    ("humaneval/HumanEval.jsonl.gz", gzip.compress(PROGRAM)[:20] + b"XXXXXXXX", "", "cannot be"),
 ]
 TASK_OF = {
     "boolq": "boolq",
@@ -92,7 +114,7 @@ TASK_OF = {
 @pytest.mark.parametrize(("name", "text", "place", "word"), BROKEN)
 def test_a_malformed_file_is_refused_with_its_line(tmp_path, name, text, place, word):
     write_sets(tmp_path)
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     task = TASK_OF[name.partition("/")[0]]
     with pytest.raises(DataError, match=word) as refused:
         load_tasks(TaskChoice([task], data=str(tmp_path), allow_code=True))
@@ -137,9 +159,10 @@ def test_examples_that_are_missing_are_asked_for(tmp_path):
 def test_other_forms_of_the_same_files(tmp_path):
     """SuperGLUE's BoolQ, an unpacked HumanEval, MMLU without its outer folder."""
     write_sets(tmp_path)
-    row = {"question": "q", "passage": "p", "idx": 0, "label": False}
+    rows = [{"question": "q", "passage": "p", "idx": 0, "label": label} for label in (False, 0)]
     (tmp_path / "boolq/dev.jsonl").unlink()
-    (tmp_path / "boolq/val.jsonl").write_text(json.dumps(row))
+    text = "".join(json.dumps(row) + "\r\n" for row in rows)
+    (tmp_path / "boolq/val.jsonl").write_text(text, encoding="utf-8-sig")
     packed = tmp_path / "humaneval/HumanEval.jsonl.gz"
     packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
     packed.unlink()
@@ -148,8 +171,9 @@ def test_other_forms_of_the_same_files(tmp_path):
     found = load_tasks(
         TaskChoice(["boolq", "humaneval", "mmlu_anatomy"], data=str(tmp_path), allow_code=True)
     )
-    assert [len(task.eval_docs) for task in found.tasks.values()] == [1, 2, 3]
-    assert found.tasks["boolq"].doc_to_target(found.tasks["boolq"].eval_docs[0]) == 0
+    assert [len(task.eval_docs) for task in found.tasks.values()] == [2, 2, 3]
+    boolq = found.tasks["boolq"]
+    assert [boolq.doc_to_target(each) for each in boolq.eval_docs] == [0, 0]
 
 
 def test_the_tables_agree():

@@ -7,7 +7,9 @@ fields that the harness's own task reads. No torch, no harness.
 import csv
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ Rows = list[dict[str, Any]]
 Splits = Mapping[str, Rows]
 Reader = Callable[[Path, str], Splits]
 
+_EMPTY = "there are no questions in it"
 _PAGE = (
     "the guide on evaluating says which file goes where; a part of a set is asked for by its own "
     "name, such as mmlu_anatomy"
@@ -34,8 +37,10 @@ def read_boolq(directory: Path, subset: str) -> Splits:
 
 
 def _boolq(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    # The original says `answer`, SuperGLUE's copy of it `label`.
+    # The original says `answer`, SuperGLUE's copy of it `label`, on the hub 0 or 1.
     answer = row.get("answer", row.get("label"))
+    if "answer" not in row and answer in (0, 1):
+        answer = bool(answer)
     if not isinstance(answer, bool):
         raise DataError(f"answer is {answer!r} and must be true or false", where=where)
     question, passage = _text(row, "question", where), _text(row, "passage", where)
@@ -50,7 +55,10 @@ def read_mmlu(directory: Path, subset: str) -> Splits:
         )
         for split in ("test", "dev")
     }
-    return {split: [_mmlu(cells, at) for cells, at in _csv(p)] for split, p in paths.items()}
+    found = {split: [_mmlu(cells, at) for cells, at in _csv(p)] for split, p in paths.items()}
+    if not found["test"]:
+        raise DataError(_EMPTY, where=str(paths["test"]))
+    return found
 
 
 def _mmlu(cells: Sequence[str], where: str) -> dict[str, Any]:
@@ -70,13 +78,14 @@ def read_gsm8k(directory: Path, subset: str) -> Splits:
     train = find_if_there(directory, "train.jsonl")
     if train is not None:
         splits["train"] = train
-    return {
-        name: [
-            {key: _text(row, key, where) for key in ("question", "answer")}
-            for row, where in _jsonl(path)
-        ]
-        for name, path in splits.items()
-    }
+    return {name: [_gsm8k(row, where) for row, where in _jsonl(p)] for name, p in splits.items()}
+
+
+def _gsm8k(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    answer = _text(row, "answer", where)
+    if not answer.partition("####")[2].strip():
+        raise DataError("the answer does not end with #### and a number", where=where)
+    return {"question": _text(row, "question", where), "answer": answer}
 
 
 def read_humaneval(directory: Path, subset: str) -> Splits:
@@ -84,10 +93,12 @@ def read_humaneval(directory: Path, subset: str) -> Splits:
     del subset
     path = find(directory, "HumanEval.jsonl.gz", "HumanEval.jsonl")
     keys = ("task_id", "prompt", "entry_point", "test")
-    rows = [
-        {**{key: _text(row, key, where) for key in keys}, "canonical_solution": ""}
-        for row, where in _jsonl(path)
-    ]
+    rows = []
+    for row, where in _jsonl(path):
+        own = {key: _text(row, key, where) for key in keys}
+        if not own["entry_point"].isidentifier():
+            raise DataError(f"entry_point {own['entry_point']!r} names no function", where=where)
+        rows.append({**own, "canonical_solution": ""})
     return {"test": rows}
 
 
@@ -122,8 +133,10 @@ def _agieval(row: Mapping[str, Any], subset: str, where: str) -> dict[str, Any]:
             "answer": _text(row, "answer", where),
         }
     options = row.get("options")
-    if not isinstance(options, list) or not options:
-        raise DataError("options must be a list of the answers to choose from", where=where)
+    if not isinstance(options, list) or not 1 <= len(options) <= len(_AGIEVAL_LETTERS):
+        raise DataError(
+            f"options must be a list of one to {len(_AGIEVAL_LETTERS)} answers", where=where
+        )
     is_chinese = subset in _CHINESE
     # The set's own code takes one option for a list that was not split.
     count = len(options) if len(options) > 1 else 4 if is_chinese else 5
@@ -135,7 +148,9 @@ def _agieval(row: Mapping[str, Any], subset: str, where: str) -> dict[str, Any]:
         f"A: Among A through {last}, the answer is"
     )
     label = row.get("label")
-    letters = label if isinstance(label, list) else list(str(label))
+    letters = label if isinstance(label, list) else list(label) if isinstance(label, str) else []
+    if not letters:
+        raise DataError(f"label is {label!r} and must be a letter, or several", where=where)
     gold = [_letter(str(each), _AGIEVAL_LETTERS[:count], where) for each in letters]
     return {"query": query, "choices": [str(each) for each in options], "gold": gold}
 
@@ -143,10 +158,13 @@ def _agieval(row: Mapping[str, Any], subset: str, where: str) -> dict[str, Any]:
 def read_bbh(directory: Path, subset: str) -> Splits:
     """``SUBSET.json``, as in the repository's ``bbh``: examples of input and target."""
     path = find(directory, f"{subset}.json", f"bbh/{subset}.json")
-    content = _json(path.read_text(encoding="utf-8"), str(path))
+    with _readable(path):
+        content = _json(path.read_text(encoding="utf-8-sig"), str(path))
     examples = content.get("examples") if isinstance(content, dict) else None
     if not isinstance(examples, list):
         raise DataError("there is no list `examples` in it", where=str(path))
+    if not examples:
+        raise DataError(_EMPTY, where=str(path))
     rows = [
         {key: _text(row, key, f"{path}, example {number}") for key in ("input", "target")}
         for number, row in enumerate(examples, 1)
@@ -157,7 +175,10 @@ def read_bbh(directory: Path, subset: str) -> Splits:
 def read_ceval(directory: Path, subset: str) -> Splits:
     """``val/SUBSET_val.csv`` and ``dev/SUBSET_dev.csv``, with the columns' names first."""
     paths = {split: find(directory, f"{split}/{subset}_{split}.csv") for split in ("val", "dev")}
-    return {split: list(_ceval(path)) for split, path in paths.items()}
+    found = {split: list(_ceval(path)) for split, path in paths.items()}
+    if not found["val"]:
+        raise DataError(_EMPTY, where=str(paths["val"]))
+    return found
 
 
 def _ceval(path: Path) -> Iterator[dict[str, Any]]:
@@ -199,37 +220,43 @@ def find_if_there(directory: Path, *names: str) -> Path | None:
 
 def _jsonl(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Each row with its place."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                row = _json(line, where)
-                if not isinstance(row, dict):
-                    raise DataError("the line is not a JSON object", where=where)
-                yield row, where
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
-        raise DataError(f"it cannot be read: {error}", where=str(path)) from error
+    opener, is_empty = gzip.open if path.suffix == ".gz" else open, True
+    with _readable(path), opener(path, "rt", encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            row = _json(line, where)
+            if not isinstance(row, dict):
+                raise DataError("the line is not a JSON object", where=where)
+            is_empty = False
+            yield row, where
+    if is_empty:
+        raise DataError(_EMPTY, where=str(path))
 
 
 def _csv(path: Path) -> Iterator[tuple[list[str], str]]:
     """Each row with its place; a cell may hold line ends."""
+    with _readable(path), path.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.reader(stream, strict=True)
+        for cells in reader:
+            if cells:
+                yield cells, f"{path}:{reader.line_num}"
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Within, what a damaged file raises says which file it is."""
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.reader(stream, strict=True)
-            for cells in reader:
-                if cells:
-                    yield cells, f"{path}:{reader.line_num}"
-    except (UnicodeDecodeError, csv.Error) as error:
+        yield
+    except (UnicodeDecodeError, csv.Error, zlib.error, EOFError, OSError) as error:
         raise DataError(f"it cannot be read: {error}", where=str(path)) from error
 
 
 def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"it is not JSON: {error}", where=where) from None
 
 
@@ -237,6 +264,8 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     value = row.get(key) if isinstance(row, Mapping) else None
     if not isinstance(value, str):
         raise DataError(f"{key} is {value!r} and must be a text", where=where)
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise DataError(f"{key} has half of a character (a lone surrogate)", where=where)
     return value
 
 
