@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,7 @@ def trainkit_lora(
     model = random_model(size, device)
     gains = gaining(model, size, device, frozen=True)
     del model
+    gc.collect()
     depth = size.config["num_hidden_layers"]
     for policy, directions in policies(gains, default, depth).items():
         model = random_model(size, device)
@@ -228,6 +230,7 @@ def trainkit_lora(
         yield {"policy": policy, **share_of(directions, gains), **measured(step, device, size)}
         yield {"policy": policy, **by_kernel(step, device)}
         del model, adapted, trained, optimizer, step
+        gc.collect()  # a model holds itself, in circles
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

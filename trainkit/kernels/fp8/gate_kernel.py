@@ -276,6 +276,6 @@ def launch_gate_back(
             (gate.stride(0), up.stride(0), dh.stride(0)),
             (num_rows,),
             (*pieces(width), tanh_gelu),
-            4 if INTERPRETING else _warps(width, 16),
+            4 if INTERPRETING else _warps(width, 32),
         )
     return codes, scales, h_codes
