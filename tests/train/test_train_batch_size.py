@@ -100,3 +100,18 @@ def test_ranks_try_together_before_the_first_step(project):
     assert "per_device_train_batch_size: 1  # found by the run" in (
         (project.root / "run" / "resolved.yaml").read_text()
     )
+
+
+def test_the_rank_that_needs_the_most_is_recorded(project):
+    words = [*WORDS[:-1], "training.max_steps=1", "parallel.shard=fsdp2", "--output-dir", "run"]
+    case = {"cwd": str(project.root), "argv": words, "memory_gib": 80, "peaks_gib": [1.0, 90.0]}
+    ranks = run_ranks("train.shortage_cases:sft_on_gpus", world_size=2, **case)
+    assert [code for code, _, _ in ranks] == [0, 0]
+    kept = json.loads((project.root / "run" / "memory.json").read_text())
+    assert kept["measured"]["first_step_gib"] == kept["measured"]["peak_gib"] == 90.0
+    assert kept["estimated"]["gpus"] == 2
+    assert "90.0 GiB measured in the first step" in ranks[0][2]
+    case |= {"memory_gib": 0.01, "argv": [*words[:-1], "another"]}
+    refused = run_ranks("train.shortage_cases:sft_on_gpus", world_size=2, **case)
+    assert [code for code, _, _ in refused] == [1, 1]
+    assert "--force" in refused[0][2]

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.estimate import MEMORY_BAND, Estimate, estimate
 from trainkit.estimate.gpus import GPUS, Gpu, gpu_named
-from trainkit.estimate.peak import CONTEXT_GIB, GIB, peak
+from trainkit.estimate.peak import CONTEXT_GIB, GIB, RESERVED, peak
 from trainkit.estimate.recipe import allowing, plan_of, uncounted
 from trainkit.run import Console, RunDirectory
 from trainkit.train.prepare import Invocation, Prepared
@@ -134,7 +134,7 @@ class MemoryRecord(TrainerCallback):
         low, high = MEMORY_BAND
         if measured > said * (1 - low) or (self._is_exact and measured < said * (1 - high)):
             corrected = self._found.peak.gib * measured / said
-            needed = self._found.peak.needed_gib * measured / said
+            needed = corrected * RESERVED + CONTEXT_GIB
             self._measured["corrected_gib"] = round(corrected, 3)
             note = (
                 f"memory: {measured:.1f} GiB measured in the first step, {said:.1f} GiB estimated "
