@@ -10,7 +10,7 @@ from torch.distributed.launcher import api
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
-from trainkit.parallel.hosts import OWN_LAUNCH, Hosts, first_host
+from trainkit.parallel.hosts import OWN_LAUNCH, Hosts, first_host, free_port
 from trainkit.parallel.launch import launch_command
 from trainkit.train.faults import torchrun
 
@@ -40,6 +40,20 @@ def test_a_launch_is_refused_by_the_name_of_a_variable_that_is_no_number(name, m
     """torchrun would end in a traceback."""
     monkeypatch.setenv(name, "x")
     with pytest.raises(RecipeError, match=f"{name} is 'x' and must be a whole number"):
+        command()
+
+
+CANNOT_BE = [
+    *(("NPROC_PER_NODE", "0"), ("NNODES", "0"), ("NNODES", "2:1"), ("NNODES", "1:x")),
+    *(("NODE_RANK", "2"), ("MASTER_PORT", "65536")),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), CANNOT_BE)
+def test_a_number_that_cannot_be_is_refused_by_name(name, text, monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(RecipeError, match=f"{name} is '{text}' and must be"):
         command()
 
 
@@ -132,6 +146,21 @@ def test_a_port_in_use_is_named():
             hosts.check_reachable(seconds=0)
         assert "MASTER_PORT" in str(refused.value)
         Hosts("2", rank=1, port=hosts.port).check_reachable(seconds=0)
+
+
+def test_host_0_must_meet_itself_at_the_address(monkeypatch):
+    """A gateway may answer for any address, and the hosts would wait for one another there."""
+    hosts, connect = Hosts("2", port=free_port()), socket.create_connection
+    with socket.socket() as gateway:
+        gateway.bind(("127.0.0.1", 0))
+        gateway.listen()
+        monkeypatch.setattr(
+            socket, "create_connection", lambda _, **given: connect(gateway.getsockname(), **given)
+        )
+        with pytest.raises(RecipeError, match="another host answers there"):
+            hosts.check_reachable(seconds=0)
+        monkeypatch.undo()
+        hosts.check_reachable(seconds=0)
 
 
 def test_an_address_where_nobody_answers_is_named():

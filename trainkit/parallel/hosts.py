@@ -18,6 +18,7 @@ OWN_LAUNCH = "trainkit-"
 """How the names of launches begin that ``trainkit launch`` made, each of them once."""
 
 _PROBE_SECONDS = 5
+_LAST_PORT = 2**16 - 1
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,19 @@ class Hosts:
         """Read NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and TRAINKIT_JOB, or what srun sets.
 
         Raises:
-            RecipeError: one of them is not a number, or srun started more than one task a host.
+            RecipeError: one of them is not a number that can be, or srun started more than one
+                task a host.
         """
         given = os.environ if environment is None else environment
         variables = {**_of_slurm(given), **{name: text for name, text in given.items() if text}}
-        number = variables.get("NNODES", "1")
-        if ":" not in number:  # 1:4 is a range, for elastic runs
-            number = str(whole_number(variables, "NNODES", 1))
+        number, last = _number_of_hosts(variables)
         job = variables.get("TRAINKIT_JOB")
         if number == "1":
             job = job or secrets.token_hex(8)
-        port = whole_number(variables, "MASTER_PORT", 0)
+        port = whole_number(variables, "MASTER_PORT", 0, at_most=_LAST_PORT)
         return cls(
             number,
-            whole_number(variables, "NODE_RANK", 0),
+            whole_number(variables, "NODE_RANK", 0, at_most=last),
             variables.get("MASTER_ADDR", "127.0.0.1"),
             port or (free_port() if number == "1" else DEFAULT_PORT),
             None if job is None else OWN_LAUNCH + job,
@@ -123,7 +123,7 @@ class Hosts:
                     where="MASTER_PORT",
                     fix="set MASTER_PORT to another one, the same on every host",
                 ) from error
-            problem = self._problem_at_host_0()
+            problem = self._problem_at_host_0() or _problem_of(listener)
         if problem is not None:
             raise RecipeError(
                 f"NODE_RANK is 0, and this host is not reached at {self.address} ({problem})",
@@ -137,6 +137,32 @@ class Hosts:
         except OSError as error:
             return error.strerror or str(error) or type(error).__name__
         return None
+
+
+def _number_of_hosts(variables: Mapping[str, str]) -> tuple[str, int]:
+    """As torchrun takes it, with the rank of the last host; 1:4 is a range, for elastic runs."""
+    least, colon, most = variables.get("NNODES", "1").partition(":")
+    if not colon:
+        number = whole_number(variables, "NNODES", 1, at_least=1)
+        return str(number), number - 1
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise RecipeError(
+            f"NNODES is {variables['NNODES']!r} and must be a number of hosts, or the least "
+            "and the most of them, as in 1:4",
+            where="environment",
+            fix="correct NNODES, the same on every host",
+        )
+    return f"{least}:{most}", int(most) - 1
+
+
+def _problem_of(listener: socket.socket) -> str | None:
+    """Whether who was asked for this host was another one: gateways answer for any address."""
+    listener.settimeout(1)
+    try:
+        listener.accept()[0].close()
+    except OSError:
+        return "another host answers there"
+    return None
 
 
 def free_port() -> int:

@@ -55,7 +55,7 @@ def launch_command(
     """
     wanted = os.environ.get("NPROC_PER_NODE") or str(num_processes)
     if wanted not in _COUNTED_BY_TORCHRUN:
-        wanted = str(whole_number(os.environ, "NPROC_PER_NODE", num_processes))
+        wanted = str(whole_number(os.environ, "NPROC_PER_NODE", num_processes, at_least=1))
     program = ["-m", "trainkit.cli.app", *arguments]
     if wanted == "1" and num_processes == 1 and hosts.is_one and not max_restarts:
         return [sys.executable, *program]

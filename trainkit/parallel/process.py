@@ -52,16 +52,25 @@ class ProcessRank:
         return cls(dist_rank, whole_number(variables, "LOCAL_RANK", 0), world_size)
 
 
-def whole_number(variables: Mapping[str, str], name: str, default: int) -> int:
+def whole_number(
+    variables: Mapping[str, str],
+    name: str,
+    default: int,
+    *,
+    at_least: int = 0,
+    at_most: int = 2**31,
+) -> int:
     """An environment variable that is a number.
 
     Raises:
-        RecipeError: it is none.
+        RecipeError: it is none, or not between these two.
     """
     text = variables.get(name) or str(default)
-    if not text.strip().isdecimal():
+    if not text.strip().isdecimal() or not at_least <= int(text) <= at_most:
+        bounds = f", {at_least} or more" if at_least else ""
+        bounds = f" from {at_least} to {at_most}" if at_most < 2**31 else bounds
         raise RecipeError(
-            f"{name} is {text!r} and must be a whole number",
+            f"{name} is {text!r} and must be a whole number{bounds}",
             where="environment",
             fix=f"unset {name}, or start with torchrun, which sets it",
         )
