@@ -19,6 +19,7 @@ ended with the right bytes and nobody had to help.
 """
 
 import argparse
+import fcntl
 import fnmatch
 import json
 import random
@@ -257,6 +258,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
         folder = Path(arguments.work or scratch)
         folder.mkdir(exist_ok=True)
+        lock = (folder / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another one's kills would count here
         prepare(folder, real=arguments.real)
         starts = Starts(folder, real=arguments.real)
         known: dict[str, Any] = {}

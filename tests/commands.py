@@ -55,6 +55,7 @@ def run_command(
     kill_at=None,
     stop_at=None,
     number=signal.SIGINT,
+    presses=1,
     on_rank=None,
     to_launcher=False,
     launch=0,
@@ -73,6 +74,7 @@ def run_command(
         kill_at: SIGKILL in this step, before it is logged or saved; 0 is while the model loads.
         stop_at: the same for ``number``.
         number: the signal of ``stop_at``.
+        presses: how often it comes.
         on_rank: where; everywhere when it is None.
         to_launcher: the rank sends it to what has started it, not to itself.
         launch: so many ranks are started by ``trainkit launch``, which the command then is for;
@@ -92,7 +94,7 @@ def run_command(
             moments.arm()
         is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if on_rank in (None, int(os.environ["RANK"])) and not is_again:
-            _end_at({kill_at: signal.SIGKILL, stop_at: number}, to_launcher)
+            _end_at({kill_at: signal.SIGKILL, stop_at: number}, to_launcher, presses)
 
     if not launch:
         end_at()
@@ -127,7 +129,7 @@ def run_command(
     )
 
 
-def _end_at(signals, to_launcher):
+def _end_at(signals, to_launcher, presses):
     """Send this process, or its launcher, a signal at the end of a step: ``{step: signal}``.
 
     A checkpoint that is being written is complete by then, so that a test knows where a run goes
@@ -145,7 +147,8 @@ def _end_at(signals, to_launcher):
         if state.global_step in signals:
             for writer in writers:
                 writer.wait()
-            os.kill(victim, signals[state.global_step])
+            for _ in range(presses):
+                os.kill(victim, signals[state.global_step])
         return plain(self, args, state, control, **kwargs)
 
     def saving(self, *arguments, **keywords):

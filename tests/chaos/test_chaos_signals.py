@@ -74,6 +74,17 @@ def test_a_second_signal_to_the_launcher_aborts_the_ranks(second, tmp_path):
     assert (code, seen) == (143, ["15 15", "15 15"])
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_second_signal_aborts_at_once(project, number):
+    """The first one would be followed by checkpoint-3."""
+    said = project.sft("r.yaml", "--output-dir", "run", stop_at=3, number=number, presses=2)
+    assert said.code == 128 + number, said
+    told = status(project.root / "run")
+    assert told["state"] == "interrupted"
+    assert told["reason"] == f"aborted by a second signal ({signal.Signals(number).name})"
+    assert newest_valid(project.root / "run").path.name == "checkpoint-2"
+
+
 def test_ranks_whose_launcher_is_killed_save_and_stop(project):
     run = project.root / "run"
     project.launch(
@@ -95,13 +106,15 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(project):
     assert newest_valid(run).path is not None
 
 
-def test_a_signal_while_the_model_loads_ends_the_run_with_a_status(project):
-    said = project.sft("r.yaml", "--output-dir", "run", stop_at=0, number=signal.SIGTERM)
-    assert said.code == 75
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_the_model_loads_ends_the_run_with_a_status(project, number):
+    said = project.sft("r.yaml", "--output-dir", "run", stop_at=0, number=number)
+    assert said.code == (130 if number == signal.SIGINT else 75)
     told = status(project.root / "run")
     assert told["state"] == "interrupted"
-    assert told["reason"] == "stopped by SIGTERM before the first step"
-    assert project.sft("--resume", "run", "training.max_steps=2").code == 0
+    assert told["reason"] == f"stopped by {signal.Signals(number).name} before the first step"
+    if number == signal.SIGTERM:
+        assert project.sft("--resume", "run", "training.max_steps=2").code == 0
 
 
 def test_a_stop_where_an_evaluation_is_due_makes_up_for_it(project):
