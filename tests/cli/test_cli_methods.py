@@ -120,3 +120,17 @@ def test_packed_rows_say_how_much_weaker_their_noise_is(project):
     said = project.sft(*arguments, "--dry-run")
     assert "training.neftune_noise_alpha: the noise is alpha" in said.err
     assert "neftune" not in project.sft("--config", "r.yaml", BOTH[0], "--dry-run").err
+
+
+def test_json_is_alone_on_stdout_whatever_libraries_print(project):
+    """Each row of the log as in metrics.jsonl, the summary, and the run; text stays on stderr."""
+    said = project.sft("--config", "r.yaml", "training.max_steps=2", "-o", "told", "--json")
+    assert said.code == 0, said.err
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    written = [json.loads(line) for line in (project.root / "told/metrics.jsonl").open()]
+    assert [row for row in rows if "step" in row] == written
+    assert rows[-2]["state"] == "done"
+    assert rows[-1] == {"run": "told"} or rows[-1]["run"].endswith("/told")
+    again = project.sft("--resume", "told", "--json")
+    assert json.loads(again.out)["run"].endswith("told")
+    assert "step 2/2" in said.err

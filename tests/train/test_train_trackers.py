@@ -1,5 +1,6 @@
 """A continued run goes on in its trackers' own runs, or says that it does not."""
 
+import contextlib
 import json
 import os
 import sys
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainkit.run import RunDirectory
-from trainkit.train.log.trackers import FILE, TRACKERS, RememberTrackers, go_on_with
+from trainkit.train.log.trackers import FILE, TRACKERS, RememberTrackers, go_on_with, trackers_ended
 
 FAKES = {
     "wandb": SimpleNamespace(run=SimpleNamespace(id="w1")),
@@ -55,3 +56,15 @@ def test_what_the_environment_says_wins(run, monkeypatch):
 def test_trackers_that_are_not_asked_for_are_left_alone(run):
     RememberTrackers(run).on_train_begin(SimpleNamespace(report_to=["tensorboard"]), None, None)
     assert not (run.root / FILE).exists()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_tracker_ends_with_the_run_and_not_at_the_exit(fails, monkeypatch):
+    """At the exit of the process its words were on standard output, behind the run's JSON."""
+    codes = []
+    fake = SimpleNamespace(run=object(), finish=lambda exit_code: codes.append(exit_code))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with contextlib.suppress(RuntimeError), trackers_ended():
+        if fails:
+            raise RuntimeError
+    assert codes == [int(fails)]

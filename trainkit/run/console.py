@@ -10,8 +10,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
@@ -37,6 +37,7 @@ class Console:
             on a terminal that can move its cursor (no ``NO_COLOR``, ``TERM`` not ``dumb``).
         dist_rank: this process's global number; every process but 0 is silent.
         stream: where to write, standard error by default.
+        rows: takes each row of metrics and the summary as well, for programs.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class Console:
         *,
         dist_rank: int = 0,
         stream: TextIO | None = None,
+        rows: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
+        self._rows = rows
         self._stream = stream or sys.stderr
         self._silent = dist_rank != 0
         self.interactive = _can_be_live(self._stream) if interactive is None else interactive
@@ -87,6 +90,8 @@ class Console:
         """Show one row of metrics (the keys of ``metrics.jsonl``; ``eval_*`` rows get a line)."""
         if self._silent:
             return
+        if self._rows is not None:
+            self._rows(metrics)
         evaluation = {key: value for key, value in metrics.items() if key.startswith("eval_")}
         self._progress.update(metrics)
         if evaluation and "loss" not in metrics:
@@ -116,6 +121,8 @@ class Console:
         self.stop()
         if summary is None or self._silent:
             return
+        if self._rows is not None:
+            self._rows({"state": title, **{label: str(value) for label, value in summary.items()}})
         width = max((len(label) for label in summary), default=0)
         self._write(Text(title, style="bold"))
         for label, value in summary.items():

@@ -86,7 +86,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
     _relaunch_on_all_gpus(options)
     quieten_libraries()
     process = ProcessRank.from_environment()
-    console = Console(dist_rank=process.dist_rank)
+    console = Console(dist_rank=process.dist_rank, rows=options.rows)
     start = Invocation(loaded, options, process, console)
     with contextlib.ExitStack() as scratch:
         scratch.callback(console.stop)

@@ -1,6 +1,6 @@
 """What the options of ``trainkit sft`` mean: recipe values some, the rest ``SftOptions``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ class SftOptions:
         output_dir: the run directory to make, or None for a new one under ``train_model/``.
         command: the command line, to be kept in ``command.sh``.
         force: train although the estimate says that the memory is not enough.
-        json: print one JSON object a line instead of text for people.
+        rows: takes each row of the log, and the summary at the end; what people read stays on
+            standard error.
     """
 
     resume: Path | None = None
@@ -28,7 +29,7 @@ class SftOptions:
     output_dir: Path | None = None
     command: tuple[str, ...] = ()
     force: bool = False
-    json: bool = False
+    rows: Callable[[Mapping[str, Any]], None] | None = None
 
 
 def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,14 @@
 """``trainkit sft``: a recipe in, a run directory out."""
 
+import contextlib
+import dataclasses
+import functools
+import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -79,7 +84,10 @@ def sft(
         bool,
         typer.Option("--force", help="Train although the estimate says that the GPU is too small."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print each row of the log, the summary and the run as JSON."),
+    ] = False,
 ) -> None:
     """Train a model as a recipe says. The last line printed is the run directory."""
     from trainkit.cli.arguments import recipe_and_overrides
@@ -95,7 +103,7 @@ def sft(
     }
     given = read_command(config, overrides, options, resume=resume, output_dir=output_dir)
     if given.is_done and not dry_run:
-        _say_done(given.resume)
+        _say_done(given.resume, as_json)
         return
     check_files(given.loaded)
     chosen_dir = given.loaded.recipe.training.get("output_dir")
@@ -111,30 +119,47 @@ def sft(
             output_dir=None if chosen_dir is None else Path(chosen_dir),
             command=tuple(context.obj or sys.argv[1:]),
             force=force,
-            json=json,
         ),
+        as_json=as_json,
     )
 
 
-def _say_done(run: "Path | str | None") -> None:
+def _say_done(run: "Path | str | None", as_json: bool) -> None:
     if os.environ.get("RANK", "0") == "0":
         echo("the run is done; nothing of it was touched", err=True)
-        echo(str(run))
+        _say_run(run, as_json)
 
 
-def _train(loaded: "LoadedRecipe", options: "SftOptions") -> None:
+def _say_run(run: "Path | str | None", as_json: bool) -> None:
+    echo(json.dumps({"run": str(run)}, ensure_ascii=False) if as_json else str(run))
+
+
+def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
     from trainkit.cli.quick_imports import import_quantisation
     from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
 
-    with watching_signals():
+    ours = sys.stdout
+    if as_json:
+        options = dataclasses.replace(options, rows=functools.partial(_write_row, ours))
+    # Standard output is for the result: what libraries print goes to people, too.
+    with watching_signals(), contextlib.redirect_stdout(sys.stderr):
         quieten_imports()
         import_quantisation()
         from trainkit.train.build import run_sft
+        from trainkit.train.log.trackers import trackers_ended
 
-        directory = run_sft(loaded, options)
+        with trackers_ended():
+            directory = run_sft(loaded, options)
     if directory is not None:
-        echo(str(directory))
+        _say_run(directory, as_json)
+
+
+def _write_row(stream: TextIO, row: Mapping[str, object]) -> None:
+    from trainkit.run.files import jsonable
+
+    stream.write(json.dumps(jsonable(dict(row)), ensure_ascii=False) + "\n")
+    stream.flush()
 
 
 def _check_free(output_dir: str) -> None:
