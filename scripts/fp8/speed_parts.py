@@ -82,7 +82,13 @@ def gaining(model: Any, size: Any, device: Any, *, frozen: bool) -> Directions:
 def policies(gains: Directions, default: Mapping[str, Any], depth: int) -> dict[str, Directions]:
     """What runs how, by the name of the policy."""
     layers = {name: each for name, each in gains.items() if ".layers." in name}
-    found: dict[str, Directions] = {"bf16": {}, "all": layers, "all and head": gains}
+    forced = dict.fromkeys(gains, (True, True))
+    found: dict[str, Directions] = {
+        "bf16": {},
+        "all": layers,
+        "all and head": gains,
+        "every product, gaining or not": forced,
+    }
     if default:
         found["default"] = {
             name: tuple(a and b for a, b in zip(each, stretched(name, default, depth), strict=True))  # type: ignore[misc]
