@@ -111,7 +111,8 @@ def _attention(plan: Plan) -> float:
     kept += _shared_input(plan, names, shape.hidden)
     if plan.adapters is None:
         copies = shape.traits.rope_copies and not plan.ops
-        return kept + (e * a if copies else 0)
+        codes = 0 if plan.fp8 is None else a  # of the output, next to attention's own
+        return kept + (e * a if copies else 0) + codes
     return kept + _shared_input(plan, ["o_proj"], shape.query, kept_anyway=True)
 
 
@@ -122,7 +123,8 @@ def _feed_forward(plan: Plan) -> float:
     if not plan.fuses("swiglu") and not plan.fuses_lora:
         kept += e * shape.ffn  # the activated gate
     if plan.adapters is None:
-        return kept + e * shape.ffn * (1 if plan.fp8 is None else 0.5)
+        # The product; in fp8 it is formed again in the backward pass.
+        return kept + (e * shape.ffn if plan.fp8 is None else 0)
     if plan.fuses_lora:  # the product is formed again in the backward pass
         return kept + (e * plan.adapters.rank if plan.adapted("down_proj") else 0)
     return kept + _shared_input(plan, ["down_proj"], shape.ffn)
