@@ -66,13 +66,13 @@ def load_tasks(choice: TaskChoice) -> LoadedTasks:
             if name not in everything.task_index and not Path(name).is_file():
                 raise _unknown(name, everything)
             names[name] = name
-            built += _built(everything, name)
+            built += _built(everything, name, _FROM_THE_HUB)
             continue
         benchmark, spec = found
         manager = managers[benchmark.name]
         _serve(manager, spec, benchmark, choice)
         names[name] = spec
-        built += _built(manager, spec)
+        built += _built(manager, spec, _FROM_FILES)
     try:
         # One more manager without tasks of its own makes the harness's own mapping of all.
         loaded = TaskManager(include_defaults=False).load(built)
@@ -119,7 +119,17 @@ def _unknown(name: str, everything: TaskManager) -> RecipeError:
     )
 
 
-def _built(manager: TaskManager, spec: str) -> list[Any]:
+_FROM_FILES = (
+    "without a network, put the set's files into a directory and give it with --data (the guide on "
+    "evaluating says how)"
+)
+_FROM_THE_HUB = (
+    "this task is read from the hub or its cache: load it once where there is a network, and take "
+    "HF_HOME along"
+)
+
+
+def _built(manager: TaskManager, spec: str, fix: str) -> list[Any]:
     """The task or group, or the tasks of a tag."""
     try:
         with quiet_harness():
@@ -131,8 +141,7 @@ def _built(manager: TaskManager, spec: str) -> list[Any]:
         raise DataError(
             f"its questions cannot be loaded: {type(error).__name__}: {first}",
             where=f"task {spec}",
-            fix="without a network, put the set's files into a directory and give it with --data "
-            "(the guide on evaluating says how)",
+            fix=fix,
         ) from error
     return found if isinstance(found, list) else [found]
 
