@@ -143,7 +143,7 @@ class Session:
         if recorder is not None:
             trainer.add_callback(recorder)
             trainer.add_callback(RememberTrackers(self.run))
-            for note in go_on_with(self.run, self.args.report_to) if point is not None else ():
+            for note in go_on_with(self.run, self.args, goes_on=point is not None):
                 self.console.note(note)
         if self.expected is not None:
             trainer.add_callback(self._memory_record(self.expected, is_continued=point is not None))

@@ -6,6 +6,7 @@ variables that the trackers themselves read. What the environment says already w
 """
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -66,22 +67,36 @@ def trackers_ended() -> Iterator[None]:
                 wandb.finish(exit_code=code)  # type: ignore[union-attr]
 
 
-def go_on_with(run: RunDirectory, report_to: list[str]) -> list[str]:
-    """Have trackers go on with the runs that an earlier start began.
+def go_on_with(run: RunDirectory, args: TrainingArguments, *, goes_on: bool) -> list[str]:
+    """Have trackers go on with the runs that an earlier start began, if there was one.
 
     Returns:
         Notes for the console: which goes on, and which begins another run.
     """
     known = read_json(run.root / FILE) or {}
     notes = []
-    for name in report_to:
+    for name in args.report_to if goes_on else ():
         if name in known and name in TRACKERS:
             for variable, value in TRACKERS[name].variables.items():
                 os.environ.setdefault(variable, value.format(known[name]))
             notes.append(f"{name} goes on with its run {known[name]}")
         elif name != "tensorboard":
             notes.append(f"{name} begins another run: it does not say how to go on with one")
+    if "swanlab" in args.report_to:
+        _begin_swanlab(args.run_name)
     return notes
+
+
+def _begin_swanlab(name: str | None) -> None:
+    """From 0.10 on ``get_run`` raises where there is no run, and transformers waits for None."""
+    swanlab = importlib.import_module("swanlab")
+    try:
+        swanlab.get_run()
+    except RuntimeError:
+        given = {"project": "PROJECT", "id": "RUN_ID", "resume": "RESUME", "mode": "MODE"}
+        settings = {key: os.environ.get(f"SWANLAB_{word}") for key, word in given.items()}
+        settings["experiment_name"] = name
+        swanlab.init(**{key: value for key, value in settings.items() if value})
 
 
 class RememberTrackers(TrainerCallback):
