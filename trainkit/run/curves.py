@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 _BLOCK = 64
 """Rows that are taken apart at a time: they stay in the processor's cache."""
 _BLOCK_BYTES = 1 << 16
-"""Of lines that are read at a time: those beside an evaluation are read as JSON, one by one."""
+"""Of lines that are read at a time: those next to an evaluation are read as JSON, one by one."""
 # Each pass averages over about this share of the run: noise goes, bends stay.
 _SMOOTHING_SHARE = 1 / 100
 
