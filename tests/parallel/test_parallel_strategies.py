@@ -115,6 +115,7 @@ def test_both_forms_in_one_file_are_refused_with_the_line(tmp_path):
     [
         ("[]", "not a JSON object"),
         ("{", "not JSON"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "'stage' is there twice"),
         ('{"zero_optimization": {"stage": "two"}}', "must be 1, 2 or 3"),
         ("{}", "nothing is sharded"),
         ('{"bf16": true}', "must be an object"),

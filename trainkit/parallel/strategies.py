@@ -72,7 +72,7 @@ def strategy_for(shard: str) -> Strategy:
         return STRATEGIES[shard]
     path = Path(shard).expanduser()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
     except OSError as error:
         raise RecipeError(
             f"there is no strategy {shard!r} and no file {path.absolute()}"
@@ -81,6 +81,15 @@ def strategy_for(shard: str) -> Strategy:
         raise RecipeError(f"{path} is not JSON: {error}") from error
     _check(content, path)
     return Strategy(shard, "as the file says (DeepSpeed)", _DEEPSPEED, path)
+
+
+def _each_key_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of a JSON file; json itself takes the last of two equal keys, and says nothing."""
+    found = dict(pairs)
+    for key, _ in pairs:
+        if sum(key == other for other, _ in pairs) > 1:
+            raise ValueError(f"the key {key!r} is there twice")
+    return found
 
 
 def _check(content: object, path: Path) -> None:
