@@ -45,7 +45,7 @@ def is_measured(text, measured):
 
 
 def figures(page):
-    """Numbers of the tables: with a point, or of four digits and more; no ratios and shares."""
+    """Numbers of the tables: with a point, or of four digits and more; no ratios, shares and differences."""
     section = ""
     for line in (ROOT / page).read_text("utf-8").splitlines():
         section = line if line.startswith("#") else section
@@ -53,7 +53,7 @@ def figures(page):
             continue
         for cell in line.strip("|").split("|")[1:]:
             plain = re.sub(r"\([^)]*[x%倍][^)]*\)|`[^`]*`|<[^>]*>", "", cell.replace("**", ""))
-            for found in re.findall(r"(?<![\w.,])\d[\d ]*(?:\.\d+)?(?![\w%x.])", plain):
+            for found in re.findall(r"(?<![\w.,+-])\d[\d ]*(?:\.\d+)?(?![\w%x.])", plain):
                 number = found.replace(" ", "")
                 if "." in number or len(number) > 3:
                     yield number, line

@@ -231,13 +231,13 @@ def shard(
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
             if left_behind:
                 raise ModelError(
-                    f"weights in {parameter.dtype} train beside a packed base, and fsdp2 gathers "
+                    f"weights in {parameter.dtype} train next to a packed base, and fsdp2 gathers "
                     "both in one dtype",
                     where="lora.adapter_dtype",
                     fix="set it to float32",
                 )
             parameter.data = parameter.data.to(torch.float32)
-    # The inputs stay as they are: a count of tokens must not be rounded. Bytes are no numbers.
+    # The inputs stay as they are: a count of tokens must not be rounded, nor bytes.
     policy = MixedPrecisionPolicy(
         param_dtype=None if left_behind else half,
         reduce_dtype=torch.float32,
