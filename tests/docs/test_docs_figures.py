@@ -45,7 +45,7 @@ def is_measured(text, measured):
 
 
 def figures(page):
-    """Numbers of the tables: with a point, or of four digits and more; no ratios, shares and differences."""
+    """Numbers with a point or of four digits; no ratios, shares and (signed) differences."""
     section = ""
     for line in (ROOT / page).read_text("utf-8").splitlines():
         section = line if line.startswith("#") else section
