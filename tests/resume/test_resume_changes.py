@@ -143,3 +143,13 @@ def test_other_kernels_and_another_attention_are_refused_though_nobody_asked(tmp
     (accepted,) = review_running(point, now, ["in_use"])
     assert review_running(point, then) == ()
     assert review_running(point, now, [], [accepted.to_dict()]) == (accepted,)
+
+
+def test_a_key_that_nothing_has_is_not_accepted(tmp_path):
+    """A slip of the pen would let a script go on that meant something else."""
+    point = ResumePoint(tmp_path, tmp_path / "checkpoint-2", 2, {"data": "same"}, BEFORE)
+    for word in ("all", "data", "gpu", "lora", "lora.r", "r", "versions.torch", "in_use.attention"):
+        assert review(point, BEFORE, {"data": "same"}, [word]) == Review()
+    with pytest.raises(ResumeRefusedError, match="nothing of that name") as refused:
+        review(point, BEFORE, {"data": "same"}, ["paralel.shard"])
+    assert refused.value.fix == "did you mean parallel.shard?"

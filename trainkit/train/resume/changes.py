@@ -8,6 +8,7 @@ order, processes, versions) needs ``--allow-changed``.
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from trainkit.errors import ResumeRefusedError
@@ -95,6 +96,9 @@ PARTS = "data_parts"
 IN_USE = "in_use"
 """Where a checkpoint keeps which kernels and which attention ran."""
 
+_AROUND = ("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE)
+"""What surrounds a run, whether or not this one's checkpoint has it."""
+
 _NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
 
 
@@ -175,6 +179,8 @@ def review(
             where=str(point.checkpoint),
             fix=_from_the_weights(point),
         )
+    known = [*settings, *point.settings, *fingerprint, *point.fingerprint]
+    _refuse_unknown(allowed, known)
     changes = list(_differences(point.settings, settings)) if point.settings else []
     before = {k: v for k, v in point.fingerprint.items() if k not in (PARTS, IN_USE)}
     around = list(_differences(before, fingerprint, only_known=True))
@@ -371,6 +377,18 @@ def _is_allowed(key: str, allowed: Sequence[str]) -> bool:
         word == ANY or key == word or key.startswith(f"{word}.") or key.endswith(f".{word}")
         for word in allowed
     )
+
+
+def _refuse_unknown(allowed: Sequence[str], known: Sequence[str]) -> None:
+    for word in allowed:
+        is_around = word.partition(".")[0] in _AROUND
+        if word != ANY and not is_around and not any(_is_allowed(key, [word]) for key in known):
+            like = get_close_matches(word, known, 1, 0.5)
+            raise ResumeRefusedError(
+                "nothing of that name is compared with the checkpoint",
+                where=f"--allow-changed {word}",
+                fix=f"did you mean {like[0]}?" if like else "a refusal to go on names its keys",
+            )
 
 
 def _short(value: Any) -> str:
