@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,10 +98,10 @@ def test_the_first_step_is_held_against_a_first_step(share, is_continued, said):
         found,
         None,
         Console(stream=told, interactive=False),
+        SimpleNamespace(world_size=1, is_main=False),
         is_exact=True,
         is_continued=is_continued,
-        over_ranks=lambda mine: 2 * mine,  # another rank needs more
-        read=lambda: int(share * (found.peak.gib if is_continued else first) * 2**29),
+        read=lambda: int(share * (found.peak.gib if is_continued else first) * 2**30),
     )
     record.on_step_end(None, None, None)
     text = " ".join(told.getvalue().split())

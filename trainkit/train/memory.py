@@ -15,6 +15,8 @@ from trainkit.estimate.estimate import MEMORY_BAND, Estimate, estimate
 from trainkit.estimate.gpus import GPUS, Gpu, gpu_named
 from trainkit.estimate.peak import CONTEXT_GIB, GIB, RESERVED, peak
 from trainkit.estimate.recipe import allowing, plan_of, uncounted
+from trainkit.parallel.agreement import largest_of
+from trainkit.parallel.process import ProcessRank
 from trainkit.run import Console, RunDirectory
 from trainkit.train.prepare import Invocation, Prepared
 
@@ -88,29 +90,31 @@ class MemoryRecord(TrainerCallback):
 
     Args:
         found: the estimate.
-        run: where ``memory.json`` is; None on ranks that write nothing.
+        run: where ``memory.json`` is; the first rank writes it.
         console: speaks.
+        process: which of the run's processes this is; all of them measure.
         is_exact: every batch has the estimate's size; else it is the largest there may be.
         is_continued: the optimizer has its states before the first step of this start.
-        over_ranks: the largest of a number over all ranks; all of them call it.
         read: the peak so far, in bytes.
     """
 
     def __init__(
         self,
         found: Estimate,
-        run: RunDirectory | None,
+        run: RunDirectory,
         console: Console,
+        process: ProcessRank,
         *,
         is_exact: bool,
         is_continued: bool = False,
-        over_ranks: Callable[[int], int] = int,
         read: Callable[[], int] = torch.cuda.max_memory_allocated,
     ) -> None:
         self._found = found
         self._run = run
         self._console = console
-        self._is_exact, self._over_ranks = is_exact, over_ranks
+        self._process = process
+        # A budget is found in the first steps, which take less.
+        self._is_exact = is_exact and not found.plan.recompute_first
         self._first = peak(found.plan, is_first=not is_continued).gib
         self._read = read
         self._measured: dict[str, Any] = {}
@@ -128,7 +132,7 @@ class MemoryRecord(TrainerCallback):
         """After the first step of this start: compare it with what it should have taken."""
         if self._measured:
             return
-        measured, said = self._over_ranks(self._read()) / GIB, self._first
+        measured, said = largest_of(self._process, self._read()) / GIB, self._first
         self._measured["first_step_gib"] = round(measured, 3)
         self._measured["over_estimate"] = round(measured / said, 4)
         low, high = MEMORY_BAND
@@ -166,14 +170,14 @@ class MemoryRecord(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Keep the peak of all steps and the median time of one."""
-        self._measured["peak_gib"] = round(self._over_ranks(self._read()) / GIB, 3)
+        self._measured["peak_gib"] = round(largest_of(self._process, self._read()) / GIB, 3)
         settled = sorted(self._seconds[2:] or self._seconds)
         if settled:
             self._measured["step_seconds"] = round(settled[len(settled) // 2], 5)
         self._write()
 
     def _write(self) -> None:
-        if self._run is None:
+        if not self._process.is_main:
             return
         said = self._found.to_dict()
         self._run.write_json(self._run.memory, {"estimated": said, "measured": self._measured})

@@ -23,7 +23,7 @@ from trainkit.errors import CheckpointError, StoppedError
 from trainkit.estimate.estimate import Estimate
 from trainkit.models.checks.row_test import refuse_unsplittable
 from trainkit.parallel import Layout
-from trainkit.parallel.agreement import decided_by_main, largest_of
+from trainkit.parallel.agreement import decided_by_main
 from trainkit.run import Console, RunDirectory
 from trainkit.run.metrics import read_metrics
 from trainkit.run.model_card import model_card, write_model_card
@@ -146,7 +146,9 @@ class Session:
             for note in go_on_with(self.run, self.args, goes_on=point is not None):
                 self.console.note(note)
         if self.expected is not None:
-            trainer.add_callback(self._memory_record(self.expected, is_continued=point is not None))
+            about = self.expected, self.run, self.console, self.layout.process
+            record = MemoryRecord(*about, is_exact=self.is_packed, is_continued=point is not None)
+            trainer.add_callback(record)
         if self.batch.can_try:  # after the record of this start
             trainer.add_callback(TryLongestBatch(self.batch, trainer))
         if torch.cuda.is_available():
@@ -307,18 +309,6 @@ class Session:
             known=read_record(self.run.root / RECORD),
         )
         return KeepToBudget(model, setup)
-
-    def _memory_record(self, expected: Estimate, *, is_continued: bool) -> MemoryRecord:
-        options, process = self.recompute.options, self.layout.process
-        return MemoryRecord(
-            expected,
-            self.run if self.is_main else None,
-            self.console,
-            # A budget is found in the first steps, which take less.
-            is_exact=self.is_packed and (options is None or options.budget_gib is None),
-            is_continued=is_continued,
-            over_ranks=lambda number: largest_of(process, number),
-        )
 
     def _watch(self) -> Watch:
         """The ranks' watch over one another; all of them make it together."""
