@@ -10,14 +10,17 @@ over ranks and micro-batches in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -243,13 +246,14 @@ def shard(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    fully_shard(
-        unit,
-        mesh=mesh,
-        mp_policy=policy,
-        ignored_params=ignored & set(unit.parameters()) or None,
-        reshard_after_forward=gathers_twice,
-    )
+    with parameters_of_bytes():
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            ignored_params=ignored & set(unit.parameters()) or None,
+            reshard_after_forward=gathers_twice,
+        )
     for name, state in left_behind.items():
         unit.get_parameter(name).quant_state = state  # type: ignore[attr-defined]
 
@@ -261,6 +265,25 @@ def as_bytes(packed: nn.Parameter) -> None:
     numbers may write another NaN.
     """
     packed.data = packed.data.view(torch.uint8).reshape(-1, 1)
+
+
+@contextmanager
+def parameters_of_bytes() -> Iterator[None]:
+    """Let ``fully_shard`` make parameters of bytes.
+
+    torch 2.11 makes every shard a parameter that trains, which bytes cannot do, and tells it in the
+    next line whether it does; torch 2.13 asks first.
+    """
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        trains = data.is_floating_point() if requires_grad is None else requires_grad
+        return nn.Parameter(data, requires_grad=trains)
+
+    _fsdp_param.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = nn
 
 
 def give_back(model: nn.Module, *_: Any) -> None:
