@@ -5,7 +5,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +63,7 @@ from trainkit.train.recompute.callback import (
     Wanted,
 )
 from trainkit.train.refusals import settings_refused_by
-from trainkit.train.results.finish import AfterTraining, answer_held_out, save_final
+from trainkit.train.results.finish import AfterTraining, answer_held_out, best_of, save_final
 from trainkit.train.resume.changes import Review
 from trainkit.train.resume.take_up import TakeUp
 from trainkit.train.trainer import KEPT_ROWS, ObjectiveTrainer
@@ -371,7 +370,7 @@ class Session:
         figures = {
             "steps": trainer.state.global_step,
             "loss": f"{rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}" if rows else "none",
-            **_best(trainer),
+            **best_of(trainer),
             "time": f"{seconds:.0f} s",
             **summary,
             "model": self.run.final,
@@ -386,12 +385,3 @@ class Session:
         is_adapter = isinstance(model, PeftModel)
         loader = auto_class(model.config).__name__
         return {"base_model": self.after.base_model, "loader": loader, "adapter": is_adapter}
-
-
-def _best(trainer: ObjectiveTrainer) -> dict[str, object]:
-    """Which checkpoint the final model is, where the best one was asked for."""
-    checkpoint = trainer.state.best_model_checkpoint
-    if not trainer.args.load_best_model_at_end or checkpoint is None:
-        return {}
-    name = trainer.args.metric_for_best_model
-    return {"best": f"{Path(checkpoint).name}, {name} {trainer.state.best_metric:.4f}"}

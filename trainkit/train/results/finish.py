@@ -125,3 +125,12 @@ def _whole_model(trainer: ObjectiveTrainer, final: Path) -> Any:
         return model.to(trainer.args.device)
 
     return trainer.layout.engine.whole_model(unwrapped, reload)
+
+
+def best_of(trainer: ObjectiveTrainer) -> dict[str, object]:
+    """Which checkpoint the final model is, where the best one was asked for."""
+    checkpoint = trainer.state.best_model_checkpoint
+    if not trainer.args.load_best_model_at_end or checkpoint is None:
+        return {}
+    name = trainer.args.metric_for_best_model
+    return {"best": f"{Path(checkpoint).name}, {name} {trainer.state.best_metric:.4f}"}
