@@ -1,4 +1,4 @@
-"""``trainkit doctor``: every check answers, and a fault is named with what mends it."""
+"""``trainkit doctor``: every check answers, and a fault is named with what fixes it."""
 
 import importlib.metadata
 import json
