@@ -10,17 +10,14 @@ over ranks and micro-batches in fp32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -229,7 +226,7 @@ def shard(
         name: p.quant_state for name, p in unit.named_parameters() if hasattr(p, "quant_state")
     }
     for name in left_behind:
-        as_bytes(unit.get_parameter(name))
+        as_float32(unit.get_parameter(name))
     for parameter in unit.parameters():
         if parameter.requires_grad and parameter.dtype in HALF_DTYPES:
             if left_behind:
@@ -240,50 +237,32 @@ def shard(
                     fix="set it to float32",
                 )
             parameter.data = parameter.data.to(torch.float32)
-    # The inputs stay as they are: a count of tokens must not be rounded, nor bytes.
+    # The inputs stay as they are: a count of tokens must not be rounded.
+    # Packed bytes are no numbers, and keep the dtype that they have.
     policy = MixedPrecisionPolicy(
         param_dtype=None if left_behind else half,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    with parameters_of_bytes():
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=policy,
-            ignored_params=ignored & set(unit.parameters()) or None,
-            reshard_after_forward=gathers_twice,
-        )
+    fully_shard(
+        unit,
+        mesh=mesh,
+        mp_policy=policy,
+        ignored_params=ignored & set(unit.parameters()) or None,
+        reshard_after_forward=gathers_twice,
+    )
     for name, state in left_behind.items():
         unit.get_parameter(name).quant_state = state  # type: ignore[attr-defined]
 
 
-def as_bytes(packed: nn.Parameter) -> None:
-    """Have the bytes of 4-bit weights be bytes, whatever dtype they were stored as.
+def as_float32(packed: nn.Parameter) -> None:
+    """Have the bytes of 4-bit weights be float32, whatever dtype they were stored as.
 
     Some of them are NaNs if they are taken for half-precision numbers, and a GPU's copy of such
-    numbers may write another NaN.
+    numbers may write another NaN; one of float32 leaves the bits as they are. As bytes FSDP2 would
+    not take them before torch 2.13.
     """
-    packed.data = packed.data.view(torch.uint8).reshape(-1, 1)
-
-
-@contextmanager
-def parameters_of_bytes() -> Iterator[None]:
-    """Let ``fully_shard`` make parameters of bytes.
-
-    torch 2.11 makes every shard a parameter that trains, which bytes cannot do, and tells it in the
-    next line whether it does; torch 2.13 asks first.
-    """
-
-    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
-        trains = data.is_floating_point() if requires_grad is None else requires_grad
-        return nn.Parameter(data, requires_grad=trains)
-
-    _fsdp_param.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        _fsdp_param.nn = nn
+    packed.data = packed.data.view(torch.uint8).flatten().view(torch.float32).reshape(-1, 1)
 
 
 def give_back(model: nn.Module, *_: Any) -> None:
