@@ -238,7 +238,7 @@ def shard(
                 )
             parameter.data = parameter.data.to(torch.float32)
     # The inputs stay as they are: a count of tokens must not be rounded.
-    # Packed bytes are no numbers, and keep the dtype that they have.
+    # Packed bytes are not to be rounded: they keep the dtype that they have.
     policy = MixedPrecisionPolicy(
         param_dtype=None if left_behind else half,
         reduce_dtype=torch.float32,
