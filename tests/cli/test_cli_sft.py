@@ -42,11 +42,11 @@ def test_the_last_line_is_the_run_directory(recipe, trained, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "train_model/demo-1"
     ((loaded, options),) = trained
     assert (loaded.recipe.parallel.shard, loaded.recipe.kernels) == ("none", False)
-    assert (options.resume, options.output_dir, options.dry_run, options.json) == (
+    assert (options.resume, options.output_dir, options.dry_run, options.rows) == (
         None,
         None,
         False,
-        False,
+        None,
     )
 
 
@@ -59,7 +59,8 @@ def test_options_reach_the_recipe_and_the_run(recipe, trained, capsys):
     recipe = loaded.recipe
     assert (recipe.parallel.shard, recipe.kernels, recipe.data.mask) == ("zero2", True, "none")
     assert (recipe.training["seed"], recipe.data.max_length) == (3, 64)
-    assert (options.resume, options.dry_run, options.json) == (None, True, True)
+    assert (options.resume, options.dry_run) == (None, True)
+    assert options.rows is not None
     assert options.output_dir == Path("out/run")
     assert options.command == tuple(argv.split()), "as it was typed, so that it can be typed again"
 
