@@ -44,7 +44,7 @@ class Measured(NamedTuple):
     @property
     def estimated(self) -> Peak:
         """Of the rank that was measured."""
-        if self.plan.pipeline:
+        if self.plan.stage_layers:
             return peak_of_rank(ranks_of(self.plan)[0])
         return peak(self.plan)
 
@@ -170,7 +170,7 @@ def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
         fp8=0.74 if over_fp8 else None,  # 4.49 GiB of the base's 6.52 billion numbers
         recompute=int(provider.endswith("checkpointed")),
         gpus=data_ranks,
-        pipeline=stages,
+        stage_layers=stages,
         schedule=sharding if stages else "1f1b",
         gpu_gib=H200.memory_gib,
         stage={"ZeRO-2": 2, "ZeRO-3": 3, "FSDP2": 3}.get(sharding, 0),

@@ -60,8 +60,8 @@ def test_speed(row: Measured) -> None:
     """Within what is promised of an anchored time; of a pipeline, within what is stated."""
     assert row.tokens_per_second is not None
     plan = row.plan
-    sharing = max(len(plan.pipeline), 1)
+    sharing = max(len(plan.stage_layers), 1)
     found = plan.tokens * plan.accumulation / sharing / seconds(plan, H200)
     off = found / row.tokens_per_second - 1
-    allowed = band(plan, H200)[0] if plan.pipeline else BAND_ANCHORED
+    allowed = band(plan, H200)[0] if plan.stage_layers else BAND_ANCHORED
     assert abs(off) <= allowed, f"{found:.0f} against {row.tokens_per_second:.0f}: {off:+.2%}"

@@ -240,6 +240,7 @@ NO_JSON_LINES = {
     "checkpoint/zero/zero.py",
     "cli/failures.py",
     "doctor/checks.py",
+    "doctor/gpus.py",
     "export/gguf/convert.py",
     "export/gguf/llama_server.py",
     "infer/locate.py",

@@ -5,7 +5,7 @@ import torch
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.launch import INTERPRETING
-from trainkit.kernels.linear_cross_entropy import function, scaling
+from trainkit.kernels.linear_cross_entropy import function, products, scaling
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
@@ -171,13 +171,15 @@ def test_an_upper_bound_is_enough_but_too_few_is_refused():
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
 def test_frozen_inputs_cost_nothing(frozen, monkeypatch):
-    products = []
-    into = function.add_product
-    monkeypatch.setattr(
-        function,
-        "add_product",
-        lambda out, *rest, **options: products.append(out.shape) or into(out, *rest, **options),
-    )
+    made = []
+    into = products.add_product
+
+    def add_product(out, *rest, **options):
+        made.append(out.shape)
+        into(out, *rest, **options)
+
+    for module in (function, products):  # the gradients of the weight and of the rows
+        monkeypatch.setattr(module, "add_product", add_product)
     states, weight, labels, _ = make_case(trained=1.0)
     truth = run(linear_cross_entropy_reference, states, weight, labels, {})
     states.requires_grad_(frozen not in ("hidden", "both"))
@@ -186,7 +188,7 @@ def test_frozen_inputs_cost_nothing(frozen, monkeypatch):
     assert loss.requires_grad == (frozen != "both")
     if loss.requires_grad:
         loss.backward()
-    assert len(products) == {"hidden": 1, "weight": 1, "both": 0}[frozen]
+    assert len(made) == {"hidden": 1, "weight": 1, "both": 0}[frozen]
     if frozen == "hidden":
         assert states.grad is None
         torch.testing.assert_close(weight.grad, truth[2], rtol=1e-12, atol=1e-13)
@@ -196,7 +198,8 @@ def test_frozen_inputs_cost_nothing(frozen, monkeypatch):
 
 
 def test_evaluation_computes_no_gradient(monkeypatch):
-    monkeypatch.setattr(function, "add_product", None)
+    for module in (function, products):
+        monkeypatch.setattr(module, "add_product", None)
     states, weight, labels, _ = make_case()
     weight.requires_grad_()
     with torch.no_grad():

@@ -137,7 +137,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     if plan.held_late:
         # The head's gradient waits in fp32; those of a stage's weights come together.
         others += 4 * shape.table if plan.trains_head else 0
-        in_stages = max(map(max, plan.pipeline)) * _trained_per_layer(plan)
+        in_stages = max(map(max, plan.stage_layers)) * _trained_per_layer(plan)
         late_gradients = plan.element * in_stages
     kept = sum(layers) + others + its_head.kept
     yield (

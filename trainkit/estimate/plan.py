@@ -67,7 +67,7 @@ class Plan:
         gpus: ranks that hold parts of one model, or compute parts of one batch.
         sequence: of them, those that share a row.
         tensor: ranks that share each matrix product; not among ``gpus``.
-        pipeline: for each rank of a pipeline, the layers of each of its stages; not among ``gpus``.
+        stage_layers: of each stage of each rank of a pipeline; not among ``gpus``.
         schedule: of the pipeline.
         held: times what a rank's layers keep is there at once: micro-batches on their way.
         held_late: of them, those whose weights' part of the backward pass is still to come.
@@ -92,7 +92,7 @@ class Plan:
     accumulation: int = 1
     sequence: int = 1
     tensor: int = 1
-    pipeline: tuple[tuple[int, ...], ...] = ()
+    stage_layers: tuple[tuple[int, ...], ...] = ()
     schedule: str = "1f1b"
     held: float = 1.0
     held_late: float = 0.0
@@ -131,7 +131,7 @@ class Plan:
     @property
     def ranks(self) -> int:
         """All of them: each has a GPU."""
-        return self.gpus * self.tensor * max(len(self.pipeline), 1)
+        return self.gpus * self.tensor * max(len(self.stage_layers), 1)
 
     @property
     def is_tiled(self) -> bool:

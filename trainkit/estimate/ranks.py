@@ -22,9 +22,9 @@ def ranks_of(plan: Plan) -> list[Plan]:
     """
     if plan.tensor > 1:
         plan = replace(plan, shape=split(plan.shape, plan.tensor))
-    if not plan.pipeline:
+    if not plan.stage_layers:
         return [plan]
-    return [_share(plan, rank) for rank in range(len(plan.pipeline))]
+    return [_share(plan, rank) for rank in range(len(plan.stage_layers))]
 
 
 def split(shape: ModelShape, ranks: int) -> ModelShape:
@@ -61,7 +61,7 @@ def waiting_for_weights(schedule: str, rank: int) -> int:
 
 
 def _share(plan: Plan, rank: int) -> Plan:
-    layers, ranks = plan.pipeline[rank], len(plan.pipeline)
+    layers, ranks = plan.stage_layers[rank], len(plan.stage_layers)
     stages, folds = len(layers), plan.schedule == "zbv"
     has_first, has_last = rank == 0, rank == (0 if folds else ranks - 1)
     flying = in_flight(plan.schedule, ranks, stages, rank, plan.accumulation)

@@ -68,7 +68,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         accumulation=resolve_accumulation(recipe, data_ranks),
         sequence=sequence,
         tensor=recipe.parallel.tensor,
-        pipeline=_stages(recipe.parallel, shape),
+        stage_layers=_stages(recipe.parallel, shape),
         schedule=recipe.parallel.schedule,
         base=(lora and lora.quantize) or ("bfloat16" if dtype == "float16" else dtype),
         adapters=None

@@ -108,7 +108,7 @@ def _traffic(plan: Plan) -> float:
         return 0.0
     moved = (plan.gpus - 1) / plan.gpus * plan.element
     total = 2 * moved * plan.trained
-    if plan.pipeline and not plan.stage:
+    if plan.stage_layers and not plan.stage:
         total *= 4 / plan.element  # gradients in fp32
     if plan.stage == 3:
         total += 2 * moved * plan.shape.parameters * plan.accumulation
@@ -176,9 +176,9 @@ def seconds(plan: Plan, gpu: Gpu) -> float:
 
 def _turns(plan: Plan) -> float:
     """Micro-batches that a rank has time for in a step: its own, and those it waits for."""
-    if not plan.pipeline or plan.schedule == "zbv":
+    if not plan.stage_layers or plan.schedule == "zbv":
         return plan.accumulation
-    return plan.accumulation + (len(plan.pipeline) - 1) / len(plan.pipeline[0])
+    return plan.accumulation + (len(plan.stage_layers) - 1) / len(plan.stage_layers[0])
 
 
 def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
@@ -234,7 +234,7 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
         return BAND_GUESSED, "the host's part is not measured"
     if not plan.keeps_masters or plan.in_backward:
         return BAND_SCALED, "rounding by chance and steps in the backward pass: one run, on an H200"
-    if plan.pipeline:
+    if plan.stage_layers:
         return BAND_SCALED, "five pipelines of 2 and 4 H200s, none of them zbv"
     if plan.tensor * plan.sequence > 1:
         return BAND_SCALED, "from one H200's measurements: what ranks exchange was not timed"

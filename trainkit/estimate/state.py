@@ -140,7 +140,7 @@ def buffers(plan: Plan) -> float:
         return total
     element = plan.element if plan.adapters is None else plan.adapters.element
     # Nobody wraps the model.
-    if plan.stage == 0 and (plan.in_backward or plan.flat or plan.pipeline):
+    if plan.stage == 0 and (plan.in_backward or plan.flat or plan.stage_layers):
         return total
     if plan.stage == 0:  # DDP's buckets hold every gradient once more
         return total + element * plan.trained
@@ -160,7 +160,7 @@ AVERAGED = 2**26
 
 def averaged(plan: Plan) -> float:
     """Bytes of the copy in which ranks that have the same stage average their gradients."""
-    if not plan.pipeline or plan.stage or plan.gpus == 1:
+    if not plan.stage_layers or plan.stage or plan.gpus == 1:
         return 0.0
     largest = plan.shape.table if plan.shape.tables and plan.adapters is None else 0
     return 4.0 * min(max(AVERAGED, largest), plan.trained)

@@ -146,7 +146,7 @@ class MemoryRecord(TrainerCallback):
                 f"{needed:.1f} of {self._found.gpu.memory_gib:.1f} GiB"
             )
             gpu = self._found.gpu
-            if needed <= gpu.memory_gib:
+            if needed <= gpu.memory_gib or measured <= said:  # the start has warned of what it said
                 self._console.note(note)
             else:  # what fits a GPU that is smaller by as much as the estimate was too low
                 less = replace(gpu, memory_gib=gpu.memory_gib * said / measured)
