@@ -143,10 +143,12 @@ def evaluate(
         "shots": shots,
         "allow_code": allow_code,
     }
-    found = _measured(
-        paths, asking, {"tasks": names, **choice}, backend, dtype, device,
-        shared.Trust(verify, any_base),
-    )  # fmt: skip
+    with without_collection():
+        ask = _ready(
+            paths, asking, {"tasks": names, **choice}, backend, dtype, device,
+            shared.Trust(verify, any_base),
+        )  # fmt: skip
+    found = ask()
     if found is None:
         return  # not the first rank
     found.write(target)
@@ -169,21 +171,6 @@ def found_row(score: Any, target: Path) -> dict[str, Any]:
     return {**asdict(score), "output": str(target)}
 
 
-def _measured(
-    paths: "ModelPaths",
-    asking: Any,
-    choice: dict[str, Any],
-    backend: Backend,
-    dtype: shared.LoadDtype,
-    device: str,
-    trust: shared.Trust,
-) -> "Evaluation | None":
-    """The scores; None on all ranks but the first."""
-    with without_collection():
-        ask = _ready(paths, asking, choice, backend, dtype, device, trust)
-    return ask()
-
-
 def _ready(
     paths: "ModelPaths",
     asking: Any,
@@ -193,7 +180,10 @@ def _ready(
     device: str,
     trust: shared.Trust,
 ) -> "Callable[[], Evaluation | None]":
-    """What asks a loaded model. Questions first, since they are cheap to refuse; then the model."""
+    """A function that asks the loaded model, and gives None on all ranks but the first.
+
+    Questions first, since they are cheap to refuse; then the model.
+    """
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
