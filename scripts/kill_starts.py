@@ -132,11 +132,11 @@ def warm_up() -> None:
 
     import trainkit.cli.app
     import trainkit.cli.commands.training.sft
-    import trainkit.parallel.deepspeed
-    import trainkit.parallel.fsdp
+    import trainkit.parallel.fsdp.engine
+    import trainkit.parallel.zero.engine
     import trainkit.parallel.zero.shard_files
-    import trainkit.run.redraw
-    import trainkit.run.report
+    import trainkit.run.report.html
+    import trainkit.run.report.redraw
     import trainkit.train.build
     import trainkit.train.session
 
@@ -145,8 +145,8 @@ def warm_up() -> None:
     get_checkpoint_conversion_mapping("qwen2")  # 400 patterns
     gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-    trainkit.run.redraw.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
-    trainkit.run.redraw.CurveRefresher.refresh = lambda self, **_: False
+    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
+    trainkit.run.report.redraw.CurveRefresher.refresh = lambda self, **_: False
 
 
 def make(folder: Path) -> None:

@@ -41,9 +41,9 @@ def rows(number: int) -> list[dict[str, float]]:
 
 
 def redraw(run: Path) -> None:
-    """What `python -m trainkit.run.redraw` does."""
+    """What `python -m trainkit.run.report.redraw` does."""
     from trainkit.run.directory import RunDirectory
-    from trainkit.run.redraw import draw_all
+    from trainkit.run.report.redraw import draw_all
 
     draw_all(RunDirectory(run), is_training=True)
 
@@ -81,7 +81,7 @@ def measured(name: str, run: Path) -> tuple[float, float]:
     code = (
         "import json, sys, time\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'scripts')!r}]\n"
-        "import long_run, trainkit.run.redraw, matplotlib.figure\n"
+        "import long_run, trainkit.run.report.redraw, matplotlib.figure\n"
         "from pathlib import Path\n"
         "text = lambda: Path('/proc/self/status').read_text()\n"
         "peak = lambda: int(text().partition('VmHWM:')[2].split()[0]) / 1024\n"

@@ -177,7 +177,7 @@ def _spoil(factors):
 
 
 def _draw_nothing():
-    import trainkit.run.report
+    import trainkit.run.report.html
     import trainkit.train.session
 
-    trainkit.run.redraw.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
+    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []

@@ -112,7 +112,7 @@ def _warm():
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import trainkit.parallel.deepspeed  # noqa: F401
+    import trainkit.parallel.zero.engine  # noqa: F401
     from trainkit.recipe.fields.training_fields import training_fields
     from trainkit.train.resume.surroundings import code_digest
 

@@ -7,7 +7,7 @@ from commands import trainkit
 
 from trainkit.errors import RecipeError
 from trainkit.parallel import STRATEGIES
-from trainkit.parallel.deepspeed_lint import lint_file, refuse_contradictions
+from trainkit.parallel.zero.lint import lint_file, refuse_contradictions
 
 ZERO = {"stage": 2}
 

@@ -10,8 +10,8 @@ from torch.distributed.launcher import api
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
-from trainkit.parallel.hosts import OWN_LAUNCH, Hosts, first_host, free_port
-from trainkit.parallel.launch import launch_command
+from trainkit.parallel.launch.hosts import OWN_LAUNCH, Hosts, first_host, free_port
+from trainkit.parallel.launch.processes import launch_command
 from trainkit.train.faults import torchrun
 
 LAUNCHER = "trainkit.train.faults.torchrun"

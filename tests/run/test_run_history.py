@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from trainkit.run import curves, redraw
-from trainkit.run.curves import Columns, History
+from trainkit.run.report import curves, redraw
 from trainkit.run.metrics import read_metrics
+from trainkit.run.report.curves import Columns, History
 
 _ODD = [
     '{"step": 41, "loss": "NaN", "grad_norm": "Infinity"}',

@@ -9,9 +9,17 @@ from matplotlib.image import imread
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run import RunDirectory
-from trainkit.run.curves import Series, by_minutes, read_rows, series, smoothed, thinned, warmup_end
-from trainkit.run.plot import distinct_names, draw_comparison, draw_plots
-from trainkit.run.report import SAMPLES, render_report, write_report
+from trainkit.run.report.curves import (
+    Series,
+    by_minutes,
+    read_rows,
+    series,
+    smoothed,
+    thinned,
+    warmup_end,
+)
+from trainkit.run.report.html import SAMPLES, render_report, write_report
+from trainkit.run.report.plot import distinct_names, draw_comparison, draw_plots
 
 
 def test_smoothing_follows_a_falling_curve_and_takes_the_noise_out():

@@ -3,8 +3,8 @@
 import io
 
 from trainkit.run import Console
-from trainkit.run.curves import Columns
-from trainkit.run.plot import draw_plots, source_keys, svg_plots
+from trainkit.run.report.curves import Columns
+from trainkit.run.report.plot import draw_plots, source_keys, svg_plots
 
 
 def rows_of_sources():

@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.compare.runs import ComparedRun
 from trainkit.compare.verdicts import Verdict
 from trainkit.run.format import format_count, format_duration, format_loss
-from trainkit.run.page import curves, page, paragraph, section, table
+from trainkit.run.report.page import curves, page, paragraph, section, table
 from trainkit.terminal import visible
 
 _HEAD = ("run", "steps", "loss", "eval loss", "exact", "tok/s", "GiB", "time")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
-from trainkit.run.curves import read_rows
 from trainkit.run.format import as_float
 from trainkit.run.metrics import read_scores
+from trainkit.run.report.curves import read_rows
 
 SEED_KEYS = ("training.seed", "training.data_seed")
 """Keys in which repetitions of one recipe differ."""

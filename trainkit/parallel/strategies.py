@@ -37,8 +37,8 @@ class Strategy:
 
 
 _DDP = "trainkit.parallel.engine:Engine"
-_DEEPSPEED = "trainkit.parallel.deepspeed:DeepSpeed"
-_FSDP2 = "trainkit.parallel.fsdp:Fsdp2"
+_DEEPSPEED = "trainkit.parallel.zero.engine:DeepSpeed"
+_FSDP2 = "trainkit.parallel.fsdp.engine:Fsdp2"
 TENSOR = "trainkit.parallel.zero.tensor:TensorParallel"
 """The engine of a DeepSpeed strategy whose matrix products are split."""
 

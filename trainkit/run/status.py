@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
-from trainkit.parallel.hosts import OWN_LAUNCH
+from trainkit.parallel.launch.hosts import OWN_LAUNCH
 
 
 def utc_now() -> str:

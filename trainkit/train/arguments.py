@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from trainkit.errors import RecipeError
 from trainkit.options.optimizers import DEFAULT, OURS
 from trainkit.parallel import Layout
-from trainkit.parallel.rendezvous import meet_anew
+from trainkit.parallel.launch.rendezvous import meet_anew
 from trainkit.recipe import Derived, derive
 
 logger = logging.getLogger(__name__)

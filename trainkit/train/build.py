@@ -22,8 +22,8 @@ from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.checks.self_check import SelfCheckError
 from trainkit.parallel import Layout, ProcessRank
 from trainkit.parallel.agreement import decided_by_main
-from trainkit.parallel.hosts import Hosts
-from trainkit.parallel.launch import count_local_gpus, launch_command
+from trainkit.parallel.launch.hosts import Hosts
+from trainkit.parallel.launch.processes import count_local_gpus, launch_command
 from trainkit.recipe import (
     LoadedRecipe,
     Recipe,

@@ -21,7 +21,7 @@ from trainkit.parallel.rows import RowSplit
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
 from trainkit.run.metrics import MetricsWriter, read_metrics
-from trainkit.run.redraw import CurveRefresher
+from trainkit.run.report.redraw import CurveRefresher
 from trainkit.train.checkpoints import TRAINER_STATE, ResumePoint
 from trainkit.train.faults.signals import FAILED, StopRequest
 

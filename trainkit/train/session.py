@@ -26,7 +26,7 @@ from trainkit.parallel.agreement import decided_by_main
 from trainkit.run import Console, RunDirectory
 from trainkit.run.metrics import read_metrics
 from trainkit.run.model_card import model_card, write_model_card
-from trainkit.run.redraw import draw_all
+from trainkit.run.report.redraw import draw_all
 from trainkit.train.callbacks import (
     KeepFp8Codes,
     KeepToThePlan,

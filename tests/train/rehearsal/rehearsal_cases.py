@@ -12,12 +12,12 @@ def start(cwd, words, environment, forgets=False):
             del os.environ[name]
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     os.environ.update(environment)
-    import trainkit.run.report
+    import trainkit.run.report.html
     import trainkit.train.session
     from trainkit.cli.killed import main
     from trainkit.train.trainer import ObjectiveTrainer
 
-    trainkit.run.redraw.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
+    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
     if forgets:
         ObjectiveTrainer._load_rng_state = lambda self, checkpoint: None
     sys.argv = ["trainkit", *words]

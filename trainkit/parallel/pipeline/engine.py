@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from trainkit.errors import ModelError
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.engine import Engine
-from trainkit.parallel.fsdp import give_back
+from trainkit.parallel.fsdp.engine import give_back
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
 from trainkit.parallel.pipeline.gradients import gradient_of, mean_over

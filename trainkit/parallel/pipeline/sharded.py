@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from trainkit.parallel.fsdp import (
+from trainkit.parallel.fsdp.engine import (
     compute_dtype,
     gathers_again,
     kept_whole,

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.parallel.deepspeed import DeepSpeed
+from trainkit.parallel.zero.engine import DeepSpeed
 
 _PARSED = "ds_autotp_parsed"
 """The mark on a model that DeepSpeed's engine leaves as it is."""

@@ -21,7 +21,7 @@ def diagnose(
 
     Exits with 1 where the batch is not bad any more.
     """
-    from trainkit.parallel.launch import quieten_imports
+    from trainkit.parallel.launch.processes import quieten_imports
 
     quieten_imports()
     from trainkit.run import RunDirectory

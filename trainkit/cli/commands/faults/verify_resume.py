@@ -35,7 +35,7 @@ def verify_resume(
     """
     from trainkit.cli.arguments import recipe_and_overrides
     from trainkit.errors import RecipeError
-    from trainkit.parallel.launch import count_local_gpus
+    from trainkit.parallel.launch.processes import count_local_gpus
     from trainkit.recipe import check_files, load_recipe
     from trainkit.train.rehearsal.rehearse import rehearse
 

@@ -231,7 +231,7 @@ def _note(line: str, process: Any) -> None:
 def _into_the_report(paths: "ModelPaths") -> None:
     """Write a finished run's report again."""
     from trainkit.run import RunDirectory
-    from trainkit.run.report import write_report
+    from trainkit.run.report.html import write_report
 
     if paths.run is not None and (paths.run / "report.html").is_file():
         write_report(RunDirectory.open(paths.run))

@@ -48,7 +48,7 @@ def show(
 
     On a terminal as a table; into a pipe or file as YAML, which is a recipe itself.
     """
-    from trainkit.parallel.launch import this_machine
+    from trainkit.parallel.launch.processes import this_machine
     from trainkit.recipe import dump_resolved, load_recipe, shown_value
 
     loaded, machine = load_recipe(file, overrides or ()), this_machine()

@@ -40,7 +40,7 @@ def estimate(
     from trainkit.estimate.gpus import gpu_of, this_gpu
     from trainkit.estimate.recipe import allowing, notes_of, plan_of, tokens_of
     from trainkit.estimate.text import lines
-    from trainkit.parallel.launch import count_local_gpus
+    from trainkit.parallel.launch.processes import count_local_gpus
     from trainkit.recipe import load_recipe
 
     config, overrides = recipe_and_overrides(config, overrides)

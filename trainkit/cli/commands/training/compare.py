@@ -49,7 +49,7 @@ def compare(
     found = list(verdicts(group_by_recipe(read)))
     if html is not None:
         from trainkit.run.files import write_text_atomic
-        from trainkit.run.plot import comparison_svgs
+        from trainkit.run.report.plot import comparison_svgs
 
         write_text_atomic(html, as_page(read, keys, found, comparison_svgs(runs)))
         echo(str(html), err=True)

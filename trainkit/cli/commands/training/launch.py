@@ -79,8 +79,8 @@ def launch(
         "MASTER_PORT": master_port,
     }
     os.environ.update({name: text for name, text in given.items() if text is not None})
-    from trainkit.parallel.hosts import Hosts
-    from trainkit.parallel.launch import LAUNCH_VARIABLES, count_local_gpus, launch_command
+    from trainkit.parallel.launch.hosts import Hosts
+    from trainkit.parallel.launch import processes
     from trainkit.train.faults.signals import hold_back, watching_signals
 
     arguments = ["sft", *(words or ())]
@@ -92,14 +92,13 @@ def launch(
         return
     arguments += ["--json"] if as_json else []
     hosts = Hosts.from_environment()
-    command = launch_command(
-        arguments, hosts, max(count_local_gpus(), 1), max_restarts=max_restarts
-    )
+    gpus = max(processes.count_local_gpus(), 1)
+    command = processes.launch_command(arguments, hosts, gpus, max_restarts=max_restarts)
     with watching_signals():
         hosts.check_reachable(seconds=wait)
         hold_back()
     if max_restarts:
-        os.environ.update(LAUNCH_VARIABLES)
+        os.environ.update(processes.LAUNCH_VARIABLES)
     typer.echo(f"+ {shlex.join(command)}", err=True)
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -107,8 +106,8 @@ def launch(
 
 def _lines(form: Form, arguments: Sequence[str]) -> str:
     """What is to be run, for NNODES hosts with NPROC_PER_NODE processes each."""
-    from trainkit.parallel.hosts import Hosts
-    from trainkit.parallel.launch import count_local_gpus
+    from trainkit.parallel.launch.hosts import Hosts
+    from trainkit.parallel.launch.processes import count_local_gpus
 
     hosts = Hosts.from_environment()
     per_host = os.environ.get("NPROC_PER_NODE") or str(max(count_local_gpus(), 1))

@@ -22,7 +22,7 @@ def plot(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object a line.")] = False,
 ) -> None:
     """Draw the curves of runs over one another and print where the pictures are."""
-    from trainkit.run.plot import draw_comparison
+    from trainkit.run.report.plot import draw_comparison
 
     for path in draw_comparison(runs, output):
         echo(json.dumps({"picture": str(path)}) if as_json else str(path))

@@ -136,7 +136,7 @@ def _say_run(run: "Path | str | None", as_json: bool) -> None:
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
     from trainkit.cli.quick_imports import import_quantisation
-    from trainkit.parallel.launch import quieten_imports
+    from trainkit.parallel.launch.processes import quieten_imports
     from trainkit.train.faults.signals import watching_signals
 
     ours = sys.stdout

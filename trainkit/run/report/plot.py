@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
-from trainkit.run.curves import (
+from trainkit.run.directory import RunDirectory
+from trainkit.run.files import write_bytes_atomic
+from trainkit.run.format import format_count
+from trainkit.run.report.curves import (
     Columns,
     History,
     Series,
@@ -25,9 +28,6 @@ from trainkit.run.curves import (
     thinned,
     warmup_end,
 )
-from trainkit.run.directory import RunDirectory
-from trainkit.run.files import write_bytes_atomic
-from trainkit.run.format import format_count
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 _LINES = ("-", "--", ":", "-.")

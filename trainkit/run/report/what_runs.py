@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainkit.run.format import format_number
-from trainkit.run.page import details, paragraph, table
+from trainkit.run.report.page import details, paragraph, table
 
 
 def kernels_section(kernels: Mapping[str, Any] | None) -> str:

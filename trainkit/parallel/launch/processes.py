@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from trainkit.errors import RecipeError
-from trainkit.parallel.hosts import Hosts
+from trainkit.parallel.launch.hosts import Hosts
 from trainkit.parallel.process import Machine, whole_number
 
 _COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")

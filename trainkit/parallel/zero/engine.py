@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.parallel.deepspeed_lint import lint_file, refuse_contradictions
 from trainkit.parallel.engine import Engine
-from trainkit.parallel.hosts import free_port
+from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.zero.lint import lint_file, refuse_contradictions
 
 if TYPE_CHECKING:
     import torch

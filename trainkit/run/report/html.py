@@ -10,14 +10,14 @@ from html import escape
 from typing import Any
 
 from trainkit.errors import TrainkitError
-from trainkit.run.curves import History
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_count, format_duration, format_loss, format_number
 from trainkit.run.metrics import SCORE_HEAD, read_scores, score_cells
-from trainkit.run.page import curves, details, figures, page, paragraph, section, table
-from trainkit.run.plot import svg_plots
-from trainkit.run.sections.what_runs import figure, fp8_section, kernels_section
+from trainkit.run.report.curves import History
+from trainkit.run.report.page import curves, details, figures, page, paragraph, section, table
+from trainkit.run.report.plot import svg_plots
+from trainkit.run.report.what_runs import figure, fp8_section, kernels_section
 from trainkit.run.starts import read_starts
 from trainkit.terminal import visible
 

@@ -3,7 +3,7 @@
 matplotlib holds Python's lock for most of a drawing's second; a thread of the training process
 would make the steps of that second wait for it.
 
-    python -m trainkit.run.redraw RUN
+    python -m trainkit.run.report.redraw RUN
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-from trainkit.run.curves import History
 from trainkit.run.directory import RunDirectory
-from trainkit.run.plot import draw_plots
-from trainkit.run.report import write_report
+from trainkit.run.report.curves import History
+from trainkit.run.report.html import write_report
+from trainkit.run.report.plot import draw_plots
 
 _PATIENCE_SECONDS = 5.0
 
@@ -52,7 +52,7 @@ class CurveRefresher:
         if is_busy or time.monotonic() - self._started < interval:
             return False
         self._started = time.monotonic()
-        command = [sys.executable, "-m", "trainkit.run.redraw", str(self._run.root)]
+        command = [sys.executable, "-m", "trainkit.run.report.redraw", str(self._run.root)]
         # A machine that cannot start one more process must not lose a run for a picture.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(

@@ -2,7 +2,7 @@
 
 import os
 
-from trainkit.parallel.hosts import free_port
+from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.process import ProcessRank
 
 

@@ -1,0 +1,1 @@
+"""What is drawn from the record of a run: its curves, and the report page."""
