@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from trainkit.run.report import curves, redraw
 from trainkit.run.metrics import read_metrics
+from trainkit.run.report import curves, redraw
 from trainkit.run.report.curves import Columns, History
 
 _ODD = [

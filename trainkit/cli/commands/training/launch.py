@@ -79,8 +79,8 @@ def launch(
         "MASTER_PORT": master_port,
     }
     os.environ.update({name: text for name, text in given.items() if text is not None})
-    from trainkit.parallel.launch.hosts import Hosts
     from trainkit.parallel.launch import processes
+    from trainkit.parallel.launch.hosts import Hosts
     from trainkit.train.faults.signals import hold_back, watching_signals
 
     arguments = ["sft", *(words or ())]
