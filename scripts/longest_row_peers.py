@@ -42,6 +42,7 @@ RESERVE = 0.985
 """Of the GPU's memory: what allocated tensors get before the allocator has no block left."""
 HOST_RESERVE_GIB = 5.0
 SHORTER = 0.96
+_LIMITS = ("layers", "most", "gpu_gib", "host_gib", "multiple")
 
 
 class Step:
@@ -191,6 +192,7 @@ def longest(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]
         torch.cuda.set_per_process_memory_fraction(gpu / whole)
     step, multiple = Step(given), given["multiple"]
     has, taken = _host_gib()
+    has = min(has, given["host_gib"] or has)
     room = gpu * RESERVE
     found: dict[str, Any] = {"gpu_gib": gpu, "host_gib": has, "held_weights_gib": step.held_gib}
     found |= {"loss_chunk": given["loss_chunk"], "mlp_chunk": given["mlp_chunk"]}
@@ -271,6 +273,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=524_288, help="tokens of a row")
     parser.add_argument("--short", default="16384,32768", help="tokens of the two short rows")
     parser.add_argument("--gpu-gib", type=float, default=0.0, help="instead of the GPU's own")
+    parser.add_argument("--host-gib", type=float, default=0.0, help="instead of the host's own")
     parser.add_argument("--multiple", type=int, default=1024, help="of tokens")
     parser.add_argument("--shape", type=json.loads, default={}, help="of the model, instead")
     parser.add_argument("--chunks", default=f"{LOSS_CHUNK},{MLP_CHUNK}", help="of loss and blocks")
@@ -291,7 +294,7 @@ def main() -> None:
                 "until": until,
                 "loss_chunk": loss_chunk,
                 "mlp_chunk": mlp_chunk,
-                **{key: getattr(chosen, key) for key in ("layers", "most", "gpu_gib", "multiple")},
+                **{key: getattr(chosen, key) for key in _LIMITS},
                 "shape": chosen.shape,
             }
             output, _ = process.communicate(json.dumps(given) + "\n")

@@ -33,6 +33,10 @@ SHAPES: dict[str, Shape] = {
     "qwen3-1.7b": _shape("qwen3", 2048, 6144, 28, 16, 8, 151936, tie=True, head_dim=128),
     "llama-3.2-3b": _shape("llama", 3072, 8192, 28, 24, 8, 128256, tie=True, head_dim=128),
     "llama-3.1-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256),
+    "qwen3-0.6b": _shape("qwen3", 1024, 3072, 28, 16, 8, 151936, tie=True, head_dim=128),
+    "qwen3-4b": _shape("qwen3", 2560, 9728, 36, 32, 8, 151936, tie=True, head_dim=128),
+    "qwen3-8b": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
+    "gemma-2b": _shape("gemma", 2048, 16384, 18, 8, 1, 256000, tie=True, head_dim=256),
     "mistral-7b": _shape("mistral", 4096, 14336, 32, 32, 8, 32768, sliding_window=None),
 }
 
@@ -164,5 +168,23 @@ POINTS: tuple[Point, ...] = (
     Point("qwen2-1.5b", "full", 4, provider="hf"),
     Point("llama-3.1-8b", "lora", 1, provider="hf"),
     Point("mistral-7b", "qlora", 2, provider="hf", recompute=1),
+    # A GPU waits for Python here: what a layer's launches take of it.
+    Point("llama-3.2-1b", "lora", 1, 256),
+    Point("llama-3.2-1b", "qlora", 1, 256),
+    Point("llama-3.2-1b", "fp8", 1, 256),
+    Point("llama-3.2-1b", "lora", 1, 256, provider="hf"),
+    Point("qwen2-0.5b", "lora", 1, 256),
+    Point("llama-3.2-1b", "fp8", 1, 256, recompute=1),
+    Point("llama-3.2-1b", "qlora", 1, 256, provider="hf", recompute=1),
+    Point("llama-3.2-1b", "full", 1, 256),
+    Point("llama-3.2-1b", "full_fp8", 1, 256),
+    # Families and shapes that no other row has.
+    Point("mistral-7b", "lora", 2, lora_rank=64),
+    Point("qwen3-0.6b", "full", 4),
+    Point("gemma-2b", "lora", 4),
+    Point("qwen3-8b", "qlora", 4, recompute=1),
+    Point("qwen3-4b", "lora", 4),
+    Point("gemma-2b", "full", 2),
+    Point("llama-3.2-3b", "full", 2, recompute=1, accumulation=2),
 )
 """Sizes from 0.5B to 9B, none of them a row of the other benchmarks."""
