@@ -125,6 +125,7 @@ CELLS = (
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv"), 2),
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "zbv", kept=True), 2),
     Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "1f1b", kept=True), 2),
+    Cell("qwen2-7b", "trainkit", 2, "none", 16, 1, pipeline(2, "interleaved", kept=True), 2),
     # `trainkit estimate` is held against these; nothing in it is fitted to them.
     Cell("llama-3.2-1b", "trainkit", 0, "zero1", 16, 4, {"parallel.tensor": 2}),
     Cell("qwen2-7b", "trainkit", 0, "zero3", 4, 2, {**CHECKPOINTED, "parallel.sequence": 2}),

@@ -58,3 +58,18 @@ def test_a_refusal_names_the_key_and_the_reason():
             parallel={"shard": "zero1", "tensor": 2},
         )
     assert "lora" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["recompute.offload", "lora.offload_activations"])
+def test_a_stage_that_is_recomputed_as_a_whole_offloads_nothing(key):
+    from trainkit.recipe import Recipe
+
+    values = {"model": {"name_or_path": "m"}, "data": {"train": ["a"]}, "lora": {"r": 4}}
+    if key == "recompute.offload":
+        values["recompute"] = {"every": 1, "offload": True}
+    else:
+        values["lora"]["offload_activations"] = True
+        values["recompute"] = "full"
+    Recipe(**values, parallel={"pipeline": 2})
+    with pytest.raises(RecipeError, match=key):
+        Recipe(**values, parallel={"pipeline": 2, "schedule": "zbv"})

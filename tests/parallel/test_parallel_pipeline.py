@@ -90,6 +90,27 @@ def test_bf16_gradients_are_summed_in_fp32_whatever_the_schedule(tmp_path):
     assert found["losses"] == pytest.approx(other["losses"], abs=1e-5)
 
 
+def test_a_split_backward_pass_recomputes_a_layer_once(tmp_path):
+    """To the bit what is kept, dropout too. The last stage goes back at once and keeps all."""
+    options = {"layers": 4, "max_steps": 2, "root": str(tmp_path), "dropout": 0.2, "shard": "none"}
+    options |= {"save_strategy": "no", "batch": 1, "accumulate": 4}
+    kept, recomputed = (
+        run_ranks(
+            "parallel.pipeline_cases:train_and_count",
+            parallel={"pipeline": 2, "schedule": "zbv"},
+            gradient_checkpointing=on,
+            **options,
+        )
+        for on in (False, True)
+    )
+    for figure in ("losses", "grad_norms"):
+        assert recomputed[0][figure] == kept[0][figure]
+    once = 2 * 4
+    assert [rank["runs"] for rank in kept] == [{"0": once, "3": once}, {"1": once, "2": once}]
+    runs = [rank["runs"] for rank in recomputed]
+    assert runs == [{"0": 2 * once, "3": once}, {"1": 2 * once, "2": 2 * once}]
+
+
 @pytest.mark.parametrize(
     ("lora", "shard"),
     [(None, "none"), (None, "fsdp2"), ({"r": 4}, "none"), ({"r": 4}, "fsdp2")],

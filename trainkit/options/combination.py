@@ -29,6 +29,7 @@ class Combination:
         mixes_dtypes: adapters train in another dtype than modules that train whole next to them.
         tiles_mlp: feed-forward blocks compute some tokens at a time.
         lora: what of the adapters a pipeline cannot spread: its key, or None.
+        offloads: the key that sends activations to the host, or None.
         measures: the keys that have the model asked questions while it trains.
     """
 
@@ -49,6 +50,7 @@ class Combination:
     mixes_dtypes: bool = False
     tiles_mlp: bool = False
     lora: str | None = None
+    offloads: str | None = None
     measures: tuple[str, ...] = ()
 
     @property

@@ -176,6 +176,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "zbv adds to the gradients of weights past autograd, where fsdp2 would gather and sum them",
         "set schedule: 1f1b or interleaved, or remove parallel.shard",
     ),
+    *(
+        Refusal(
+            key,
+            lambda one, key=key: one.parallel.schedule == "zbv" and one.offloads == key,  # type: ignore[misc]
+            "zbv recomputes a stage as a whole, and layers' inputs are not there to be sent away",
+            f"remove {key}, or set schedule: 1f1b or interleaved",
+        )
+        for key in ("recompute.offload", "lora.offload_activations")
+    ),
     Refusal(
         "parallel.pipeline",
         lambda one: one.pipeline > 1 and (one.tensor > 1 or one.sequence > 1),

@@ -189,6 +189,14 @@ class Recipe(Section):
                 "remove lora.offload_activations",
             )
 
+    def _offloads(self) -> str | None:
+        """The key that sends activations to the host; None where no key asks for it."""
+        options = RecomputeOptions.of(self.recompute)
+        if options is not None and options.offload is True:
+            return "recompute.offload"
+        by_adapters = self.lora is not None and self.lora.offload_activations is True
+        return "lora.offload_activations" if by_adapters else None
+
     def _combination(self) -> Combination:
         return Combination(
             parallel=self.parallel,
@@ -209,6 +217,7 @@ class Recipe(Section):
             master_weights=self.model.master_weights,
             objective=self.objective,
             adds_tokens=self.model.adds_tokens,
+            offloads=self._offloads(),
             mixes_dtypes=self.lora is not None
             and bool(self.lora.modules_to_save or self.model.adds_tokens)
             and self.lora.adapter_dtype == "float32" != self.model.dtype,

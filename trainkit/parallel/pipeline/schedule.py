@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trainkit.parallel.pipeline import late_weights
 from trainkit.parallel.pipeline.clock import Clock
 from trainkit.parallel.pipeline.share import Schedule, Share
 from trainkit.parallel.pipeline.stage import RunLoss, Stage
+from trainkit.parallel.pipeline.whole_stages import TwiceRun, layers_kept
 
 _TOKENS_STEP = 64
 """The size of what is sent grows by so many tokens, so that it settles soon."""
@@ -54,6 +56,7 @@ class _Sent(nn.Module):
         self.num_tokens = 0
         self.batches: Sequence[Mapping[str, Any]] = ()
         self.loss: RunLoss | None = None
+        self.recomputes = False
 
     def forward(self, states: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
         """(T, H) padded states; the last stage gives a loss, 0-d."""
@@ -74,14 +77,32 @@ class _Timed(PipelineStage):
 
     clock: Clock
     gather: Callable[[], object]
+    twice: TwiceRun
+
+    @property
+    def _recomputes(self) -> bool:
+        # The last stage's backward pass comes next: there is nothing to save.
+        return bool(self.submod.recomputes) and not self.is_last
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.running():
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; where the backward pass will recompute the stage, without a graph."""
+        run = partial(super().forward_maybe_with_nosync, *args, **kwargs)
+        if not self._recomputes:
+            return run()
+        return self.twice.first(int(kwargs["number"]), self.device, run)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.clock.running():
-            return super().backward_one_chunk(*args, **kwargs)
+            if self._recomputes:
+                _, (given, number) = self.fwd_cache[bwd_chunk_id]
+                run = partial(super().forward_maybe_with_nosync, given, number=number)
+                output = self.twice.again(bwd_chunk_id, self.device, run)
+                self.fwd_cache[bwd_chunk_id] = (output,), [given, number]
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.running():
@@ -146,6 +167,14 @@ class Steps:
             The loss of each micro-batch, (M,) float32, on every rank.
         """
         self._gather = gather
+        if not self._row.splits_backward:
+            return self._run(batches, loss)
+        with layers_kept([sent.stage for sent in self._sent]) as recomputes:
+            for sent in self._sent:
+                sent.recomputes = recomputes
+            return self._run(batches, loss)
+
+    def _run(self, batches: Sequence[Mapping[str, Any]], loss: RunLoss) -> torch.Tensor:
         self._prepare(batches)
         for sent in self._sent:
             sent.batches, sent.loss = batches, loss
@@ -198,6 +227,7 @@ class Steps:
                 group=wire.group,
             )
             one.clock, one.gather = self.busy, self._take
+            one.twice = TwiceRun()
             made.append(one)
         kind = get_schedule_class(self._row.engine)
         is_multi = issubclass(kind, PipelineScheduleMulti)

@@ -28,18 +28,20 @@ class Schedule:
         stages: on each rank, unless a recipe says otherwise.
         is_v_shaped: a rank's second stage mirrors its first: rank 0 has the first and the last.
         multiple: micro-batches come in multiples of it times the ranks.
+        splits_backward: gradients of weights are made after, and apart from, those of the input.
     """
 
     engine: str
     stages: int = 2
     is_v_shaped: bool = False
     multiple: int = 0
+    splits_backward: bool = False
 
 
 SCHEDULES: Mapping[str, Schedule] = {
     "1f1b": Schedule("1F1B", stages=1),
     "interleaved": Schedule("Interleaved1F1B", multiple=1),
-    "zbv": Schedule("ZBVZeroBubble", is_v_shaped=True),
+    "zbv": Schedule("ZBVZeroBubble", is_v_shaped=True, splits_backward=True),
 }
 """THE TABLE of schedules."""
 
