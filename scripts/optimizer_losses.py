@@ -80,10 +80,6 @@ CASES = (
     Case("adamw"),
     Case("adamw again", is_moved=True),
     Case("adamw unclipped", clips=False),
-    Case("adamw_torch_8bit", "adamw_torch_8bit"),  # first, since they are compiled
-    Case("adamw_torch_4bit", "adamw_torch_4bit"),
-    Case("flat_adamw", "flat_adamw"),
-    Case("adamw without masters", keeps_masters=False),
     Case(
         "paged_adamw_8bit without masters in backward",
         "paged_adamw_8bit",
@@ -91,6 +87,10 @@ CASES = (
         in_backward=True,
         clips=False,
     ),
+    Case("adamw_torch_8bit", "adamw_torch_8bit"),  # early, since they are compiled
+    Case("adamw_torch_4bit", "adamw_torch_4bit"),
+    Case("flat_adamw", "flat_adamw"),
+    Case("adamw without masters", keeps_masters=False),
     Case("adamw_8bit", "adamw_8bit"),
     Case("adamw_8bit without masters", "adamw_8bit", keeps_masters=False),
     Case("adafactor", "adafactor"),

@@ -17,7 +17,7 @@ from trainkit.bench.providers import MODELS, Shape, answer_cell, provide
 from trainkit.data.serve.collator import PaddingCollator
 from trainkit.objectives import SFT
 from trainkit.objectives.batches import CountingCollator, TrainingData
-from trainkit.options.optimizers import DEFAULT, OURS
+from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.parallel import STRATEGIES, Layout, ProcessRank
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.faults.signals import StopRequest
@@ -115,6 +115,7 @@ def make_trainer(
         samples: the rows; None makes random ones.
         training: more of ``TrainingArguments``.
     """
+    projects = optimizer_row(optim).per_rank_bytes is not None
     args = TrainingArguments(
         output_dir=str(directory),
         per_device_train_batch_size=shape.batch_size,
@@ -122,6 +123,7 @@ def make_trainer(
         logging_steps=cell.logging_steps,
         logging_nan_inf_filter=False,
         optim=DEFAULT if optim in OURS else optim,
+        optim_target_modules="all-linear" if projects else None,
         dataloader_num_workers=cell.num_workers,
         remove_unused_columns=False,
         report_to="none",
