@@ -5,24 +5,30 @@
 
 Help and mistakes are measured as the CPU time of the command, the least of several tries: on an
 idle core that is what a user waits. The first step is measured by the clock, from the command to
-the line of step 1, of a second run: data and compiled kernels are cached, as on any working day.
-The model has the shape of Qwen2.5-0.5B and random weights; its tokenizer has as many tokens.
+the line of step 1: once with nothing compiled yet, then of the same recipe again, as on any working
+day, with data and compiled kernels cached. Each start gives a row for every stage that it went
+through (``start.json`` of the run), written at once. The model has the shape of Qwen2.5-0.5B and
+random weights; its tokenizer has as many tokens.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from chatml_tokenizer import chatml_tokenizer
 
 from trainkit.bench.measure.record import append, environment, records
+from trainkit.run.stages import FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAINKIT = [sys.executable, "-m", "trainkit"]
@@ -40,6 +46,7 @@ SHAPE = {
 }
 SMALL = {"vocab_size": 2_000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 GOALS = {"help": 0.3, "recipe error": 0.8, "first step": 12.0}
+COLD = "first step, nothing compiled"
 
 
 def main() -> None:
@@ -48,28 +55,29 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--first-step", action="store_true", help="only the first step, on a GPU")
     parser.add_argument("--small", action="store_true", help="with a tiny model, to try it out")
-    parser.add_argument("--tries", type=int, default=5)
+    parser.add_argument("--tries", type=int, default=5, help="of each command; starts: one less")
+    parser.add_argument("--seconds", type=float, default=110.0, help="for all starts together")
+    parser.add_argument("--folder", type=Path, help="keep model, data and recipe here")
     options = parser.parse_args()
     common = environment()
-    found = first_step(options.small) if options.first_step else commands(options.tries)
-    for case, values in found.items():
-        rows = records("surface", case, "trainkit", values, common, goal=GOALS[case])
+    measured = first_steps(options) if options.first_step else commands(options.tries)
+    for case, values in measured:
+        rows = records("surface", case, "trainkit", values, common, goal=GOALS.get(case))
         append(options.output, rows)
         for row in rows:
-            print(f"{case}: {row['metric']} {row['value']:.2f} s (goal {row['goal']} s)")
+            goal = "" if row["goal"] is None else f" (goal {row['goal']} s)"
+            print(f"{case}: {row['metric']} {row['value']:.2f} s{goal}", flush=True)
 
 
-def commands(tries: int) -> dict[str, dict[str, float]]:
+def commands(tries: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Help and a recipe with a mistake: the least of several tries."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder, "r.yaml")
         recipe.write_text("model: {name_or_path: m}\ndata: {train: [d.jsonl]}\nlerning_rate: 1\n")
         cases = {"help": (["--help"], 0), "recipe error": (["sft", str(recipe)], 2)}
-        found = {}
         for case, (words, code) in cases.items():
             timed = [_timed([*TRAINKIT, *words], code) for _ in range(tries)]
-            found[case] = {"cpu_seconds": min(timed)}
-    return found
+            yield case, {"cpu_seconds": min(timed)}
 
 
 def _timed(command: Sequence[str], code: int) -> float:
@@ -82,37 +90,66 @@ def _timed(command: Sequence[str], code: int) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def first_step(small: bool) -> dict[str, dict[str, float]]:
-    """A run, and the same once more: how long the second takes to its first step."""
-    root = Path(tempfile.mkdtemp(prefix="surface-"))
+def first_steps(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """A start with an empty cache of compiled kernels, then the same start again and again."""
+    ends = time.monotonic() + options.seconds
+    root = options.folder or Path(tempfile.mkdtemp(prefix="surface-"))
+    root.mkdir(parents=True, exist_ok=True)
     try:
-        _make_project(root, small)
-        times = [_seconds_to_first_step(root) for _ in range(2)]
+        began = time.perf_counter()
+        _make_project(root, options.small)
+        print(f"model and data made in {time.perf_counter() - began:.1f} s", flush=True)
+        compiled = {"TRITON_CACHE_DIR": str(root / "triton")}
+        for number in range(options.tries):
+            if ends - time.monotonic() < 5:
+                break
+            found = _start(root, compiled, ends - time.monotonic())
+            if found is None:
+                break
+            case = "first step" if number else COLD
+            yield case, {"seconds": found.pop("seconds")}
+            for stage, seconds in found.items():
+                yield f"{case}: {stage}", {"seconds": seconds}
     finally:
-        shutil.rmtree(root, ignore_errors=True)
-    print(f"the first run of all, with kernels to compile: {times[0]:.1f} s")
-    return {"first step": {"seconds": times[1]}}
+        if options.folder is None:
+            shutil.rmtree(root, ignore_errors=True)
 
 
-def _seconds_to_first_step(root: Path) -> float:
-    started = time.perf_counter()
+def _start(root: Path, variables: dict[str, str], left: float) -> dict[str, float] | None:
+    """Seconds until the line of step 1 and of each stage; the run is ended there.
+
+    None if it took longer than ``left`` seconds: then it has said where it was.
+    """
+    run = root / f"run-{time.time_ns()}"
+    began = time.perf_counter()
     process = subprocess.Popen(
-        [*TRAINKIT, "sft", "r.yaml"],
+        [*TRAINKIT, "sft", "r.yaml", "-o", str(run)],
         cwd=root,
-        env=HERE,
+        env={**HERE, **variables, "PYTHONFAULTHANDLER": "1"},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
+        start_new_session=True,
     )
     assert process.stderr is not None
+    # With PYTHONFAULTHANDLER the stack of every thread is written.
+    too_late = threading.Timer(left, process.send_signal, [signal.SIGABRT])
+    too_late.start()
     seconds = None
     for line in process.stderr:
         text = line.decode(errors="replace").rstrip()
-        print(f"  {time.perf_counter() - started:6.2f} s  {text[:110]}", flush=True)
-        if text.startswith("step 1/") and seconds is None:
-            seconds = time.perf_counter() - started
-    assert process.wait() == 0
-    assert seconds is not None
-    return seconds
+        print(f"  {time.perf_counter() - began:6.2f} s  {text[:110]}", flush=True)
+        if text.startswith("step 1/"):
+            seconds = time.perf_counter() - began
+            break
+    too_late.cancel()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if seconds is None:
+        return None
+    start = json.loads((run / FILE).read_text())
+    shutil.rmtree(run)
+    return {"seconds": seconds, **start["stages"]}
 
 
 def _make_project(root: Path, small: bool) -> None:
@@ -121,7 +158,8 @@ def _make_project(root: Path, small: bool) -> None:
 
     shape = SHAPE | (SMALL if small else {})
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM._from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM._from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
     model.save_pretrained(root / "m")
     _make_tokenizer(1_500 if small else VOCABULARY).save_pretrained(root / "m")
     with (root / "d.jsonl").open("w", encoding="utf-8") as file:

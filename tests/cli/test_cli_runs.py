@@ -11,6 +11,7 @@ import pytest
 from trainkit.cli.app import main
 from trainkit.cli.commands.training import runs
 from trainkit.run.directory import RunDirectory
+from trainkit.run.stages import Stages, now, process_began
 
 
 def make_run(parent, name, state, steps=3, **more):
@@ -77,6 +78,27 @@ def test_show_says_what_to_do_next_and_prints_no_escapes(parent, capsys):
     assert "\x1b" not in shown
 
 
+def test_show_says_where_the_time_to_the_first_step_went(tmp_path, capsys):
+    run = make_run(tmp_path, "timed", "done")
+    stages = Stages(now() - 3.0)
+    stages.end("imports")
+    stages.end("data")
+    run.write_json(run.root / "start.json", stages.to_dict())
+    assert main(["show", str(run.root)]) == 0
+    assert "3.0 s after the command (imports 3.0, data 0.0)" in capsys.readouterr().out
+
+
+def test_a_process_knows_when_it_began():
+    told = subprocess.run(
+        [sys.executable, "-c", "from trainkit.run import stages as s; print(s.process_began())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 0 <= now() - float(told.stdout) < 60
+    assert process_began() < float(told.stdout)
+
+
 def test_a_damaged_status_is_named(parent, capsys):
     done = next(path for path in parent.iterdir() if path.name.startswith("one"))
     (done / "status.json").write_text("{")
@@ -141,6 +163,7 @@ def hostile(tmp_path):
     (run / "resolved.yaml").write_text((run / "recipe.yaml").read_text())
     for name in ("changes.jsonl", "kernels.json", "environment.json", "data.json"):
         (run / name).write_text(json.dumps({ESCAPE: ESCAPE}) + "\n")
+    (run / "start.json").write_text(json.dumps({"seconds": 1, "stages": {ESCAPE: 1.0}}))
     (run / f"checkpoint-{ESCAPE}").mkdir()
     return run
 

@@ -100,6 +100,10 @@ def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 8
+    way = json.loads((run / "start.json").read_text())
+    assert sum(way["stages"].values()) == pytest.approx(way["seconds"], abs=0.01)
+    stages = ["imports", "data", "record", "model", "kernels", "trainer", "first step"]
+    assert list(way["stages"]) == stages
     assert losses[-1] < losses[0]
     dropped = [json.loads(line) for line in (run / "dropped.jsonl").read_text().splitlines()]
     # Once as a training row, once as an evaluation row, once as a held-out question.

@@ -36,6 +36,7 @@ from trainkit.run import (
     stop_rank_log,
 )
 from trainkit.run.lock import locked
+from trainkit.run.stages import Stages
 from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.faults.signals import hold_back, not_in_between, record_if_stuck
 from trainkit.train.faults.smaller_batch import BatchFinder
@@ -87,11 +88,14 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
     quieten_libraries()
     process = ProcessRank.from_environment()
     console = Console(dist_rank=process.dist_rank, rows=options.rows)
-    start = Invocation(loaded, options, process, console)
+    stages = Stages(options.began)
+    stages.end("imports")
+    start = Invocation(loaded, options, process, console, stages)
     with contextlib.ExitStack() as scratch:
         scratch.callback(console.stop)
         temporary = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
         prepared = prepare(start, temporary / "dropped.jsonl")
+        stages.end("data")
         refuse_other_hosts(start, prepared)
         expected = expect(start, prepared)
         resumption = find_resumption(start, prepared)
@@ -105,6 +109,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
             if run.dropped.exists():
                 console.note(f"each dropped row has its line in {run.dropped}")
         prepared.args.output_dir = str(run.root)
+        stages.end("record")
         session = _session(start, prepared, run, resumption, expected)
         while (bad := session.train(resumption.point)) is not None:
             overrides = session.batch.after(bad)
@@ -149,6 +154,7 @@ def _session(
     recipe, process = start.recipe, start.process
     point = resumption.point
     built = _build(recipe, prepared, None if point is None else point.fingerprint.get(FP8))
+    start.stages.end("model")
     resumption = review_built(start, resumption, built.runs)
     try:
         record = built.check_kernels(prepared.data.train.one_batch())
@@ -159,6 +165,7 @@ def _session(
     if process.is_main:
         run.write_json(run.kernels, record)
         start.console.note(built.describe())
+    start.stages.end("kernels")
     return Session(
         run=run,
         console=start.console,
@@ -182,6 +189,7 @@ def _session(
         numbers=number_policy(recipe, run),
         step_timeout=recipe.faults.step_timeout,
         expected=expected,
+        stages=start.stages,
         batch=_batch_finder(recipe, prepared.args, prepared.layout, run, expected),
         after=AfterTraining(
             base_model=recipe.model.name_or_path,

@@ -22,6 +22,7 @@ from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.report.redraw import CurveRefresher
+from trainkit.run.stages import FILE, Stages
 from trainkit.train.checkpoints import TRAINER_STATE, ResumePoint
 from trainkit.train.faults.signals import FAILED, StopRequest
 
@@ -213,6 +214,38 @@ class KeepToThePlan(TrainerCallback):
                 f"the run was planned for {saved.max_steps} steps and ends at {state.max_steps} "
                 "now; the learning rate follows the new plan from here"
             )
+
+
+class TimeStart(TrainerCallback):
+    """Writes down, once the first step is done, where the time since the command went.
+
+    Args:
+        stages: timed until here.
+        run: gets ``start.json``.
+    """
+
+    def __init__(self, stages: Stages, run: RunDirectory) -> None:
+        self._stages = stages
+        self._run = run
+        self._is_done = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The optimizer is made, and what is proved before the first step is proved."""
+        self._stages.end("trainer")
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The first step ends."""
+        if self._is_done:
+            return
+        self._is_done = True
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._stages.end("first step")
+        self._run.write_json(self._run.root / FILE, self._stages.to_dict())
 
 
 class LeakTest(TrainerCallback):

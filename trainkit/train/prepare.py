@@ -4,7 +4,7 @@ What can fail cheaply fails here.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from trainkit.recipe.measured import metric_of
 from trainkit.run import (
     Console,
 )
+from trainkit.run.stages import Stages
 from trainkit.terminal import visible
 from trainkit.train.data.run_data import RunData, prepare_run_data, read_conversations
 from trainkit.train.log.quiet import tokenisation_progress
@@ -53,12 +54,14 @@ class Invocation:
         options: what the command line says about this start.
         process: which of the run's processes this is.
         console: speaks on rank 0.
+        stages: times the way to the first step.
     """
 
     loaded: LoadedRecipe
     options: SftOptions
     process: ProcessRank
     console: Console
+    stages: Stages = field(default_factory=Stages)
 
     @property
     def recipe(self) -> Recipe:

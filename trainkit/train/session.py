@@ -27,6 +27,7 @@ from trainkit.run import Console, RunDirectory
 from trainkit.run.metrics import read_metrics
 from trainkit.run.model_card import model_card, write_model_card
 from trainkit.run.report.redraw import draw_all
+from trainkit.run.stages import Stages
 from trainkit.train.callbacks import (
     KeepFp8Codes,
     KeepToThePlan,
@@ -34,6 +35,7 @@ from trainkit.train.callbacks import (
     RowTest,
     RunRecorder,
     StopOnRequest,
+    TimeStart,
 )
 from trainkit.train.checkpoints import CheckpointWriter, ResumePoint, written_together
 from trainkit.train.data.run_data import RunData
@@ -95,6 +97,7 @@ class Session:
         numbers: what to do about steps whose numbers are bad.
         step_timeout: seconds without progress after which a run is taken to hang.
         expected: the estimate of memory and time; None on a CPU.
+        stages: times the way to the first step.
         begins_again: the run was stopped before its first checkpoint; its rows are redone.
     """
 
@@ -120,6 +123,7 @@ class Session:
     review: Review = field(default_factory=Review)
     begins_again: bool = False
     expected: Estimate | None = None
+    stages: Stages = field(default_factory=Stages)
 
     def train(self, point: ResumePoint | None) -> NumberError | MemoryShortageError | None:
         """Train, from the beginning or from ``point``, and write the final model and the report.
@@ -142,6 +146,7 @@ class Session:
         if recorder is not None:
             trainer.add_callback(recorder)
             trainer.add_callback(RememberTrackers(self.run))
+            trainer.add_callback(TimeStart(self.stages, self.run))
             for note in go_on_with(self.run, self.args, goes_on=point is not None):
                 self.console.note(note)
         if self.expected is not None:

@@ -20,6 +20,7 @@ class SftOptions:
         force: train although the estimate says that the memory is not enough.
         rows: takes each row of the log, and the summary at the end; what people read stays on
             standard error.
+        began: when the command was given, on the clock of ``trainkit.run.stages``; None is now.
     """
 
     resume: Path | None = None
@@ -30,6 +31,7 @@ class SftOptions:
     command: tuple[str, ...] = ()
     force: bool = False
     rows: Callable[[Mapping[str, Any]], None] | None = None
+    began: float | None = None
 
 
 def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:

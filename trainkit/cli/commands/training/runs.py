@@ -136,6 +136,18 @@ def _table(found: "list[RunSummary]", width: int) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
+def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
+    from trainkit.run.stages import FILE
+    from trainkit.terminal import visible
+
+    try:
+        start = json.loads((run / FILE).read_text(encoding="utf-8"))
+        parts = ", ".join(f"{visible(name)} {each:.1f}" for name, each in start["stages"].items())
+        yield "first step", f"{start['seconds']:.1f} s after the command ({parts})"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return  # not reached yet, or a run of before this was written
+
+
 def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
     from trainkit.terminal import visible
 
@@ -146,6 +158,7 @@ def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
         yield "reason", visible(run.reason)
     yield "started", run.started or "unknown"
     yield "step", step
+    yield from _way_to_the_first_step(Path(run.path))
     if loss:
         yield "loss", loss
     if run.eval_loss is not None:

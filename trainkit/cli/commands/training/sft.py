@@ -92,8 +92,12 @@ def sft(
     """Train a model as a recipe says. The last line printed is the run directory."""
     from trainkit.cli.arguments import recipe_and_overrides
     from trainkit.recipe import SftOptions, check_files
+    from trainkit.run.stages import now, process_began
     from trainkit.train.resume.given import read_command
 
+    command = tuple(context.obj or sys.argv[1:])
+    # Called from Python, the command is younger than its process.
+    began = process_began() if command == tuple(sys.argv[1:]) else now()
     config, overrides = recipe_and_overrides(config, overrides)
     options = {
         "--deepspeed": deepspeed,
@@ -117,8 +121,9 @@ def sft(
             overrides=given.overrides,
             dry_run=dry_run,
             output_dir=None if chosen_dir is None else Path(chosen_dir),
-            command=tuple(context.obj or sys.argv[1:]),
+            command=command,
             force=force,
+            began=began,
         ),
         as_json=as_json,
     )
