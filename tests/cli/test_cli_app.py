@@ -1,5 +1,6 @@
 """The table of commands, exit codes and messages."""
 
+import os
 import subprocess
 import sys
 import types
@@ -121,6 +122,17 @@ def test_ctrl_c_exits_130(command):
 
     command.run = run
     assert cli.main(["try"]) == 130
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "passive"), ("active", "active")])
+def test_threads_that_wait_leave_the_processor_to_others(command, monkeypatch, given, found):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    seen = []
+    command.run = lambda: seen.append(os.environ["OMP_WAIT_POLICY"])
+    assert cli.main(["try"]) == 0
+    assert seen == [found]
 
 
 def test_only_the_first_rank_tells_of_the_recipe(monkeypatch, capsys):

@@ -88,6 +88,22 @@ def test_a_terminal_that_asks_for_quiet_gets_plain_lines(monkeypatch, name):
     assert not _can_be_live(io.StringIO())
 
 
+@pytest.mark.parametrize("tell", ["note", "warn"])
+@pytest.mark.parametrize(
+    "copied",
+    ["trainkit sft --resume train_model/my-first-run-20260101T000000Z", "/data/" + "x" * 60],
+)
+def test_what_is_copied_from_a_terminal_is_in_one_piece(monkeypatch, tell, copied):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = _Terminal()
+    with Console(True, stream=stream) as console:
+        getattr(console, tell)(f"continue with: {copied}")
+        getattr(console, tell)("words without any of these " * 4)
+    lines = stream.getvalue().splitlines()
+    assert lines[0].endswith(copied)
+    assert len(lines) > 3  # prose is broken between words
+
+
 def test_a_logged_step_costs_well_under_a_millisecond():
     console = Console(False, stream=io.StringIO(), dist_rank=0)
     console.start(1000)

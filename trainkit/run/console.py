@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from trainkit.run.redact import redact_text
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _REFRESH_PER_SECOND = 4
+_COPIED = re.compile(r"\btrainkit [a-z-]+ |(?<!\w)~?/\w+/\S")
 # The pace of recent steps says when the run ends; the pace of all steps includes the slow first.
 _PACE_WINDOW = 50
 
@@ -143,8 +145,9 @@ class Console:
         self.stop()
 
     def _write(self, text: Text) -> None:
+        # A command or a path that is broken into lines cannot be copied: the terminal wraps it.
         if not self._silent:
-            self._rich.print(text)
+            self._rich.print(text, soft_wrap=True if _COPIED.search(text.plain) else None)
 
     def _render(self) -> RenderableType:
         return self._progress.render(self._rich.width)
