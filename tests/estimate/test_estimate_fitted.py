@@ -10,6 +10,7 @@ from trainkit.estimate.estimate import estimate
 from trainkit.estimate.fitted import METHODS, fitted_recipe
 from trainkit.estimate.gpus import GPUS, gpu_of
 from trainkit.estimate.recipe import plan_of
+from trainkit.estimate.shape import NAMED
 from trainkit.recipe import load_recipe
 
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
@@ -56,12 +57,26 @@ def test_a_model_of_unknown_size_is_written_without_figures():
     assert "Expected" not in found.text
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("context", "length"), [(512, 512), (2048, 2048), (32768, 2048)])
+def test_samples_are_no_longer_than_the_model_s_context(tmp_path, method, context, length):
+    config = {**NAMED["qwen2.5-0.5b"], "max_position_embeddings": context}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = fitted_recipe(str(tmp_path), ["mine.jsonl"], method, gpu_of("h100"))
+    (tmp_path / "r.yaml").write_text(found.text)
+    assert load_recipe(tmp_path / "r.yaml").recipe.data.max_length == length
+
+
 def test_a_size_is_a_gpu():
     assert gpu_of("24g").memory_gib == pytest.approx(GPUS["4090"].memory_gib, abs=0.1)
     assert gpu_of("80GB").memory_gib == pytest.approx(GPUS["h100"].memory_gib, abs=1)
 
 
-def test_the_list_has_sizes(capsys):
+def test_the_list_has_sizes_and_asks_no_hub(capsys, monkeypatch):
+    def refuse(name, revision):
+        raise AssertionError(f"asked the hub for {name}")
+
+    monkeypatch.setattr("trainkit.estimate.shape._download", refuse)
     assert main(["new"]) == 0
     told = capsys.readouterr().out
     assert "qlora" in told

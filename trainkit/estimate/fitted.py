@@ -25,6 +25,9 @@ METHODS = {"full": "all weights", "lora": "LoRA adapters", "qlora": "LoRA over a
 _SMALL = 3_000_000_000
 """Weights up to which a full recipe begins with ZeRO-2 and without checkpointing."""
 
+_LENGTH = 2048
+"""Tokens of the longest sample in the shipped recipes that are filled in."""
+
 _COMMENTS = {
     "model.dtype": "of the weights in memory",
     "lora.r": "rank of each adapter",
@@ -84,6 +87,8 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
         values["deepspeed"] = None
     if method != "full":
         values["lora.r"] = 16
+    if shape is not None and shape.context is not None and shape.context < _LENGTH:
+        values["data.max_length"] = shape.context
     text = with_values(shipped_text(_like(method, shape)), values, _COMMENTS)
     changed: tuple[str, ...] = ()
     found = _estimated(text, gpu, gpus, shape)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ModelError
+from trainkit.estimate.context import context_of
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ModelShape:
         family: ``model_type``.
         has_embeddings: not on a later stage of a pipeline.
         has_head: and the final norm; only on its last stage.
+        context: the positions it knows, where its configuration sets a bound.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ModelShape:
     qkv_bias: bool = False
     has_embeddings: bool = True
     has_head: bool = True
+    context: int | None = None
 
     @property
     def traits(self) -> Traits:
@@ -173,6 +176,7 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         vocab=vocab,
         tied=TRAITS[family].tied if tied is None else bool(tied),
         qkv_bias=bool(config.get("attention_bias", TRAITS[family].qkv_bias)),
+        context=context_of(config),
     )
 
 

@@ -1,15 +1,14 @@
 """The files of a model directory, looked at before anything slow reads them."""
 
 import json
-import math
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
+from trainkit.estimate.context import context_of
 
 FETCH = "fetch the file again, or write the model again with save_pretrained"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -179,25 +178,3 @@ def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
         f"that it never saw; set data.max_length={context} or less, or give its config.json a rope "
         "scaling"
     )
-
-
-def context_of(config: Mapping[str, Any]) -> int | None:
-    """The positions a model knows, its rope scaling included; None where it sets no bound."""
-    limit = config.get("max_position_embeddings")
-    if not isinstance(limit, int) or limit <= 0:
-        return None
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        return limit
-    kinds = [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
-    return max(limit, *(_scaled(each, limit) for each in kinds))
-
-
-def _scaled(scaling: Mapping[str, Any], limit: int) -> int:
-    factor = scaling.get("factor")
-    if scaling.get("rope_type", scaling.get("type")) in (None, "default", "llama3"):
-        return limit  # Llama 3's limit is the scaled one already
-    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
-        return limit
-    original = scaling.get("original_max_position_embeddings") or limit
-    return int(original * factor)

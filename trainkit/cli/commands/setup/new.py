@@ -84,7 +84,6 @@ def new(
 
 def _list(as_json: bool) -> None:
     """The shipped recipes, with what they take."""
-    from trainkit.errors import TrainkitError
     from trainkit.estimate.peak import peak
     from trainkit.estimate.recipe import plan_of
     from trainkit.recipe.load import load_recipe
@@ -95,10 +94,9 @@ def _list(as_json: bool) -> None:
         recipe = load_recipe(path).recipe
         quantized = recipe.lora.quantize if recipe.lora else None
         method = "full" if recipe.lora is None else "lora" if quantized is None else "qlora"
-        try:
-            memory: float | None = round(peak(plan_of(recipe, 1)).needed_gib, 1)
-        except TrainkitError:
-            memory = None  # the quickstart's model is made by `new quickstart`
+        memory: float | None = None
+        if each != QUICKSTART:  # `new quickstart` makes its model: no hub has it
+            memory = round(peak(plan_of(recipe, 1)).needed_gib, 1)
         row = {
             "name": each,
             "method": method,

@@ -1,0 +1,27 @@
+"""How long a text a model knows, by its configuration."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def context_of(config: Mapping[str, Any]) -> int | None:
+    """The positions a model knows, its rope scaling included; None where it sets no bound."""
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        return limit
+    kinds = [each for each in (scaling, *scaling.values()) if isinstance(each, Mapping)]
+    return max(limit, *(_scaled(each, limit) for each in kinds))
+
+
+def _scaled(scaling: Mapping[str, Any], limit: int) -> int:
+    factor = scaling.get("factor")
+    if scaling.get("rope_type", scaling.get("type")) in (None, "default", "llama3"):
+        return limit  # Llama 3's limit is the scaled one already
+    if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+        return limit
+    original = scaling.get("original_max_position_embeddings") or limit
+    return int(original * factor)
