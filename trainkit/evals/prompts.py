@@ -11,6 +11,7 @@ from trainkit.data.options import DataOptions
 from trainkit.data.render.prompt import PromptRenderer, conversation_of
 from trainkit.data.render.template import THINK_CLOSE, THINK_OPEN, own_template
 from trainkit.errors import DataError, ModelError
+from trainkit.evals.pieces import encode_texts
 
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """The variables by which chat templates switch thinking."""
@@ -94,10 +95,8 @@ class PromptStyle:
         """Token ids with one bos where the tokenizer has it, and never an eos behind the text."""
         if not texts:
             return []
-        ids = self.tokenizer(list(texts), add_special_tokens=not self.chat)["input_ids"]
-        if self.chat:
-            return [list(each) for each in ids]
-        return [self._trimmed(list(each)) for each in ids]
+        ids = encode_texts(self.tokenizer, texts, add_special_tokens=not self.chat)
+        return ids if self.chat else [self._trimmed(each) for each in ids]
 
     def _trimmed(self, ids: list[int]) -> list[int]:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -173,7 +172,7 @@ class AskedAsTrained:
         """Contexts and continuations of requests; they are noted."""
         pairs = self.prompts.encode_pairs([request.args[:2] for request in requests])
         for request, (context, continuation) in zip(requests, pairs, strict=True):
-            self.record.add(request, [*context, *continuation])
+            self.record.add(request, context, continuation)
         return pairs
 
     def note_written(self, request: Any, text: str, *, is_whole: bool) -> None:
@@ -187,10 +186,15 @@ class PromptRecord:
 
     def __init__(self) -> None:
         self.hashes: dict[str, dict[str, str]] = {}
+        self._last: tuple[Sequence[int], Any] = ((), hashlib.sha256())
 
-    def add(self, request: Any, ids: Sequence[int]) -> None:
+    def add(self, request: Any, context: Sequence[int], continuation: Sequence[int] = ()) -> None:
         """Note one request's prompt, a scored continuation included."""
-        digest = hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()
+        if context is not self._last[0]:  # answers of one question share it
+            self._last = (context, hashlib.sha256(",".join(map(str, context)).encode()))
+        whole = self._last[1].copy()
+        whole.update("".join(f",{each}" for each in continuation).encode())
+        digest = whole.hexdigest()
         key = f"{request.doc_id}.{request.idx}"
         self.hashes.setdefault(str(request.task_name), {})[key] = digest
 

@@ -7,6 +7,7 @@ fields that the harness's own task reads. No torch, no harness.
 import csv
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ Rows = list[dict[str, Any]]
 Splits = Mapping[str, Rows]
 Reader = Callable[[Path, str], Splits]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _EMPTY = "there are no questions in it"
 _PAGE = (
     "the guide on evaluating says which file goes where; a part of a set is asked for by its own "
@@ -264,7 +266,7 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     value = row.get(key) if isinstance(row, Mapping) else None
     if not isinstance(value, str):
         raise DataError(f"{key} is {value!r} and must be a text", where=where)
-    if any("\ud800" <= character <= "\udfff" for character in value):
+    if _SURROGATE.search(value):
         raise DataError(f"{key} has half of a character (a lone surrogate)", where=where)
     return value
 

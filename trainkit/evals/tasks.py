@@ -4,6 +4,7 @@ The harness reads the definitions of all its tasks before it finds one, which ta
 the seven sets only the folder of the set is read.
 """
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -205,12 +206,38 @@ class _Rows:
         self._splits = splits
 
     def __call__(self, **_: Any) -> dict[str, Any]:
-        from datasets import Dataset
-
-        return {name: Dataset.from_list(rows) for name, rows in self._splits.items()}
+        return {name: _Split(rows) for name, rows in self._splits.items()}
 
     def __deepcopy__(self, memo: Any) -> "_Rows":
         return self
+
+
+class _Split(list[dict[str, Any]]):
+    """Rows of a split where the harness expects a table of `datasets`.
+
+    It goes over all rows several times, and a table makes each anew from its columns, which takes
+    as long as everything else but the model. What only a table can do is left to one.
+    """
+
+    @property
+    def features(self) -> dict[str, Any]:
+        """The columns by name."""
+        return dict(self[0])
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(dict, super().__iter__())  # a row that is changed stays as it is here
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict(super().__getitem__(key)) if isinstance(key, int) else self._table[key]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+    @functools.cached_property
+    def _table(self) -> Any:
+        from datasets import Dataset
+
+        return Dataset.from_list(list(self))
 
 
 # -- shots and code ---------------------------------------------------------------------------
