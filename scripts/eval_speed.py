@@ -4,18 +4,19 @@
 
 Without a model, one of Qwen2.5-0.5B's shape with random weights is taken; without data, 3270
 questions of about BoolQ's lengths. Both come with a tokenizer trained on the spot: nothing is
-fetched. Writes these rows:
+fetched. Writes these rows, each as soon as it is known, what decides most first:
 
-- ``in process``: seconds of an evaluation of the loaded model in bfloat16, from the task's name to
-  its samples, of the harness's class, of ours, and of ours with kernels.
-- ``command``: seconds of ``python -m lm_eval`` and ``trainkit eval``, start and loading included.
 - ``equal``: both in float32, where rounding cannot decide: the largest difference between two
-  log-likelihoods, and how many of the questions get the same choice. What each found in bfloat16
-  is held against that: the harness rounds log-probabilities to steps of 1/16 there, unless it is
-  told to take the softmax in float32.
+  log-likelihoods, and how many of the questions get the same choice.
+- ``in process``: seconds of an evaluation of the loaded model in bfloat16, from the task's name to
+  its samples, of the harness's class and of ours, and where ours goes.
+- ``command``: seconds of ``python -m lm_eval`` and ``trainkit eval``, start and loading included,
+  and how many of them ours spends on questions.
+- the first two again with kernels, and with the harness told to take its softmax in float32: in
+  bfloat16 it rounds log-probabilities to steps of 1/16 otherwise. What was found in bfloat16 is
+  held against what the harness found in float32.
 
-Rows are written as they come. About three minutes on an H100 or H200; ``--smoke`` takes two layers
-and 40 questions on a CPU.
+About 170 seconds on an H100 or H200; ``--smoke`` takes two layers and 40 questions on a CPU.
 """
 
 import argparse
@@ -26,7 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,8 @@ from trainkit.models.patch import patch_kernels
 
 HARNESS = "lm-eval HFLM"
 WIDE = "lm-eval HFLM, softmax in float32"
-TIMES = {HARNESS: 2, WIDE: 1, "trainkit": 3, "trainkit, kernels": 3}
+KERNELS = "trainkit, kernels"
+TIMES = {HARNESS: 2, WIDE: 1, "trainkit": 3, KERNELS: 3}
 """How often each evaluates in bfloat16; the first time compiles and warms up."""
 
 Keep = Callable[[dict[str, Any]], None]
@@ -154,31 +157,65 @@ def asker(name: str, model: Any, tokenizer: Any) -> Any:
     )
 
 
-def in_process(directory: Path, data: Path, device: str, keep: Keep) -> None:
-    """Rows ``in process`` and ``equal``."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    answers: dict[tuple[str, str], dict[int, list[float]]] = {}
-    for dtype in ("bfloat16", "float32"):
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
-        model.to(device).eval()
-        for name in TIMES:
-            if name == WIDE and dtype == "float32":
-                continue  # it is the same
-            if name == "trainkit, kernels":
-                if device == "cpu":
-                    continue
+class InProcess:
+    """Evaluations of a model that is loaded, as the harness's class has it and as ours.
+
+    Args:
+        directory: of the model.
+        data: of the questions.
+        device: cpu or cuda.
+        keep: takes rows.
+    """
+
+    def __init__(self, directory: Path, data: Path, device: str, keep: Keep) -> None:
+        self._directory, self._data, self._device, self._keep = directory, data, device, keep
+        self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        self._truth: dict[int, list[float]] = {}
+
+    def ask(self, names: Sequence[str], dtype: str) -> None:
+        """Rows of these, with one copy of the model."""
+        model = AutoModelForCausalLM.from_pretrained(self._directory, dtype=getattr(torch, dtype))
+        model.to(self._device).eval()
+        for name in names:
+            if name == KERNELS:
                 patch_kernels(model)
             times = []
             for _ in range(TIMES[name] if dtype == "bfloat16" else 1):
-                seconds, answers[name, dtype] = asked(asker(name, model, tokenizer), data)
+                lm = asker(name, model, self._tokenizer)
+                with phases(lm) as spent:
+                    seconds, found = asked(lm, self._data)
                 times.append(round(seconds, 3))
             row = {"row": "in process", "model": name, "dtype": dtype, "seconds": times}
-            keep({**row, "questions": len(answers[name, dtype])})
-        del model
-    truth = answers[HARNESS, "float32"]
-    for (name, dtype), found in answers.items():
-        if found is not truth:
-            keep({"row": "equal", "model": name, "dtype": dtype, **agreement(truth, found)})
+            self._keep({**row, "phases_of_the_last": spent, "questions": len(found)})
+            if not self._truth:
+                self._truth = found  # the harness's own, in float32
+            else:
+                against = agreement(self._truth, found)
+                self._keep({"row": "equal", "model": name, "dtype": dtype, **against})
+
+
+@contextmanager
+def phases(lm: Any) -> Iterator[dict[str, float]]:
+    """Seconds of reading tokens and of the model, filled when an evaluation of ours ends."""
+    spent: dict[str, float] = {}
+    if not isinstance(lm, TrainedModel):
+        yield spent
+        return
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            synchronise()
+            started = time.perf_counter()
+            result = function(*given, **named)
+            synchronise()
+            spent[name] = round(spent.get(name, 0.0) + time.perf_counter() - started, 3)
+            return result
+
+        return call
+
+    for name, method in (("tokenising", "encode_pairs"), ("model", "_loglikelihood_tokens")):
+        setattr(lm, method, timed(name, getattr(lm, method)))
+    yield spent
 
 
 def agreement(truth: dict[int, list[float]], found: dict[int, list[float]]) -> dict[str, Any]:
@@ -226,6 +263,10 @@ def commands(directory: Path, data: Path, folder: Path, keep: Keep) -> None:
         "trainkit eval": (
             f"-m trainkit eval {directory} --tasks boolq --data {data} -o {folder / 'ours'} --json"
         ).split(),
+        "trainkit eval --no-kernels": (
+            f"-m trainkit eval {directory} --tasks boolq --data {data} -o {folder / 'plain'} --json"
+            " --no-kernels"
+        ).split(),
     }
     for name, arguments in calls.items():
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
@@ -241,19 +282,26 @@ def commands(directory: Path, data: Path, folder: Path, keep: Keep) -> None:
         row: dict[str, Any] = {"row": "command", "model": name, "seconds": seconds}
         if done.returncode:
             row["error"] = done.stderr[-2000:]
-        keep({**row, **_accuracy(folder)})
+        keep({**row, **_found(folder / FOLDERS[name])})
 
 
-def _accuracy(folder: Path) -> dict[str, float]:
-    """What the commands that have ended so far found."""
-    found = {}
-    for path in (folder / "theirs").rglob("results*.json"):
-        found["lm_eval_acc"] = json.loads(path.read_text())["results"]["boolq_here"]["acc,none"]
-    ours = folder / "ours" / "results.json"
-    if ours.is_file():
-        scores = json.loads(ours.read_text())["scores"]
-        found["trainkit_acc"] = next(each["value"] for each in scores if each["metric"] == "acc")
-    return found
+FOLDERS = {
+    "python -m lm_eval": "theirs",
+    "trainkit eval": "ours",
+    "trainkit eval --no-kernels": "plain",
+}
+"""Where each command writes."""
+
+
+def _found(folder: Path) -> dict[str, float]:
+    """What a command has written."""
+    for path in folder.rglob("results*.json"):
+        results = json.loads(path.read_text())
+        if "results" in results:
+            return {"acc": results["results"]["boolq_here"]["acc,none"]}
+        acc = next(each["value"] for each in results["scores"] if each["metric"] == "acc")
+        return {"acc": acc, "questions_seconds": results["seconds"]}
+    return {}
 
 
 def main() -> None:
@@ -265,7 +313,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    about = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    about = {"device": name, "cores": len(os.sched_getaffinity(0))}
     started = time.perf_counter()
 
     def keep(row: dict[str, Any]) -> None:
@@ -282,8 +331,14 @@ def main() -> None:
         directory = given.model or folder / "model"
         if given.model is None:
             make_model(directory, data, small=given.smoke)
+        inside = InProcess(directory, data, device, keep)
+        inside.ask([HARNESS, "trainkit"], "float32")
+        inside.ask([HARNESS, "trainkit"], "bfloat16")
         commands(directory, data, folder, keep)
-        in_process(directory, data, device, keep)
+        if device == "cuda":
+            inside.ask([KERNELS], "bfloat16")
+            inside.ask([KERNELS], "float32")
+        inside.ask([WIDE], "bfloat16")
 
 
 if __name__ == "__main__":

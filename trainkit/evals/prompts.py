@@ -96,14 +96,11 @@ class PromptStyle:
         if not texts:
             return []
         ids = encode_texts(self.tokenizer, texts, add_special_tokens=not self.chat)
-        return ids if self.chat else [self._trimmed(each) for each in ids]
-
-    def _trimmed(self, ids: list[int]) -> list[int]:
+        if self.chat:
+            return ids
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
-            ids = ids[1:]
-        adds = self.tokenizer.num_special_tokens_to_add() > 0
-        return ids[:-1] if adds and eos is not None and len(ids) > 1 and ids[-1] == eos else ids
+        added_eos = eos if self.tokenizer.num_special_tokens_to_add() > 0 else None
+        return [_trimmed(each, bos, added_eos) for each in ids]
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
         """Contexts and continuations as the harness splits them: each pair tokenised whole.
@@ -130,6 +127,13 @@ class PromptStyle:
         """What stands before a text without context: bos, or eos where there is none."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return int(bos if bos is not None else eos)
+
+
+def _trimmed(ids: list[int], bos: int | None, added_eos: int | None) -> list[int]:
+    """Token ids without a second bos, and without the eos that the tokenizer adds."""
+    if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
+        ids = ids[1:]
+    return ids[:-1] if added_eos is not None and len(ids) > 1 and ids[-1] == added_eos else ids
 
 
 def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
