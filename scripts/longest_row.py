@@ -25,8 +25,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from multi_gpu import VOCABULARY, free_port, wait_for_steps
+from multi_gpu import VOCABULARY, wait_for_steps
 from runs_at_once import errors_of
+
+from trainkit.parallel.launch.hosts import free_port
 
 UNIT = 512
 QWEN2_7B = {

@@ -18,7 +18,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ from typing import Any
 
 from multi_gpu_cells import Cell, batches_of_cells, choose
 from runs_at_once import errors_of
+
+from trainkit.parallel.launch.hosts import free_port
 
 Row = dict[str, Any]
 LENGTH = 2048
@@ -118,13 +119,6 @@ def command(cell: Cell, folder: Path, run: Path, steps: int, total: int) -> list
 def gate(run: Path) -> Path:
     """The file that lets a run go on from its imports."""
     return run.with_name(run.name + ".go")
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def figures(cell: Cell, run: Path, total: int) -> dict[str, Any]:

@@ -31,7 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from multi_gpu import LENGTH, Cell, free_port, kill, prepare
+from multi_gpu import LENGTH, Cell, kill, prepare
+
+from trainkit.parallel.launch.hosts import free_port
 
 RANK, SETTINGS = Path(__file__).with_name("survival_rank.py"), "TRAINKIT_SURVIVAL"
 BLOCK = 20

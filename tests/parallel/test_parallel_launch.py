@@ -1,7 +1,10 @@
 """How the processes of a run are started: one host or several, by variables or by Slurm."""
 
+import secrets
 import shlex
 import socket
+import subprocess
+import sys
 
 import pytest
 from ranks import run_ranks
@@ -146,6 +149,26 @@ def test_a_port_in_use_is_named():
             hosts.check_reachable(seconds=0)
         assert "MASTER_PORT" in str(refused.value)
         Hosts("2", rank=1, port=hosts.port).check_reachable(seconds=0)
+
+
+TAKES_PORT_7 = """
+import os, secrets, sys
+from trainkit.parallel.launch.hosts import free_port
+secrets.randbelow = lambda _: 7
+said = f"print({free_port()}, flush=True); input()"
+os.execv(sys.executable, [sys.executable, "-c", said])
+"""
+
+
+def test_a_port_is_given_to_one_launch_only(monkeypatch):
+    """Nobody listens on it before its launch has become torchrun, and another may look by then."""
+    other = subprocess.Popen([sys.executable, "-c", TAKES_PORT_7], stdin=-1, stdout=-1, text=True)
+    assert other.stdout.readline() == "20007\n"
+    draws = iter([7, 8, 8, 9, 7])
+    monkeypatch.setattr(secrets, "randbelow", lambda _: next(draws))
+    assert (free_port(), free_port()) == (20_008, 20_009)
+    other.communicate("\n")
+    assert free_port() == 20_007
 
 
 def test_host_0_must_meet_itself_at_the_address(monkeypatch):

@@ -5,6 +5,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ OWN_LAUNCH = "trainkit-"
 
 _PROBE_SECONDS = 5
 _LAST_PORT = 2**16 - 1
+_TAKEN: list[socket.socket] = []  # the names of this process's ports
 
 
 @dataclass(frozen=True)
@@ -166,16 +168,34 @@ def _problem_of(listener: socket.socket) -> str | None:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment.
+    """A TCP port that nobody listens on, and that no other process of trainkit is given.
 
-    Chance draws it below those that Linux gives to connections: one of those may be taken before it
-    is used, and of several launches at once two may be given the same.
+    It is used after a while, by another process, so a look whether it is free is not enough: of
+    several launches at once two may look at the same one. Each is held until this process ends, by
+    a name that the kernel gives to one process only. Chance draws it below the ports that Linux
+    gives to connections.
     """
     while True:
         port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as listener, suppress(OSError):
             listener.bind(("127.0.0.1", port))
-            return port
+            if _is_taken_for_us(port):
+                return port
+
+
+def _is_taken_for_us(port: int) -> bool:
+    """Whether the name of a port could be taken; where there are no such names, chance decides."""
+    if not sys.platform.startswith("linux"):
+        return True
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0trainkit-port-{port}")
+    except OSError as error:
+        name.close()
+        return error.errno != errno.EADDRINUSE
+    name.set_inheritable(True)  # `trainkit launch` becomes torchrun, which uses the port
+    _TAKEN.append(name)
+    return True
 
 
 def _of_slurm(variables: Mapping[str, str]) -> dict[str, str]:
