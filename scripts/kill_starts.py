@@ -123,9 +123,11 @@ def prepare(folder: Path, *, real: bool) -> None:
 
 def warm_up() -> None:
     """Import what starts import, so that they are forked behind it, and make what they cache."""
+    from trainkit.parallel.launch.processes import quieten_imports
+
+    quieten_imports()
     import deepspeed
     import launches  # noqa: F401
-    import peft.tuners.lora.bnb  # noqa: F401
     import torch.distributed.checkpoint._fsspec_filesystem
     import torch.distributed.run
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -140,6 +142,8 @@ def warm_up() -> None:
     import trainkit.train.build
     import trainkit.train.session
 
+    with contextlib.suppress(ImportError):
+        import peft.tuners.lora.bnb  # noqa: F401
     torch.set_num_threads(1)
     give_forks_their_own_threads()
     get_checkpoint_conversion_mapping("qwen2")  # 400 patterns

@@ -83,6 +83,14 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(lab, dtype):
         assert all(torch.equal(state[name], second["state"][key][name]) for name in state)
 
 
+def test_the_optimizer_of_ranks_on_a_cpu_is_read(tmp_path):
+    """transformers 5.17 hands torch.load the device of such a rank, ``cpu:0``."""
+    torch.save({"step": torch.ones(2)}, tmp_path / "optimizer.pt")
+    for place in (torch.device("cpu", 0), "cpu:1"):
+        read = torch.load(tmp_path / "optimizer.pt", map_location=place, weights_only=True)
+        assert read["step"].device.type == "cpu"
+
+
 def test_checkpoints_are_whole_hold_no_pickled_arguments_and_are_thinned_out(lab):
     trainer = lab.trainer("run", save_total_limit=2)
     trainer.train()

@@ -20,6 +20,15 @@ from trainkit.parallel import Layout
 _SCHEDULER = "scheduler.pt"
 
 
+def _on_numbered_cpu(storage: Any, location: str) -> Any:
+    return storage if location.startswith("cpu:") else None
+
+
+# transformers 5.17 loads the optimizer of several ranks onto `cpu:0`, a place that torch.load does
+# not know; 5.23 says `cpu`.
+torch.serialization.register_package(11, lambda _: None, _on_numbered_cpu)
+
+
 class Placed(nn.Module):
     """Stands for a model that is spread already, so that nobody wraps it again."""
 
