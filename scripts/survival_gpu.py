@@ -13,11 +13,13 @@
 - ``determinism``: 0.5B on one GPU: three runs with ``training.full_determinism``, their bytes, and
   what a step costs beside a run without it.
 
-Parts on one GPU run side by side. One JSON row a part; it is written as soon as the part is done.
-What has not ended after so many seconds is killed, and its row says so.
+All runs import at the start and then take turns; parts on one GPU run side by side. One JSON row a
+part; it is written as soon as the part is done. A part that outlasts its share of the seconds is
+killed, and its row has what was measured until then.
 """
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,11 @@ class Trained:
 
 
 Run = tuple[Path, subprocess.Popen[bytes]]
+Measure = Callable[[float], dict[str, Any]]
+"""Lets a part's runs go on from their imports, and measures; takes its `time.monotonic` end."""
+
+SHARES = {"stall": 0.42, "watching": 0.33, "lora": 0.33, "determinism": 0.2, "pinning": 0.05}
+"""Of the seconds; watching and lora run side by side."""
 
 
 def start(
@@ -64,7 +72,7 @@ def start(
     device: bool,
     **settings: Any,
 ) -> Run:
-    """A run on some GPUs."""
+    """A run on some GPUs; it imports, and waits for its gate."""
     run = folder / name
     recipe = {
         "model": {"name_or_path": str(folder / what.model), "dtype": "bfloat16"},
@@ -86,7 +94,8 @@ def start(
     words += ["--output-dir", str(run), *overrides]
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(len(gpus))]
     launch = [*launch, "--master_port", str(free_port())] if len(gpus) > 1 else []
-    settings = {"block": 0, "waits": False, "clock": str(run) + ".clock", **settings}
+    settings = {"block": 0, "waits": False, "clock": f"{run}.clock", **settings}
+    settings["gate"] = str(gate_of(run))
     environment = {**os.environ, SETTINGS: json.dumps(settings)}
     if device:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -97,22 +106,38 @@ def start(
     return run, process
 
 
+def gate_of(run: Path) -> Path:
+    """The file that lets a run go on from its imports."""
+    return run.with_name(f"{run.name}.go")
+
+
+def go(*runs: Run) -> None:
+    """It is their turn."""
+    for run, _ in runs:
+        gate_of(run).touch()
+
+
 def clock_of(run: Run, deadline: float) -> dict[str, dict[str, float]]:
-    """What its clock says, when it has ended.
+    """What its clock says, when it has ended or the time is up.
 
     Raises:
-        RuntimeError: it failed, or did not end in time.
+        RuntimeError: it failed, or had measured nothing in time.
     """
     folder, process = run
+    clock = Path(f"{folder}.clock")
     try:
-        process.wait(max(deadline - time.monotonic(), 1.0))
+        process.wait(max(deadline - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
         kill(process)
-    if process.returncode != 0:
-        said = folder.with_suffix(".log").read_text(errors="replace").split()
-        raise RuntimeError(f"{folder.name} ended with {process.returncode}: {' '.join(said[-99:])}")
-    clock: dict[str, dict[str, float]] = json.loads(Path(f"{folder}.clock").read_text())
-    return clock
+        print(f"{folder.name} was cut short by the time", flush=True)
+    else:
+        if process.returncode != 0:
+            said = " ".join(folder.with_suffix(".log").read_text(errors="replace").split()[-99:])
+            raise RuntimeError(f"{folder.name} ended with {process.returncode}: {said}")
+    if not clock.exists():
+        raise RuntimeError(f"{folder.name} had no time to measure anything")
+    read: dict[str, dict[str, float]] = json.loads(clock.read_text())
+    return read
 
 
 def seconds_of_steps(clock: dict[str, dict[str, float]]) -> dict[int, float]:
@@ -140,22 +165,29 @@ def figures_of_saves(clock: dict[str, dict[str, float]]) -> dict[str, Any]:
         ],
         "stall_seconds": [round(seconds[step] - usual, 3) for step in saved],
         "in_save_seconds": [round(clock["saved"][str(step)], 3) for step in saved],
-        "written_after_seconds": [round(clock["written"][str(step)], 2) for step in saved],
+        "written_after_seconds": [
+            round(clock["written"][str(step)], 2) for step in saved if str(step) in clock["written"]
+        ],
         "lost_while_written_seconds": [round(each, 3) for each in slowed],
     }
 
 
-def stall(tools: "Tools") -> dict[str, Any]:
+def stall(tools: "Tools") -> Measure:
     """0.5B, ZeRO-2: two saves, so far apart that the first is written before the second begins."""
     each, every = tools.batch, tools.steps // 2
     saves = {"training.save_strategy": "steps", "training.save_steps": every}
     limit = {"training.save_total_limit": 1}
     what = Trained(tools.small, "zero2", each * len(tools.gpus), each, {**saves, **limit})
-    run = tools.start("stall", what, tools.gpus, 2 * every + every // 3)
-    return {"model": what.model, "shard": "zero2", **figures_of_saves(tools.clock_of(run))}
+    run = tools.start("stall", what, tools.gpus, 2 * every + every // 5)
+
+    def measure(deadline: float) -> dict[str, Any]:
+        go(run)
+        return {"model": what.model, "shard": "zero2", **figures_of_saves(clock_of(run, deadline))}
+
+    return measure
 
 
-def pinning(tools: "Tools") -> dict[str, Any]:
+def pinning(tools: "Tools", deadline: float) -> dict[str, Any]:
     """Memory that is pinned for the first time, for each setting of torch's allocator."""
     code = (
         "import time, torch\n"
@@ -176,22 +208,23 @@ def pinning(tools: "Tools") -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=max(deadline - time.monotonic(), 1.0),
             check=False,
         )
         found[setting or "default"] = done.stdout.split() or done.stderr[-300:]
     return {"seconds_per_gib": found}
 
 
-def lora(tools: "Tools", gpu: int) -> Callable[[], dict[str, Any]]:
+def lora(tools: "Tools", gpu: int) -> Measure:
     """A 7B model's adapter: saved in the background, and waited for, in turn."""
     saves = {"training.save_strategy": "steps", "training.save_steps": 6}
     more = {"lora.r": 16, "lora.alpha": 32, "training.save_total_limit": 1, **saves}
     what = Trained(tools.large, "none", 2, 2, more)
     run = tools.start("lora", what, [gpu], 52, waits=True)
 
-    def done() -> dict[str, Any]:
-        figures = figures_of_saves(tools.clock_of(run))
+    def measure(deadline: float) -> dict[str, Any]:
+        go(run)
+        figures = figures_of_saves(clock_of(run, deadline))
         # The first save of each kind makes what all later ones use.
         own, other = (figures["stall_seconds"][first::2][1:] for first in (0, 1))
         return {
@@ -204,16 +237,17 @@ def lora(tools: "Tools", gpu: int) -> Callable[[], dict[str, Any]]:
             "in_turn": figures,
         }
 
-    return done
+    return measure
 
 
-def watching(tools: "Tools", gpu: int) -> Callable[[], dict[str, Any]]:
+def watching(tools: "Tools", gpu: int) -> Measure:
     """With and without, twenty steps each."""
     what = Trained(tools.small, "none", tools.batch, tools.batch)
     run = tools.start("watching", what, [gpu], 10 * BLOCK + 1, block=BLOCK)
 
-    def done() -> dict[str, Any]:
-        begun = sorted((int(step), at) for step, at in tools.clock_of(run)["begun"].items())
+    def measure(deadline: float) -> dict[str, Any]:
+        go(run)
+        begun = sorted((int(step), at) for step, at in clock_of(run, deadline)["begun"].items())
         blocks = [(later - at) / BLOCK for (_, at), (_, later) in itertools.pairwise(begun)]
         on, off = blocks[2::2], blocks[3::2]  # the first two compile
         return {
@@ -223,35 +257,40 @@ def watching(tools: "Tools", gpu: int) -> Callable[[], dict[str, Any]]:
             "overhead": round(statistics.median(on) / statistics.median(off) - 1, 5),
         }
 
-    return done
+    return measure
 
 
-def determinism(tools: "Tools") -> dict[str, Any]:
-    """Three runs, and one without."""
-    digests, seconds = [], {}
-    left = ["plain", "1", "2", "3"]
-    while left:
-        running = []
-        for gpu in tools.gpus:
-            name = left.pop(0) if left else None
-            if name:
-                is_on = {} if name == "plain" else {"training.full_determinism": True}
-                what = Trained(tools.small, "none", tools.batch, tools.batch, is_on)
-                running.append((name, tools.start(f"same-{name}", what, [gpu], 14)))
-        for name, run in running:
-            steps = list(seconds_of_steps(tools.clock_of(run)).values())[4:]
-            seconds["plain" if name == "plain" else "deterministic"] = statistics.median(steps)
-            if name != "plain":
-                weights = (run[0] / "final/model.safetensors").read_bytes()
-                digests.append(hashlib.sha256(weights).hexdigest())
-    return {
-        "model": tools.small,
-        "runs": len(digests),
-        "equal_bytes": len(set(digests)) == 1,
-        "step_seconds": round(seconds["deterministic"], 4),
-        "step_seconds_without": round(seconds["plain"], 4),
-        "cost": round(seconds["deterministic"] / seconds["plain"] - 1, 4),
-    }
+def determinism(tools: "Tools") -> Measure:
+    """Three runs, and one without; as many at a time as there are GPUs, one on each."""
+    runs = {}
+    for number, name in enumerate(("plain", "1", "2", "3")):
+        is_on = {} if name == "plain" else {"training.full_determinism": True}
+        what = Trained(tools.small, "none", tools.batch, tools.batch, is_on)
+        gpu = tools.gpus[number % len(tools.gpus)]
+        runs[name] = tools.start(f"same-{name}", what, [gpu], 14)
+
+    def measure(deadline: float) -> dict[str, Any]:
+        digests, seconds = [], {}
+        left = list(runs)
+        while left:
+            names, left = left[: len(tools.gpus)], left[len(tools.gpus) :]
+            go(*(runs[name] for name in names))
+            for name in names:
+                steps = list(seconds_of_steps(clock_of(runs[name], deadline)).values())[4:]
+                seconds["plain" if name == "plain" else "deterministic"] = statistics.median(steps)
+                if name != "plain":
+                    weights = (runs[name][0] / "final/model.safetensors").read_bytes()
+                    digests.append(hashlib.sha256(weights).hexdigest())
+        return {
+            "model": tools.small,
+            "runs": len(digests),
+            "equal_bytes": len(set(digests)) == 1,
+            "step_seconds": round(seconds["deterministic"], 4),
+            "step_seconds_without": round(seconds["plain"], 4),
+            "cost": round(seconds["deterministic"] / seconds["plain"] - 1, 4),
+        }
+
+    return measure
 
 
 class Tools:
@@ -261,24 +300,19 @@ class Tools:
         folder: for models, rows and runs.
         gpus: numbers; on a CPU of the processes.
         steps: about as many has the stall's run.
-        deadline: when everything has to have ended, by `time.monotonic`.
         device: whether there are GPUs.
     """
 
-    def __init__(
-        self, folder: Path, gpus: list[int], steps: int, deadline: float, *, device: bool
-    ) -> None:
+    def __init__(self, folder: Path, gpus: list[int], steps: int, *, device: bool) -> None:
         self.folder, self.gpus, self.steps, self.device = folder, gpus, steps, device
-        self.deadline = deadline
+        self.runs: list[Run] = []
         self.small, self.large, self.batch = "qwen2-0.5b", "qwen2-7b", 8
 
     def start(self, name: str, what: Trained, gpus: list[int], steps: int, **settings: Any) -> Run:
-        """A run."""
-        return start(name, what, self.folder, gpus, steps, device=self.device, **settings)
-
-    def clock_of(self, run: Run) -> dict[str, dict[str, float]]:
-        """What its clock says, when it has ended."""
-        return clock_of(run, self.deadline)
+        """A run; it imports, and waits."""
+        run = start(name, what, self.folder, gpus, steps, device=self.device, **settings)
+        self.runs.append(run)
+        return run
 
 
 def main() -> None:
@@ -296,19 +330,30 @@ def main() -> None:
 
     from trainkit.bench.measure.record import environment
 
-    deadline = time.monotonic() + chosen.seconds
+    began = time.monotonic()
     device = torch.cuda.is_available()
     gpus = list(range(torch.cuda.device_count() if device else 2))
     chosen.folder.mkdir(parents=True, exist_ok=True)
-    tools = Tools(chosen.folder, gpus, chosen.steps, deadline, device=device)
+    tools = Tools(chosen.folder, gpus, chosen.steps, device=device)
     parts = chosen.parts.split(",")
     common = {"bench": "survival", "num_gpus": len(gpus), **environment(chosen.commit)}
+    starts: dict[str, Callable[[], Measure]] = {
+        "stall": lambda: stall(tools),
+        "watching": lambda: watching(tools, gpus[-1]),
+        "lora": lambda: lora(tools, gpus[0]),
+        "determinism": lambda: determinism(tools),
+        "pinning": lambda: functools.partial(pinning, tools),
+    }
+    measures = {name: starts[name]() for name in SHARES if name in parts}
+    turns = [["stall"], ["watching", "lora"], ["determinism"], ["pinning"]]
+    turns = [[name for name in turn if name in measures] for turn in turns]
+    shares = [max((SHARES[name] for name in turn), default=0.0) for turn in turns]
 
-    def note(part: str, measure: Callable[[], dict[str, Any]]) -> None:
+    def note(name: str, deadline: float) -> None:
         try:
-            row = {"part": part, **measure()}
+            row = {"part": name, **measures[name](deadline)}
         except Exception as error:  # the other parts go on
-            row = {"part": part, "error": f"{type(error).__name__}: {error}"[-2000:]}
+            row = {"part": name, "error": f"{type(error).__name__}: {error}"[-2000:]}
         with chosen.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**row, **common}) + "\n")
         sys.stdout.write(json.dumps(row) + "\n")
@@ -320,21 +365,15 @@ def main() -> None:
             torch.cuda.empty_cache()
 
     make(tools.small, 2048)
-    if "stall" in parts:
-        note("stall", lambda: stall(tools))
-    beside = watching(tools, gpus[-1]) if "watching" in parts else None
-    large = None
     if "lora" in parts:
         make(tools.large, 0)
-        large = lora(tools, gpus[0])
-    if beside is not None:
-        note("watching", beside)
-    if large is not None:
-        note("lora", large)
-    if "determinism" in parts:
-        note("determinism", lambda: determinism(tools))
-    if "pinning" in parts:
-        note("pinning", lambda: pinning(tools))
+    for number, turn in enumerate(turns):
+        deadline = began + chosen.seconds * sum(shares[: number + 1]) / sum(shares)
+        with ThreadPoolExecutor(len(turn) or 1) as pool:
+            list(pool.map(note, turn, [deadline] * len(turn)))
+    for _, process in tools.runs:
+        if process.poll() is None:  # its part failed before its turn came
+            kill(process)
 
 
 if __name__ == "__main__":

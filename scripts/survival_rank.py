@@ -13,6 +13,7 @@ def train() -> None:
     """``trainkit sft``, with a clock in it."""
     import torch
 
+    import trainkit.train.build  # all that a run imports, before its turn
     from trainkit.cli.app import main as trainkit
     from trainkit.train.checkpoints import CheckpointWriter
     from trainkit.train.trainer import ObjectiveTrainer
@@ -22,7 +23,17 @@ def train() -> None:
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     plain_begin, plain_save = ObjectiveTrainer.get_batch_samples, ObjectiveTrainer._save_checkpoint
     plain_finish = CheckpointWriter._finish
-    block = settings["block"]
+    block, gate, clock = settings["block"], Path(settings["gate"]), Path(settings["clock"])
+    is_first = int(os.environ.get("RANK") or 0) == 0
+    while not gate.exists():
+        time.sleep(0.05)
+
+    def write_clock() -> None:
+        if is_first:
+            partial = clock.with_suffix(".partial")
+            partial.write_text(json.dumps(found))
+            partial.replace(clock)
+
     switch = turn_off_watching() if block else None
 
     def begin(self: Any, *arguments: Any) -> Any:
@@ -30,6 +41,8 @@ def train() -> None:
         if switch is None or step % block == 0:
             synchronize()
             found["begun"][step] = time.perf_counter()
+            if step % 20 == 0:
+                write_clock()
         if switch is not None:
             switch(step // block % 2 == 1)
         return plain_begin(self, *arguments)
@@ -50,8 +63,7 @@ def train() -> None:
     ObjectiveTrainer._save_checkpoint = save
     CheckpointWriter._finish = finish
     code = trainkit(sys.argv[1:])
-    if int(os.environ.get("RANK") or 0) == 0:
-        Path(settings["clock"]).write_text(json.dumps(found))
+    write_clock()
     sys.exit(code)
 
 
