@@ -15,6 +15,7 @@ from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import NAMED, TRAITS, find_shape, from_config, plain_name
 from trainkit.kernels.linear_cross_entropy import function as loss
+from trainkit.kernels.linear_cross_entropy.products import default_chunk_tokens
 from trainkit.models.families import FAMILIES
 from trainkit.models.recompute import offload
 from trainkit.options.kernels import LORA_OPS, OPS
@@ -35,7 +36,7 @@ def test_ops_exist() -> None:
 @pytest.mark.parametrize("tokens", [1, 255, 8192, 32768, 50001])
 @pytest.mark.parametrize("vocab", [32000, 151936])
 def test_chunks_are_the_kernels(tokens: int, vocab: int) -> None:
-    limit = loss.default_chunk_tokens(vocab, 2)
+    limit = default_chunk_tokens(vocab, 2)
     assert head.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
 
 

@@ -16,6 +16,7 @@ from trainkit.kernels import add_rms_norm, launch, rms_norm
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.function import adamw_8bit_
 from trainkit.kernels.contract import Draw, OpCase, OpSpec, run
+from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
 from trainkit.kernels.fp8.function import (
     SMALLEST_CAPABILITY,
     fp8_gate,
@@ -92,6 +93,10 @@ def quantise_what_models_bring() -> None:
         if width < 8192:
             rms_norm(x, x[0], fp8_rows=True)
             add_rms_norm(x, x, x[0], fp8_rows=True)
+    labels, losses = torch.zeros(2, dtype=torch.int64), torch.zeros(2)
+    codes = x.to(torch.float8_e4m3fn), torch.zeros(2, 1)
+    for wide in (False, True):
+        cross_entropy_chunk(x, labels, losses, 1.0, want_grad=wide, codes_out=codes)
 
 
 def step_in_the_backward_pass() -> None:

@@ -351,10 +351,10 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_chunks_are_bounded_and_equal(monkeypatch):
     monkeypatch.setattr(function, "ROWS_MULTIPLE", 256)
-    assert function.default_chunk_tokens(151936, 2) == 5632
-    assert function.default_chunk_tokens(128256, 2) == 6656
-    assert function.default_chunk_tokens(151936, 4) * 151936 * 4 <= 1.65 * 2**30
-    assert function.default_chunk_tokens(10**9, 2) == 256
+    assert products.default_chunk_tokens(151936, 2) == 5632
+    assert products.default_chunk_tokens(128256, 2) == 6656
+    assert products.default_chunk_tokens(151936, 4) * 151936 * 4 <= 1.65 * 2**30
+    assert products.default_chunk_tokens(10**9, 2) == 256
     assert function.chunk_rows(16384, 6000) == 5632
     assert function.chunk_rows(16384, 100) == 100
     assert function.chunk_rows(300, 4096) == 300

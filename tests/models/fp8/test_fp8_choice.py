@@ -122,6 +122,24 @@ def test_layers_of_one_input_are_timed_together(trained, monkeypatch):
     assert first["up_proj"] == (first["down_proj"] if trained else Saving(2.0, 2.0))
 
 
+def test_an_output_layer_is_timed_with_its_loss(monkeypatch):
+    """Its gradient is quantised by the loss; a layer alone would pay for that."""
+    head = torch.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
+    seen = []
+
+    def linear_cross_entropy(x, weight, labels, *, in_fp8):
+        seen.append((weight.requires_grad, in_fp8 and (in_fp8.forward, in_fp8.backward)))
+        return real(x, weight, labels, in_fp8=in_fp8)
+
+    real = savings.linear_cross_entropy
+    monkeypatch.setattr(savings, "linear_cross_entropy", linear_cross_entropy)
+    times = iter((9.0, 8.0, 6.5))
+    monkeypatch.setattr(savings, "_milliseconds", lambda call: (call(), next(times))[1])
+    found = savings._measured_head(head, 16, CPU, trained=False)
+    assert found == Saving(1.0, 2.5)
+    assert seen == [(False, None), (False, (True, False)), (False, (False, True))]
+
+
 def test_layers_are_grouped_by_role_and_depth():
     names = [f"model.layers.{i}.mlp.{role}" for i in range(30) for role in ("up", "down")]
     groups = group_layers([*names, "lm_head"])

@@ -10,6 +10,7 @@ from trainkit.kernels.cross_entropy.reference import (
     cross_entropy_reference,
     token_losses_reference,
 )
+from trainkit.kernels.fp8.reference import fp8_quantize_reference
 from trainkit.kernels.launch import HAS_TRITON, KernelFunction, as_rows, runs_kernel
 
 if HAS_TRITON:
@@ -81,6 +82,7 @@ def cross_entropy_chunk(
     softcap: float | None = None,
     z_loss: float = 0.0,
     correct_out: Tensor | None = None,
+    codes_out: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Losses of a chunk of logits, and its gradients in place of the logits.
 
@@ -99,19 +101,26 @@ def cross_entropy_chunk(
         z_loss: see `cross_entropy`.
         correct_out: (N,), any dtype, receives 1 where the label's logit is the row's largest and
             the label is not ignored, else 0.
+        codes_out: (N, V) e4m3, unit column stride, and (N, 1) fp32, receive the scaled gradients
+            in 8 bits and each row's scale, a power of two.
     """
     if not runs_kernel(logits):
-        _chunk_reference(
+        gradient = _chunk_reference(
             logits,
             labels,
             losses_out,
-            scale if want_grad else None,
+            scale if want_grad or codes_out is not None else None,
             correct_out,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
             softcap=softcap,
             z_loss=z_loss,
         )
+        if gradient is not None and want_grad:
+            logits.copy_(gradient)
+        if gradient is not None and codes_out is not None:
+            for out, made in zip(codes_out, fp8_quantize_reference(gradient), strict=True):
+                out.copy_(made)
         return
     launcher.launch(
         logits,
@@ -121,6 +130,7 @@ def cross_entropy_chunk(
         losses=losses_out,
         dlogits=logits if want_grad else None,
         correct=correct_out,
+        codes=codes_out,
     )
 
 
@@ -135,7 +145,8 @@ def _chunk_reference(
     label_smoothing: float,
     softcap: float | None,
     z_loss: float,
-) -> None:
+) -> Tensor | None:
+    """Write losses and what was right; the gradients (N, V) times the scale, None without one."""
     losses = token_losses_reference(
         logits.detach(),
         labels,
@@ -151,7 +162,7 @@ def _chunk_reference(
         best = logits.gather(-1, target).squeeze(-1) >= logits.amax(-1)
         correct_out.copy_(best & trained)
     if scale is None:
-        return
+        return None
     # The derivative by hand: autograd inside a forward pass upsets gradient checkpointing.
     values = logits.to(losses.dtype)
     slope = None
@@ -165,7 +176,7 @@ def _chunk_reference(
         gradient *= slope
     if isinstance(scale, Tensor) and scale.dim():
         scale = scale.unsqueeze(-1)
-    logits.copy_((gradient * scale).where(trained.unsqueeze(-1), 0))
+    return (gradient * scale).where(trained.unsqueeze(-1), 0)
 
 
 def _launch_forward(

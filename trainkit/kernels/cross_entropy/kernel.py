@@ -14,11 +14,17 @@ nearly equal ones.
 import triton
 import triton.language as tl
 
-from trainkit.kernels.launch import INTERPRETING
+from trainkit.kernels.cross_entropy.gradient_kernel import (
+    LN2,
+    LOG2E,
+    _cap,
+    _columns,
+    _gradient_factors,
+    _opaque,
+    _row_scale,
+    _write_gradient,
+)
 
-ON_GPU = tl.constexpr(not INTERPRETING)
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 COUNT_BLOCK = tl.constexpr(8192)
 
 # Where the factor of the gradients comes from.
@@ -30,36 +36,10 @@ SCALE_A_ROW = tl.constexpr(4)
 
 
 @triton.jit
-def _cap(x, SOFTCAP: tl.constexpr):
-    # softcap * tanh(x / softcap), tanh(y) = 2 sigmoid(2y) - 1
-    if SOFTCAP > 0.0:
-        x = SOFTCAP * (2.0 / (1.0 + tl.exp(-2.0 / SOFTCAP * x)) - 1.0)
-    return x
-
-
-@triton.jit
 def _log1p(x):
     # Exact for small x: the rounding of 1 + x cancels in the quotient.
     w = 1.0 + x
     return tl.where(w == 1.0, x, tl.log(w) * (x / tl.where(w == 1.0, 1.0, w - 1.0)))
-
-
-@triton.jit
-def _opaque(x):
-    # Hides from the compiler that x is known: it would keep the widened copy of a row in registers
-    # (and spill) instead of widening 16-bit values again. There is no assembler to run on a CPU.
-    if ON_GPU:  # noqa: SIM102
-        if x.dtype.primitive_bitwidth == 16:
-            x = tl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-            )
-    return x
-
-
-@triton.jit
-def _columns(NUM: tl.constexpr, GROUP: tl.constexpr):
-    # Groups of 16 bytes, one lane each: reductions along the second axis stay inside a thread.
-    return tl.arange(0, NUM // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
@@ -85,30 +65,6 @@ def _kept_others(
     if SOFTCAP > 0.0:  # of the -inf that stands for no column
         others = tl.where(cols < V - start, others, -float("inf"))
     return others
-
-
-@triton.jit
-def _gradient(
-    x,
-    cols,
-    label,
-    top,
-    factors,
-    SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    NUM: tl.constexpr,
-):
-    factor, floor, label_gradient = factors
-    value = _cap(x, SOFTCAP)
-    gradient = tl.exp2(value * LOG2E - top) * factor
-    if SMOOTHING > 0.0:
-        gradient = gradient - floor
-    if (label >= 0) & (label < NUM):
-        gradient = tl.where(cols == label, label_gradient, gradient)
-    if SOFTCAP > 0.0:
-        slope = value / SOFTCAP
-        gradient = gradient * (1.0 - slope * slope)
-    return gradient
 
 
 @triton.jit
@@ -197,64 +153,6 @@ def _loss(label_logit, above, sum_others, mean, SMOOTHING: tl.constexpr, Z_LOSS:
 
 
 @triton.jit
-def _gradient_factors(
-    top, sum_others, total, scale, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, V: tl.constexpr
-):
-    """d loss / d x_j = p_j (1 + 2 z lse) - e / V, and 1 - e less for the label."""
-    weight = scale
-    if Z_LOSS > 0.0:
-        weight = scale * (1.0 + 2.0 * Z_LOSS * (top * LN2 + tl.log(total)))
-    factor = weight / total
-    floor = scale * (SMOOTHING / V)
-    # p - 1 = -sum_others / total
-    label_gradient = (weight - scale) - sum_others * factor
-    if SMOOTHING > 0.0:
-        label_gradient += scale * SMOOTHING - floor
-    return factor, floor, label_gradient
-
-
-@triton.jit
-def _write_gradient(
-    row_ptr,
-    drow_ptr,
-    kept,
-    label,
-    top,
-    factors,
-    num_streamed,
-    trained,
-    WIDE: tl.constexpr,
-    GROUP: tl.constexpr,
-    SMOOTHING: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NUM_STREAMED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Pass 2, last tile first; zeros for a row that is not trained."""
-    dtype: tl.constexpr = drow_ptr.dtype.element_ty
-    KEPT_START: tl.constexpr = NUM_STREAMED * BLOCK
-    cols = _columns(BLOCK, GROUP)
-    kept_mask = cols < V - KEPT_START
-    if trained:
-        x = _opaque(kept).to(WIDE)
-        gradient = _gradient(x, cols, label - KEPT_START, top, factors, SMOOTHING, SOFTCAP, BLOCK)
-        kept_at = drow_ptr + KEPT_START + cols
-        tl.store(kept_at, gradient.to(dtype), mask=kept_mask, eviction_policy="evict_first")
-    else:
-        zeros = tl.zeros([BLOCK // GROUP, GROUP], dtype=dtype)
-        tl.store(drow_ptr + KEPT_START + cols, zeros, mask=kept_mask)
-        for index in tl.range(0, NUM_STREAMED, num_stages=1):
-            tl.store(drow_ptr + index * BLOCK + cols, zeros)
-    for reverse in tl.range(0, num_streamed, num_stages=STAGES):
-        start = (NUM_STREAMED - 1 - reverse) * BLOCK
-        again = tl.load(row_ptr + start + cols, eviction_policy="evict_first").to(WIDE)
-        streamed = _gradient(again, cols, label - start, top, factors, SMOOTHING, SOFTCAP, BLOCK)
-        tl.store(drow_ptr + start + cols, streamed.to(dtype), eviction_policy="evict_first")
-
-
-@triton.jit
 def _scale(
     scale_ptr,
     num_items_ptr,
@@ -304,8 +202,11 @@ def cross_entropy_rows(
     scale_ptr,
     num_items_ptr,
     grad_output_ptr,
+    codes_ptr,
+    code_scales_ptr,
     logits_stride,
     dlogits_stride,
+    codes_stride,
     num_rows,
     num_programs,
     ignore_index,
@@ -316,6 +217,7 @@ def cross_entropy_rows(
     WANT_LOSS: tl.constexpr,
     WANT_CORRECT: tl.constexpr,
     WANT_GRAD: tl.constexpr,
+    WANT_CODES: tl.constexpr,
     SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
     Z_LOSS: tl.constexpr,
@@ -366,16 +268,21 @@ def cross_entropy_rows(
         if WANT_CORRECT:
             correct = trained & (label_logit * LOG2E >= others_top)
             tl.store(correct_ptr + row, correct.to(correct_ptr.dtype.element_ty))
-        if WANT_GRAD:
+        if WANT_GRAD or WANT_CODES:
             total = sum_others + tl.exp2(above)
             row_scale = scale
             if SCALE == SCALE_A_ROW:
                 row_scale = tl.load(scale_ptr + row).to(WIDE)
             factors = _gradient_factors(top, sum_others, total, row_scale, SMOOTHING, Z_LOSS, V)
+            inverse = 1.0
+            if WANT_CODES:
+                code_scale, inverse = _row_scale(factors, others_top, top, trained)
+                tl.store(code_scales_ptr + row, code_scale)
             _write_gradient(
-                row_ptr, dlogits_ptr + row * dlogits_stride, kept, label, top, factors,
-                num_streamed, trained, WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, NUM_STREAMED,
-                STAGES,
+                row_ptr, dlogits_ptr + row * dlogits_stride, codes_ptr + row * codes_stride,
+                kept, label, top, factors, inverse, num_streamed, trained,
+                WIDE, GROUP, SMOOTHING, SOFTCAP, V, BLOCK, NUM_STREAMED, STAGES,
+                WANT_GRAD, WANT_CODES,
             )  # fmt: skip
         row, label, kept = next_row, next_label, next_kept
 

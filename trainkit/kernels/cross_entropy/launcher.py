@@ -55,6 +55,7 @@ def launch(
     correct: Tensor | None = None,
     grad_output: Tensor | None = None,
     skip_unit_grad_output: bool = False,
+    codes: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Losses and gradients of the rows of logits (N, V), each only where an output is given.
 
@@ -72,6 +73,7 @@ def launch(
         correct: (N,) receives 1 where no other column exceeds the label's.
         grad_output: 0-d, a further factor of the gradients.
         skip_unit_grad_output: do nothing at all when grad_output is 1, decided on the device.
+        codes: (N, V) e4m3, unit column stride, and (N, 1) fp32 receive the gradients in 8 bits.
     """
     num_rows, vocab = logits.shape
     block, streamed, warps, stages, per_multiprocessor = config(vocab, logits.element_size())
@@ -101,8 +103,9 @@ def launch(
             scale if isinstance(scale, Tensor) else filler,
             filler if num_items is None else num_items,
             filler if grad_output is None else grad_output,
+            *(codes or (filler, filler)),
         ),
-        (logits.stride(0), out.stride(0)),
+        (logits.stride(0), out.stride(0), codes[0].stride(0) if codes else 0),
         (num_rows, programs, options.ignore_index, value),
         (
             kind.value,
@@ -111,6 +114,7 @@ def launch(
             losses is not None,
             correct is not None,
             dlogits is not None,
+            codes is not None,
             options.label_smoothing,
             options.softcap or 0.0,
             options.z_loss,

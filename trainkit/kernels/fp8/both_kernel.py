@@ -178,14 +178,34 @@ def launch_both(
     return codes, scales, turned, turned_scales
 
 
-def launch_columns(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
+def launch_columns(
+    x: Tensor, row_factor: Tensor, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `fp8_quantize_columns`; x (M, K) of unit column stride, also codes."""
     num_rows, width = x.shape
     padded = -(-num_rows // ALIGNMENT) * ALIGNMENT
     turned = torch.empty((width, padded), dtype=FP8, device=x.device)
+    if scales is None:
+        scales = _column_scales(x, row_factor)
+    if num_rows:
+        block_m, block_n, warps = SECOND
+        TILE_CODES.launch(
+            -(-padded // block_m) * -(-width // block_n),
+            (x, row_factor, row_factor, row_factor, scales, turned, turned),
+            (x.stride(0), width, width),
+            (num_rows, padded),
+            (False, block_m, block_n),
+            warps,
+        )
+    return turned, scales
+
+
+def _column_scales(x: Tensor, row_factor: Tensor) -> Tensor:
+    """(K, 1), by the largest magnitudes."""
+    num_rows, width = x.shape
     scales = row_factor.new_empty((width, 1))
     if not num_rows:
-        return turned, scales.fill_(2.0**-126)
+        return scales.fill_(2.0**-126)
     block_m, block_n, warps = FIRST
     row_blocks = -(-num_rows // block_m)
     magnitudes = torch.empty((row_blocks, width), dtype=torch.int32, device=x.device)
@@ -198,16 +218,7 @@ def launch_columns(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
         warps,
     )
     _launch_scales(magnitudes, scales, row_blocks, width)
-    block_m, block_n, warps = SECOND
-    TILE_CODES.launch(
-        -(-padded // block_m) * -(-width // block_n),
-        (x, row_factor, row_factor, row_factor, scales, turned, turned),
-        (x.stride(0), width, width),
-        (num_rows, padded),
-        (False, block_m, block_n),
-        warps,
-    )
-    return turned, scales
+    return scales
 
 
 def _launch_scales(magnitudes: Tensor, scales: Tensor, num_blocks: int, width: int) -> None:

@@ -140,12 +140,15 @@ def fp8_quantize_both(
     return both_kernel.launch_both(rows, factors, row_factor)
 
 
-def fp8_quantize_columns(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_quantize_columns(
+    x: Tensor, row_factor: Tensor, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Columns of rows or of their codes, for a product that contracts over the rows.
 
     Args:
         x: (M, K), or codes (M, K).
         row_factor: (M,) fp32, multiplied in.
+        scales: (K, 1) fp32, powers of two, where they are known: x is read once then.
 
     Returns:
         codes (K, M) and scales (K, 1); the former's columns are padded with zeros to a multiple of
@@ -154,8 +157,8 @@ def fp8_quantize_columns(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]
     rows, row_factor = as_rows(x), row_factor.flatten()
     has_kernel = _has_kernels(rows) if rows.dtype == FP8 else _takes_kernel(rows)
     if not has_kernel or not rows.shape[1]:
-        return fp8_quantize_columns_reference(rows, row_factor)
-    return both_kernel.launch_columns(rows, row_factor)
+        return fp8_quantize_columns_reference(rows, row_factor, scales)
+    return both_kernel.launch_columns(rows, row_factor, scales)
 
 
 def fp8_gate(gate: Tensor, up: Tensor, *, tanh_gelu: bool = False) -> tuple[Tensor, Tensor]:

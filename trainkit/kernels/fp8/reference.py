@@ -77,15 +77,23 @@ def fp8_quantize_both_reference(
     return codes, scales, turned, turned_scales
 
 
-def fp8_quantize_columns_reference(x: Tensor, row_factor: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_quantize_columns_reference(
+    x: Tensor, row_factor: Tensor, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Columns of x (M, K) with their rows' factors: codes (K, M and some zeros), scales (K, 1)."""
-    turned, scales = fp8_quantize_reference(x.t(), row_factor)
+    given = scales
+    if scales is None:
+        turned, scales = fp8_quantize_reference(x.t(), row_factor)
+    else:
+        values = x.t() if x.dtype == torch.float64 else x.t().float()
+        turned = values * row_factor.to(values.dtype) * scales.reciprocal().to(values.dtype)
+        turned = torch.where(scales.isfinite(), turned, 0.0).to(FP8)
     missing = -turned.shape[1] % _ALIGNMENT
     if turned.dtype == FP8:
         turned = functional.pad(turned.view(torch.uint8), (0, missing)).view(FP8)
     else:
         turned = functional.pad(turned, (0, missing))
-    if not x.shape[0]:
+    if not x.shape[0] and given is None:
         scales = torch.full_like(scales, 2.0**SMALLEST_EXPONENT)
     return turned, scales
 

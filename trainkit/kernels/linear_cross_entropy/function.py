@@ -20,15 +20,13 @@ from torch.autograd.function import once_differentiable
 from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
 from trainkit.kernels.fp8.trained import Directions
 from trainkit.kernels.launch import device_of
-from trainkit.kernels.linear_cross_entropy.products import add_product, logits_buffer, products_of
+from trainkit.kernels.linear_cross_entropy.products import (
+    ROWS_MULTIPLE,
+    add_product,
+    logits_buffer,
+    products_of,
+)
 from trainkit.kernels.linear_cross_entropy.scaling import inverse, scaled, scaled_in_place
-
-ROWS_MULTIPLE = 256
-"""Chunks and the compacted rows are multiples of this: whole tiles for the matrix products."""
-
-_LOGITS_BYTES = int(1.65 * 2**30)
-"""A chunk's logits. Every chunk reads and writes the weight's fp32 gradient once, so it must not be
-small; half as much again gains nothing (measured from 0.9 to 2.3 GiB on an H200)."""
 
 
 class CountedLoss(NamedTuple):
@@ -80,7 +78,7 @@ def linear_cross_entropy(
             counts them). With it only the trained rows are computed, rounded up to
             ``ROWS_MULTIPLE``; without it, on a GPU, all rows are, because counting there would make
             the host wait. A number that is too small is a device-side assertion.
-        chunk_tokens: rows whose logits exist at a time; None takes `default_chunk_tokens`.
+        chunk_tokens: rows whose logits exist at a time; None takes `Products.chunk_tokens`.
         keeps_gradient: false leaves one backward pass: it rounds the weight's fp32 gradient in its
             own place, instead of next to it.
         in_fp8: whether the logits, and the hidden states' gradient, are products in fp8; the
@@ -147,12 +145,6 @@ def linear_cross_entropy_counted(
     return CountedLoss(
         *_LinearCrossEntropy.apply(hidden, weight, bias, labels, num_items, settings)
     )
-
-
-def default_chunk_tokens(vocab_size: int, element_size: int) -> int:
-    """Rows in a chunk: as many as ``_LOGITS_BYTES`` hold."""
-    rows = _LOGITS_BYTES // (vocab_size * element_size)
-    return max(ROWS_MULTIPLE, rows // ROWS_MULTIPLE * ROWS_MULTIPLE)
 
 
 @dataclass(frozen=True)
@@ -280,10 +272,12 @@ def _compute(
     products = products_of(weight, bias, dtype, settings.in_fp8)
     num_rows, vocab_size = rows.shape[0], weight.shape[0]
 
-    wants_gradients = want_dhidden or want_dweight or want_dbias
     grad_scale = grad_scale_of(dtype)
     # One row more than computed: the zero row that untrained rows take their gradient from.
-    dhidden = rows.new_empty((num_rows + 1, rows.shape[1]), dtype=wide) if want_dhidden else None
+    dhidden = None
+    if want_dhidden:
+        shape = (num_rows + 1, rows.shape[1])
+        dhidden = rows.new_empty(shape, dtype=products.gradient_dtype)
     dweight = torch.empty_like(weight, dtype=wide) if want_dweight else None
     dbias = rows.new_zeros(vocab_size, dtype=wide) if want_dbias else None
     # One more than computed here too: untrained rows take their loss of 0 from it.
@@ -294,27 +288,29 @@ def _compute(
 
     limit = settings.chunk_tokens
     if limit is None:
-        limit = default_chunk_tokens(vocab_size, products.bytes_a_logit)
+        limit = products.chunk_tokens(trained=want_dweight)
     chunk = chunk_rows(num_rows, limit)
     buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, num_rows, max(chunk, 1)):
         part = slice(start, min(start + chunk, num_rows))
         logits = buffer[: part.stop - start, :vocab_size]
         products.write_logits(logits, rows[part])
+        codes = products.gradient_codes(len(logits)) if want_dhidden else None
         cross_entropy_chunk(
             logits,
             labels[part],
             losses[part],
             grad_scale,
-            want_grad=wants_gradients,
+            want_grad=want_dweight or want_dbias or (want_dhidden and codes is None),
             ignore_index=settings.ignore_index,
             softcap=settings.softcap,
             label_smoothing=settings.label_smoothing,
             z_loss=settings.z_loss,
             correct_out=correct[part],
+            codes_out=codes,
         )
         if dhidden is not None:
-            products.write_gradient(dhidden[part], logits)
+            products.write_gradient(dhidden[part], logits, codes)
         if dweight is not None:
             add_product(dweight, logits.t(), rows[part], add=start > 0)
         if dbias is not None:

@@ -8,8 +8,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainkit.kernels.fp8.function import fits_fp8, fp8_matmul, fp8_quantize, fp8_transpose
-from trainkit.kernels.fp8.trained import Directions
+from trainkit.kernels.fp8.function import (
+    fits_fp8,
+    fp8_matmul,
+    fp8_quantize,
+    fp8_quantize_columns,
+)
+from trainkit.kernels.fp8.trained import Codes, Directions
+
+ROWS_MULTIPLE = 256
+"""Chunks and the compacted rows are multiples of this: whole tiles for the matrix products."""
+
+_LOGITS_BYTES = int(1.65 * 2**30)
+"""A chunk's logits. Every chunk reads and writes the weight's fp32 gradient once, so it must not be
+small; half as much again gains nothing (measured from 0.9 to 2.3 GiB on an H200)."""
+
+_NUMBERS_THAT_FILL = 112 * 128 * 128
+"""Of the hidden states: their gradient is made in tiles of 128 x 128, and a GPU makes about as many
+at a time."""
+
+
+def default_chunk_tokens(vocab_size: int, element_size: int) -> int:
+    """Rows in a chunk: as many as ``_LOGITS_BYTES`` hold."""
+    rows = _LOGITS_BYTES // (vocab_size * element_size)
+    return max(ROWS_MULTIPLE, rows // ROWS_MULTIPLE * ROWS_MULTIPLE)
 
 
 def products_of(
@@ -28,8 +50,20 @@ class Products:
         """Cast what is multiplied with."""
         self._matrix = weight.to(dtype)
         self._offset = None if bias is None else bias.to(dtype)
-        self.bytes_a_logit = dtype.itemsize
-        """That a chunk takes."""
+        self.gradient_dtype = torch.promote_types(dtype, torch.float32)
+        """Of the hidden states' gradient."""
+
+    def chunk_tokens(self, *, trained: bool) -> int:
+        """How many rows' logits exist at a time, if the caller does not say.
+
+        Args:
+            trained: whether the weight's gradient is wanted.
+        """
+        return default_chunk_tokens(len(self._matrix), self._matrix.element_size())
+
+    def gradient_codes(self, num_rows: int) -> Codes | None:
+        """Where a chunk's gradient (N, V) goes in 8 bits, if it is multiplied so."""
+        return None
 
     def write_logits(self, logits: Tensor, rows: Tensor) -> None:
         """The logits (N, V) of rows (N, H), in place."""
@@ -38,23 +72,59 @@ class Products:
         else:
             torch.addmm(self._offset, rows, self._matrix.t(), out=logits)
 
-    def write_gradient(self, dhidden: Tensor, dlogits: Tensor) -> None:
-        """The gradient (N, H) of the rows, from that of the logits (N, V)."""
+    def write_gradient(self, dhidden: Tensor, dlogits: Tensor, codes: Codes | None) -> None:
+        """The gradient (N, H) of the rows, from that of the logits (N, V).
+
+        Args:
+            dhidden: to be written.
+            dlogits: what is not read where there are codes.
+            codes: `gradient_codes`, written.
+        """
         add_product(dhidden, dlogits, self._matrix)
 
 
 class Fp8Products(Products):
-    """In fp8 as far as the directions say; the weight's codes are made once for all chunks."""
+    """In fp8 as far as the directions say; the weight's codes are made once for all chunks.
+
+    The gradient of the logits is quantised where it is made, without the weight's scales: for the
+    product over the vocabulary the weight's codes are turned, and all rows get the largest scale.
+    """
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, directions: Directions
     ) -> None:
-        """Take the weight's codes, and turn them."""
+        """Take the weight's codes."""
         super().__init__(weight, bias, dtype)
         self._directions = directions
         self._codes, self._scales = directions.codes(weight)
-        self._turned: Tensor | None = None
-        self.bytes_a_logit += directions.backward  # the codes of a chunk's gradient
+        self._turned: Codes | None = None
+        self._made: Codes | None = None
+        if directions.backward and dtype == torch.bfloat16:
+            self.gradient_dtype = torch.bfloat16  # what the product gives
+
+    def chunk_tokens(self, *, trained: bool) -> int:
+        """As `Products.chunk_tokens`.
+
+        A chunk's codes come on top, and the weight's twice. Where nothing is added to the weight's
+        gradient a chunk may be small: as long as its product fills a GPU.
+        """
+        vocab_size, width = self._matrix.shape
+        each = self._matrix.element_size() + self._directions.backward
+        most = default_chunk_tokens(vocab_size, each)
+        if trained or not self._directions.backward:
+            return most
+        rows = -(-_NUMBERS_THAT_FILL // width)
+        return min(most, -(-rows // ROWS_MULTIPLE) * ROWS_MULTIPLE)
+
+    def gradient_codes(self, num_rows: int) -> Codes | None:
+        """As `Products.gradient_codes`; the next chunk's are written over them."""
+        if not self._directions.backward:
+            return None
+        if self._made is None or len(self._made[0]) < num_rows:
+            shape = (num_rows, len(self._matrix))
+            self._made = self._codes.new_empty(shape), self._scales.new_empty((num_rows, 1))
+        codes, scales = self._made
+        return codes[:num_rows], scales[:num_rows]
 
     def write_logits(self, logits: Tensor, rows: Tensor) -> None:
         """As `Products.write_logits`."""
@@ -67,16 +137,18 @@ class Fp8Products(Products):
         if not fits:
             logits.copy_(out)
 
-    def write_gradient(self, dhidden: Tensor, dlogits: Tensor) -> None:
+    def write_gradient(self, dhidden: Tensor, dlogits: Tensor, codes: Codes | None) -> None:
         """As `Products.write_gradient`."""
-        if not self._directions.backward:
-            super().write_gradient(dhidden, dlogits)
+        if codes is None:
+            super().write_gradient(dhidden, dlogits, codes)
             return
         if self._turned is None:
-            self._turned = fp8_transpose([self._codes])
-        made = fp8_quantize(dlogits, self._scales.flatten())
-        ones = self._scales.new_ones((self._turned.shape[0], 1))
-        dhidden.copy_(fp8_matmul(*made, self._turned, ones))
+            most = self._scales.amax().expand(self._matrix.shape[1], 1).contiguous()
+            self._turned = fp8_quantize_columns(self._codes, self._scales, most)
+        fits = dhidden.is_contiguous() and dhidden.dtype == torch.bfloat16
+        out = fp8_matmul(*codes, *self._turned, out=dhidden if fits else None)
+        if not fits:
+            dhidden.copy_(out)
 
 
 def logits_buffer(rows: Tensor, chunk: int, vocab_size: int) -> Tensor:

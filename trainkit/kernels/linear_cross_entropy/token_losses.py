@@ -21,7 +21,6 @@ from trainkit.kernels.linear_cross_entropy.function import (
     check_shapes,
     chunk_rows,
     compute_dtype_of,
-    default_chunk_tokens,
     grad_scale_of,
 )
 from trainkit.kernels.linear_cross_entropy.products import (
@@ -53,7 +52,7 @@ def linear_token_losses(
         bias: (V,).
         ignore_index: the label of rows that are not trained.
         softcap: logits become ``softcap * tanh(logits / softcap)``.
-        chunk_tokens: rows whose logits exist at a time; None takes `default_chunk_tokens`.
+        chunk_tokens: rows whose logits exist at a time; None takes `Products.chunk_tokens`.
         in_fp8: as for `linear_cross_entropy`.
 
     Returns:
@@ -89,7 +88,8 @@ class _TokenLosses(torch.autograd.Function):
             flat = labels.reshape(-1)
             wide = torch.promote_types(dtype, torch.float32)
             losses = rows.new_zeros(len(rows), dtype=wide)
-            for part, logits in _chunks(rows, products, len(weight), how[0]):
+            limit = how[0] or products.chunk_tokens(trained=False)
+            for part, logits in _chunks(rows, products, len(weight), limit):
                 cross_entropy_chunk(
                     logits, flat[part], losses[part], 1.0, want_grad=False, **options
                 )
@@ -109,16 +109,26 @@ class _TokenLosses(torch.autograd.Function):
             size = _power_of_2(factors) / grad_scale_of(ctx.dtype)
             scales = factors / size
             if want_dhidden:
-                dhidden = rows.new_empty(rows.shape, dtype=wide)
+                dhidden = rows.new_empty(rows.shape, dtype=products.gradient_dtype)
             if want_dweight:
                 dweight = torch.zeros_like(weight, dtype=wide)
             if want_dbias:
                 dbias = rows.new_zeros(len(weight), dtype=wide)
             unused = rows.new_empty(len(rows), dtype=wide)
-            for part, logits in _chunks(rows, products, len(weight), ctx.how[0]):
-                cross_entropy_chunk(logits, flat[part], unused[part], scales[part], **ctx.options)
+            limit = ctx.how[0] or products.chunk_tokens(trained=want_dweight)
+            for part, logits in _chunks(rows, products, len(weight), limit):
+                codes = products.gradient_codes(len(logits)) if want_dhidden else None
+                cross_entropy_chunk(
+                    logits,
+                    flat[part],
+                    unused[part],
+                    scales[part],
+                    want_grad=want_dweight or want_dbias or codes is None,
+                    codes_out=codes,
+                    **ctx.options,
+                )
                 if dhidden is not None:
-                    products.write_gradient(dhidden[part], logits)
+                    products.write_gradient(dhidden[part], logits, codes)
                 if dweight is not None:
                     add_product(dweight, logits.t(), rows[part], add=True)
                 if dbias is not None:
@@ -143,9 +153,8 @@ def _power_of_2(factors: Tensor) -> Tensor:
     return torch.ldexp(factors.new_ones(()), exponent)
 
 
-def _chunks(rows: Tensor, products: Products, vocab_size: int, chunk_tokens: int | None) -> Any:
+def _chunks(rows: Tensor, products: Products, vocab_size: int, limit: int) -> Any:
     """Which rows, and their logits (rows, V) in a buffer that the next chunk writes again."""
-    limit = chunk_tokens or default_chunk_tokens(vocab_size, products.bytes_a_logit)
     chunk = chunk_rows(len(rows), limit)
     buffer = logits_buffer(rows, chunk, vocab_size)
     for start in range(0, len(rows), max(chunk, 1)):

@@ -2,8 +2,9 @@
 
 Layers that read the same input are timed together, as they run: its rows are quantised once for all
 of them, and dx is one product. So are the layers of a feed-forward block that trains, which in fp8
-are one function. A layer's part of what they save is its part of the products. The GPU's own time
-counts: in training the host runs ahead of it, and a layer alone would wait for each kernel's start.
+are one function, and the output layer with its loss. A layer's part of what they save is its part
+of the products. The GPU's own time counts: in training the host runs ahead of it, and a layer alone
+would wait for each kernel's start.
 """
 
 import time
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.kernels import swiglu
+from trainkit.kernels import linear_cross_entropy, swiglu
 from trainkit.kernels.fp8.feed_forward import fp8_feed_forward
 from trainkit.kernels.fp8.function import fp8_matmul, fp8_quantize
-from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears
+from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears, quantize_weight
 
 MODELLED = "modelled: products at an H200's rates, 0.66 PFLOP/s in bf16 and 1.29 in fp8"
 MEASURED = "measured here, layers of one input together"
@@ -28,6 +29,8 @@ MAX_TOKENS = 16384
 """Tokens that are timed; more take proportionally longer."""
 MAX_NUMBERS = 2**29
 """Outputs that are timed: 1 GiB in bf16. A vocabulary is wide."""
+MAX_HEAD_TOKENS = 4096
+"""Of the output layer with its loss, which takes its time."""
 _REPEATS = 3
 _CALLS = 8
 """In a row."""
@@ -76,7 +79,7 @@ def measure_savings(
         num_tokens: of a micro-batch on one GPU.
         device: where the model trains.
         trained: whether the weights need gradients.
-        head: the output layer, whose weight's gradient is never a product in fp8.
+        head: the output layer with its loss; its weight's gradient is never a product in fp8.
     """
     if device.type != "cuda":
         return {
@@ -103,7 +106,11 @@ def measure_savings(
         most = min(num_tokens, MAX_TOKENS, MAX_NUMBERS // sum(outputs))
         timed = max(16, most // 16 * 16)
         if shape not in known:
-            known[shape] = _measured(shape, timed, device, trained and names != (head,))
+            if names == (head,):
+                timed = min(timed, MAX_HEAD_TOKENS)
+                known[shape] = _measured_head(layers[head], timed, device, trained)
+            else:
+                known[shape] = _measured(shape, timed, device, trained)
         for name, output in zip(names, outputs, strict=True):
             part = num_tokens / timed * output / sum(outputs)
             one = known[shape]
@@ -214,6 +221,25 @@ def _measured_block(width: int, hidden: int, num_tokens: int, device: torch.devi
         _milliseconds(forward_in_bf16) - _milliseconds(forward),
         _milliseconds(backward_in_bf16) - _milliseconds(backward),
     )
+
+
+def _measured_head(head: nn.Linear, num_tokens: int, device: torch.device, trained: bool) -> Saving:
+    generator = torch.Generator(device).manual_seed(0)
+    shape, width = (head.out_features, head.in_features), head.in_features
+    weight = torch.randn(shape, generator=generator, device=device).bfloat16() / width**0.5
+    codes = quantize_weight(weight)
+    x = torch.randn(num_tokens, width, generator=generator, device=device).bfloat16()
+    x.requires_grad_()
+    weight.requires_grad_(trained)
+    labels = torch.randint(len(weight), (num_tokens,), generator=generator, device=device)
+
+    def taken(forward: bool, backward: bool) -> float:
+        in_fp8 = Directions(forward, backward, _keeping(codes)) if forward or backward else None
+        # All gradients are made together with the loss.
+        return _milliseconds(lambda: linear_cross_entropy(x, weight, labels, in_fp8=in_fp8))
+
+    plain = taken(False, False)
+    return Saving(plain - taken(True, False), plain - taken(False, True))
 
 
 def _keeping(codes: Codes) -> Callable[[Tensor], Codes]:
