@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.bench.memory_points import LEAST, POINTS, Point, plan_of
+from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.peak import Peak, peak, peak_of_rank
 from trainkit.estimate.plan import ALL_OPS, Adapters, Plan
 from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
+from trainkit.options import Fp8Options
+from trainkit.options.fp8 import ALL
 from trainkit.recipe import load_recipe
 from trainkit.recipe.shipped import shipped_recipes
 
@@ -102,11 +105,27 @@ def _fp8(row: Row) -> tuple[Plan | str, bool]:
     model, _, kind = name.partition(" ")
     if row["provider"] != "trainkit":
         return OTHERS, False
-    sizes = {"qwen2-7b": 4, "llama-3.2-1b": 16}  # narrower ones choose for themselves under `all`
-    if kind != "full" or policy not in ("bf16", "all") or model not in sizes:
+    sizes = {"qwen2-7b": 4, "llama-3.2-1b": 16, "qwen2-0.5b": 16}
+    if policy not in _POLICIES or model not in sizes:
         return CHOSEN, False
-    fp8 = None if policy == "bf16" else 1.0
-    return Plan(find_shape(model), sizes[model], 2048, fp8=fp8, **BARE), False
+    plan = Plan(find_shape(model), sizes[model], 2048, **BARE)
+    if kind != "full":
+        is_checkpointed = kind.endswith("checkpointed")
+        adapters = Adapters(offload=is_checkpointed)
+        base = "bfloat16" if policy == "bf16" else "fp8"
+        plan = replace(plan, adapters=adapters, recompute=int(is_checkpointed), base=base)
+        plan = replace(plan, optimizer=8.0)
+    options = _POLICIES[policy]
+    return (plan if options is None else within_budget(plan, options)), False
+
+
+_POLICIES = {
+    "bf16": None,
+    "all": Fp8Options(loss_budget=ALL),
+    "all and head": Fp8Options(loss_budget=ALL, head="fp8"),
+    "every product, gaining or not": Fp8Options(loss_budget=ALL, head="fp8"),
+    "default": Fp8Options(),
+}
 
 
 def _lora(row: Row) -> tuple[Plan | str, bool]:

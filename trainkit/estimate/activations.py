@@ -111,7 +111,7 @@ def _attention(plan: Plan) -> float:
     kept += _shared_input(plan, names, shape.hidden)
     if plan.adapters is None:
         copies = shape.traits.rope_copies and not plan.ops
-        codes = 0 if plan.fp8 is None else a  # of the output, next to attention's own
+        codes = a if plan.in_fp8("o_proj") else 0  # of the output, next to attention's own
         return kept + (e * a if copies else 0) + codes
     return kept + _shared_input(plan, ["o_proj"], shape.query, kept_anyway=True)
 
@@ -123,8 +123,11 @@ def _feed_forward(plan: Plan) -> float:
     if not plan.fuses("swiglu") and not plan.fuses_lora:
         kept += e * shape.ffn  # the activated gate
     if plan.adapters is None:
-        # The product; in fp8 it is formed again in the backward pass.
-        return kept + (e * shape.ffn if plan.fp8 is None else 0)
+        # The product; where the whole block is in fp8 it is formed again in the backward pass.
+        in_one = not shape.traits.packed_gate
+        if in_one and all(plan.in_fp8(name) for name in (*first, "down_proj")):
+            return kept
+        return kept + (1 if plan.in_fp8("down_proj") else e) * shape.ffn
     if plan.fuses_lora:  # the product is formed again in the backward pass
         return kept + (e * plan.adapters.rank if plan.adapted("down_proj") else 0)
     return kept + _shared_input(plan, ["down_proj"], shape.ffn)
@@ -134,7 +137,8 @@ def _shared_input(plan: Plan, names: list[str], width: int, *, kept_anyway: bool
     """What layers that read the same input keep of it: once, or a copy each under peft."""
     e = plan.element
     if plan.adapters is None:
-        return (e if plan.fp8 is None else 1) * width
+        kinds = {plan.in_fp8(name) for name in names}
+        return sum(1 if in_fp8 else e for in_fp8 in kinds) * width
     adapted = [name for name in names if plan.adapted(name)]
     if not adapted:
         return 0

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import GIB, peak
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, SOME_FP8, Adapters, Plan
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.speed import seconds
 from trainkit.estimate.state import optimizer_bytes
+from trainkit.options import Fp8Options
 from trainkit.options.optimizers import OPTIMIZERS
 
 MOST = 5
@@ -155,8 +157,10 @@ def _apply(plan: Plan, name: str) -> Plan:
     if name == "offload":
         assert plan.adapters is not None
         return replace(plan, adapters=replace(plan.adapters, offload=True))
-    if name in ("nf4", "fp8"):
-        return replace(plan, base=name, fp8=SOME_FP8 if name == "fp8" else None)
+    if name == "nf4":
+        return replace(plan, base="nf4", fp8=None)
+    if name == "fp8":
+        return within_budget(replace(plan, base="fp8"), Fp8Options())
     if name in ("lora", "qlora"):
         adapters = Adapters(offload=plan.shape.hidden >= MIN_OFFLOAD_WIDTH)
         base = "nf4" if name == "qlora" else plan.base

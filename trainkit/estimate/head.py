@@ -38,6 +38,7 @@ def head(plan: Plan) -> Head:
         norm = (4 + (e if trained else 0)) * shape.hidden
     normed = e * shape.hidden * tokens
     copy = e * shape.table if plan.upcast else 0  # autocast's copy of an fp32 head
+    codes = 2 * shape.table if plan.fp8_head else 0  # of the head's weight, by rows and by columns
     if plan.fuses("linear_cross_entropy"):
         rows = chunk_rows(tokens, shape.vocab, e, plan.chunk_tokens)
         logits = e * rows * (-(-shape.vocab // 64) * 64)
@@ -45,10 +46,10 @@ def head(plan: Plan) -> Head:
             logits = max(logits, e * shape.table)
         gradients = 4 * shape.hidden * tokens + (4 * shape.table if trained else 0)
         after = e * shape.hidden * tokens + (e * shape.table if trained and shape.tied else 0)
-        return Head(norm * tokens, normed + copy + gradients + logits, copy + after)
+        return Head(norm * tokens, normed + copy + codes + gradients + logits, copy + after)
     # The loss in fp32: log-probabilities, their gradient, and the logits' gradient.
     wide = 12 * shape.vocab * tokens
-    kept = (normed if trained else 0) + copy
+    kept = (normed if trained else 0) + copy + codes
     after = e * shape.hidden * tokens + (e * shape.table if trained and shape.tied else 0)
     return Head(norm * tokens, kept + wide, copy + after)
 

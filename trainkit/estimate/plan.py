@@ -15,10 +15,6 @@ MIN_OFFLOAD_WIDTH = 2048
 """From which width on ``lora.offload_activations: auto`` offloads, as in ``lora.offload``."""
 
 
-SOME_FP8 = 0.7
-"""Share of the layers that run in fp8 within the default loss budget; a run chooses by itself."""
-
-
 @dataclass(frozen=True)
 class Adapters:
     """LoRA.
@@ -51,8 +47,11 @@ class Plan:
         accumulation: micro-batches in a step.
         base: what weights are kept in: bfloat16, float32, nf4, fp8.
         adapters: None trains all weights.
-        fp8: share of the layers whose forward products run in fp8, or that a frozen base has in
-            fp8; those of trained weights run so backward in all layers. None is 16 bits.
+        fp8: share of the layers' numbers whose forward products run in fp8, and that a frozen
+            base has in fp8. None is 16 bits.
+        fp8_backward: share whose backward products do.
+        fp8_head: the output layer's, too.
+        in_16_bits: of these, roles that keep 16 bits.
         masked: rows are padded, and plain transformers hands attention a mask.
         ops: trainkit's kernels that run; none is plain transformers.
         recompute: 0 keeps every layer's activations, k recomputes every k-th layer.
@@ -100,6 +99,9 @@ class Plan:
     base: str = "bfloat16"
     adapters: Adapters | None = None
     fp8: float | None = None
+    fp8_backward: float = 1.0
+    fp8_head: bool = False
+    in_16_bits: frozenset[str] = frozenset()
     masked: bool = False
     ops: frozenset[str] = field(default=ALL_OPS)
     recompute: int = 0
@@ -181,6 +183,10 @@ class Plan:
         if self.adapters is None:
             return False
         return self.adapters.targets is None or name in self.adapters.targets
+
+    def in_fp8(self, name: str) -> bool:
+        """Whether a linear layer's products may run in fp8."""
+        return self.fp8 is not None and name not in self.in_16_bits
 
     @property
     def adapter_numbers_per_layer(self) -> int:

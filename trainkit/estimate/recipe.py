@@ -13,13 +13,13 @@ from typing import Any
 
 from trainkit.errors import TrainkitError
 from trainkit.estimate.advice import Allows
+from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.peak import peak
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, SOME_FP8, Adapters, Plan
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.ranks import split
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.estimate.state import RANK, optimizer_bytes
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
-from trainkit.options.fp8 import ALL
 from trainkit.options.lora import ALL_LINEAR
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
@@ -74,7 +74,6 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         adapters=None
         if lora is None
         else _adapters(lora, shape, adds_tokens=recipe.model.adds_tokens),
-        fp8=_fp8(recipe),
         ops=_ops(recipe.kernels),
         masked=recipe.model.attn_implementation == "sdpa" and not recipe.data.packing,
         stage=3 if fsdp else int(zero.get("stage", 0)),
@@ -91,7 +90,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         stepping=(row.step_bytes, row.step_largest_bytes),
         optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
     )
-    return _recomputing(plan, recipe)
+    return _recomputing(_in_fp8(plan, recipe), recipe)
 
 
 def allowing(loaded: LoadedRecipe, gpus: int) -> Allows:
@@ -219,17 +218,14 @@ def _targets(lora: LoraOptions, shape: ModelShape) -> frozenset[str] | None:
 _OF_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 
 
-def _fp8(recipe: Recipe) -> float | None:
+def _in_fp8(plan: Plan, recipe: Recipe) -> Plan:
+    """The plan with what is expected to run in fp8."""
     options = Fp8Options.of(recipe.model.fp8)
     if recipe.lora is not None:
-        if recipe.lora.quantize != "fp8":
-            return None
-        options = options or Fp8Options()
+        options = (options or Fp8Options()) if recipe.lora.quantize == "fp8" else None
     if options is None:
-        return None
-    if options.loss_budget == ALL:
-        return 1.0
-    return SOME_FP8 if options.loss_budget else 0.0
+        return plan
+    return within_budget(plan, options)
 
 
 def _ops(kernels: bool | dict[str, bool]) -> frozenset[str]:

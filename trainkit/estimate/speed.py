@@ -66,10 +66,13 @@ def work(plan: Plan) -> Work:
     products = tokens * (per_weight * matrices + 2 * share * again)
     if plan.is_tiled:  # each block forward once more, tile by tile
         products += tokens * 2 * 3 * shape.layers * shape.hidden * shape.ffn
-    in_fp8 = 0.0 if plan.fp8 is None else plan.fp8
-    if plan.fp8 is not None and plan.adapters is None:  # backward, two products of three
-        in_fp8 = (plan.fp8 + 2) / 3
-    head = tokens * per_weight * shape.table * shape.has_head
+    head, head_in_fp8 = tokens * per_weight * shape.table * shape.has_head, 0.0
+    in_fp8 = 0.0
+    if plan.fp8 is not None:  # forward products, once more where layers are; the others backward
+        forward = tokens * 2 * (matrices + share * again)
+        in_fp8 = plan.fp8 * forward + plan.fp8_backward * (products - forward)
+        if plan.fp8_head:  # its logits and their gradient
+            head_in_fp8 = tokens * 4 * shape.table * shape.has_head
     # Causal: half of 4 S A forward, and two and a half times that backward.
     times = 3.5 if plan.selective else 3.5 + share
     attention = tokens * shape.layers * 2 * plan.length * shape.query * times
@@ -85,8 +88,8 @@ def work(plan: Plan) -> Work:
     if not plan.keeps_masters and not plan.one_pass:
         optimizer += ROUNDING * trained
     return Work(
-        matrix=head + products * (1 - in_fp8),
-        matrix_fp8=products * in_fp8,
+        matrix=head - head_in_fp8 + products - in_fp8,
+        matrix_fp8=in_fp8 + head_in_fp8,
         attention=attention,
         passes=kept * (1 + share / 3),
         logits=0.0

@@ -1,0 +1,63 @@
+"""Which products the estimate expects in fp8: by budget, by what is skipped, and by their sizes."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.estimate.measured import H200
+from trainkit.estimate.fp8 import TAKEN, shares_of, within_budget
+from trainkit.estimate.peak import peak
+from trainkit.estimate.plan import Adapters, Plan
+from trainkit.estimate.shape import NAMED, find_shape
+from trainkit.estimate.speed import seconds
+from trainkit.options import Fp8Options
+from trainkit.options.fp8 import ALL
+
+LARGE = find_shape("qwen2-7b")
+
+
+def test_every_role_of_every_shape_has_a_share() -> None:
+    assert {role for name in NAMED for role in find_shape(name).linears()} <= set(TAKEN)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_larger_budget_takes_more(name: str) -> None:
+    budgets = (0.0, 0.001, 0.004, 0.007, 0.012, 0.5, ALL)
+    shares = [shares_of(Fp8Options(loss_budget=each), find_shape(name)).forward for each in budgets]
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[-1] in (0, 1)
+
+
+def test_the_default_takes_the_wide_products_that_lose_little() -> None:
+    """Half of a 7B's forward products by their numbers: few layers, but the wide ones."""
+    found = shares_of(Fp8Options(), LARGE)
+    assert found.forward == pytest.approx(0.5, abs=0.02)
+    assert found.backward == 1
+
+
+def test_what_is_skipped_or_narrow_stays_in_16_bits() -> None:
+    every = Fp8Options(loss_budget=ALL)
+    whole = shares_of(every, LARGE)
+    skipped = shares_of(every.model_copy(update={"skip": ["down_proj", "layers.0"]}), LARGE)
+    assert skipped.in_16_bits == {"down_proj"}
+    down = LARGE.ffn * LARGE.hidden / LARGE.layer_matrices
+    assert skipped.forward == pytest.approx((whole.forward - down) * 27 / 28)
+    narrow = shares_of(every.model_copy(update={"min_size": 1024}), LARGE)
+    assert narrow.in_16_bits == {"k_proj", "v_proj"}
+    assert shares_of(every, find_shape("smollm2-135m")).forward == 0
+
+
+@pytest.mark.parametrize("adapters", [None, Adapters()])
+def test_the_plan_follows(adapters: Adapters | None) -> None:
+    base = "bfloat16" if adapters is None else "fp8"
+    plan = Plan(LARGE, 4, 2048, adapters=adapters, base=base)
+    some, every = (within_budget(plan, Fp8Options(loss_budget=b)) for b in (0.004, ALL))
+    none = within_budget(plan, Fp8Options(skip=list(LARGE.linears())))
+    bf16 = replace(plan, base="bfloat16")
+    assert seconds(every, H200) < seconds(some, H200) < seconds(none, H200)
+    assert seconds(none, H200) == pytest.approx(seconds(bf16, H200), rel=1e-6)
+    assert peak(none).gib == pytest.approx(peak(bf16).gib, rel=0.002)
+    with_head = within_budget(plan, Fp8Options(loss_budget=ALL, head="fp8"))
+    assert seconds(with_head, H200) < seconds(every, H200)
+    assert peak(with_head).gib > peak(every).gib
