@@ -83,7 +83,7 @@ from tiny import make_qwen2
 
 from trainkit.lora import attach
 from trainkit.recipe import key_references, load_recipe
-from trainkit.train.resume.changes import settings_of
+from trainkit.train.resume.settings import settings_of
 
 loaded = load_recipe("r.yaml")
 model = attach(make_qwen2(32), loaded.recipe.lora)

@@ -135,8 +135,13 @@ def test_threads_that_wait_leave_the_processor_to_others(command, monkeypatch, g
     assert seen == [found]
 
 
-def test_only_the_first_rank_tells_of_the_recipe(monkeypatch, capsys):
+def test_only_the_first_rank_of_a_host_tells_of_the_recipe(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "4")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert report_failure(RecipeError("bad")) == 2
+    assert capsys.readouterr().err == "error: rank 4: bad\n"
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("LOCAL_RANK")
     assert report_failure(RecipeError("bad")) == 2
     assert capsys.readouterr().err == ""
     assert report_failure(DataError("bad")) == 2

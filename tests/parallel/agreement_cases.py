@@ -23,6 +23,36 @@ def differ(facts):
     return None
 
 
+def differ_early(facts):
+    """The same, where torchrun has a store, and no process group is there yet."""
+    from torch.distributed import TCPStore
+
+    from trainkit.errors import RecipeError
+    from trainkit.parallel import ProcessRank
+    from trainkit.parallel.agreement import refuse_early_disagreement
+
+    process = ProcessRank.from_environment()
+    port = int(os.environ["MASTER_PORT"])
+    kept = TCPStore("127.0.0.1", port, process.world_size, is_master=process.is_main)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    found = []
+    for attempt in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+        own = {"training.seed": 1, "paths": [os.curdir]}
+        if os.environ["RANK"] == "1":
+            own |= facts
+        try:
+            refuse_early_disagreement(process, own)
+            found.append(None)
+        except RecipeError as error:
+            found.append(str(error))
+    kept.add("number that ended", 1)
+    while process.is_main and kept.add("number that ended", 0) < process.world_size:
+        pass
+    assert found[0] == found[1]
+    return found[0]
+
+
 def restart():
     """As torchrun starts a process the second time; all ranks add up their numbers, from 1."""
     import torch

@@ -1,10 +1,12 @@
 """How the processes of a run are started: one host or several, by variables or by Slurm."""
 
+import os
 import secrets
 import shlex
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from ranks import run_ranks
@@ -17,6 +19,7 @@ from trainkit.parallel.launch.hosts import OWN_LAUNCH, Hosts, first_host, free_p
 from trainkit.parallel.launch.processes import launch_command
 from trainkit.train.faults import torchrun
 
+ROOT = Path(__file__).parents[2]
 LAUNCHER = "trainkit.train.faults.torchrun"
 OF_TORCH_2_11 = {
     *("--nnodes", "--nproc_per_node", "--node_rank", "--master_addr", "--master_port"),
@@ -227,22 +230,54 @@ def test_lines_to_run_are_printed(monkeypatch, capsys):
     assert printed["hostfile"].endswith("HOST0 slots=8\nHOST1 slots=8\n")
 
 
-def test_processes_that_were_given_the_same_go_on():
-    assert run_ranks("parallel.agreement_cases:differ", facts={}) == [None, None]
+COMPARE = ["differ", "differ_early"]
 
 
+@pytest.mark.parametrize("compare", COMPARE)
+def test_processes_that_were_given_the_same_go_on(compare):
+    assert run_ranks(f"parallel.agreement_cases:{compare}", facts={}) == [None, None]
+
+
+@pytest.mark.parametrize("compare", COMPARE)
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
         ({"training.seed": 7}, "training.seed: 7, not 1"),
-        ({"versions": {"torch": "1.0"}}, "versions.torch: '1.0', not '"),
+        ({"versions": {"torch": "1.0"}}, "versions.torch: '1.0', not "),
         ({"training.max_steps": 9}, "training.max_steps: 9, not None"),
     ],
 )
-def test_every_process_names_the_one_that_differs(facts, said):
-    first, second = run_ranks("parallel.agreement_cases:differ", facts=facts)
+def test_every_process_names_the_one_that_differs(facts, said, compare):
+    first, second = run_ranks(f"parallel.agreement_cases:{compare}", facts=facts)
     assert first == second
     assert f"process 1 on {socket.gethostname()} has {said}" in first
+
+
+def test_what_hosts_compare_first_needs_nothing_slow(tmp_path):
+    """Under load transformers takes a minute to load; the answer should be there by then."""
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from trainkit.train.resume import hosts\nfrom trainkit.recipe import load_recipe\n"
+        "given = []\nhosts.refuse_early_disagreement = lambda process, facts: given.append(facts)\n"
+        "hosts.refuse_unlike_hosts(load_recipe(Path('r.yaml')), None)\n"
+        "slow = {'transformers', 'peft', 'deepspeed', 'datasets', 'accelerate'}\n"
+        "assert not slow & sys.modules.keys()\n"
+        "print([given[0][key] for key in ('training.learning_rate', 'rows.jsonl')])"
+    )
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "r.yaml").write_text(
+        "model: {name_or_path: m}\ndata: {train: [rows.jsonl, away.jsonl]}\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "[5e-05, '3 bytes, sha256 ca3d163bab05']"
 
 
 def test_a_restart_meets_at_a_store_of_its_own():

@@ -76,8 +76,9 @@ def report_failure(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, TrainkitError):
-        # The recipe is the same on every rank, so its errors are printed once.
-        if dist_rank == "0" or not isinstance(error, RecipeError):
+        # The recipe is the same on every rank of a host, so each host prints its errors once.
+        is_first = os.environ.get("LOCAL_RANK", dist_rank) == "0"
+        if is_first or not isinstance(error, RecipeError):
             _say(str(error), prefix)
         return error.exit_code
     if isinstance(error, ImportError) and "install" in str(error):

@@ -1,7 +1,11 @@
 """The processes of a run agree on what they train, before they train it."""
 
+import json
+import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 from trainkit.errors import RecipeError, TrainkitError
@@ -10,6 +14,8 @@ from trainkit.parallel.process import ProcessRank
 Decision = TypeVar("Decision")
 
 _NUM_NAMED = 4
+_PATIENCE = timedelta(minutes=10)
+"""For the slowest process to come as far; all were started together."""
 
 
 def refuse_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
@@ -31,18 +37,65 @@ def refuse_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
     from accelerate.utils import gather_object
 
     flat = dict(_flattened(facts))
-    everyone = gather_object([(process.dist_rank, socket.gethostname(), flat)])
-    first = everyone[0][2]
-    problems = []
-    for dist_rank, host, theirs in everyone[1:]:
-        keys = [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]
-        if keys:
-            named = [f"{key}: {theirs.get(key)!r}, not {first.get(key)!r}" for key in keys]
-            more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
-            listed = "; ".join(named[:_NUM_NAMED])
-            problems.append(f"    process {dist_rank} on {host} has {listed}{more}")
-    if problems:
-        shown = "\n".join(problems[:_NUM_NAMED])
+    everyone = gather_object([(_name_of(process), flat)])
+    first = everyone[0][1]
+    _refuse(_problem(name, first, theirs) for name, theirs in everyone[1:])
+
+
+def refuse_early_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
+    """Compare what is known before anything but torch is loaded, at torchrun's own store.
+
+    Where processes meet elsewhere (after restarts on several hosts, or under another launcher),
+    `refuse_disagreement` is the first to compare.
+
+    Args:
+        process: this process.
+        facts: name to a plain value, or to a mapping of such.
+
+    Raises:
+        RecipeError: as of `refuse_disagreement`.
+    """
+    variables = os.environ
+    if process.world_size == 1 or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    attempt = variables.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    with suppress(DistError):  # who is not there is missed again, and named, when a group is formed
+        meeting = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        store = PrefixStore(f"trainkit/agreement/{attempt}", meeting)
+        flat = json.loads(json.dumps(dict(_flattened(facts)), default=str))
+        if process.is_main:
+            store.set("first", json.dumps(flat))
+        problem = _problem(_name_of(process), json.loads(store.get("first")), flat)
+        if problem is not None:
+            store.set(f"problem_{store.add('num_problems', 1)}", problem)
+        if store.add("number", 1) == process.world_size:
+            store.set("all", "are here")
+        store.wait(["all"], _PATIENCE)
+        numbers = range(1, store.add("num_problems", 0) + 1)
+        _refuse(sorted(store.get(f"problem_{each}").decode() for each in numbers))
+
+
+def _name_of(process: ProcessRank) -> str:
+    return f"process {process.dist_rank} on {socket.gethostname()}"
+
+
+def _problem(name: str, first: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """In what the facts of a process differ from those of process 0, in a line."""
+    keys = [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]
+    if not keys:
+        return None
+    named = [f"{key}: {theirs.get(key)!r}, not {first.get(key)!r}" for key in keys]
+    more = f" and {len(keys) - _NUM_NAMED} more" if len(keys) > _NUM_NAMED else ""
+    return f"    {name} has {'; '.join(named[:_NUM_NAMED])}{more}"
+
+
+def _refuse(problems: Iterable[str | None]) -> None:
+    told = [problem for problem in problems if problem]
+    if told:
+        shown = "\n".join(told[:_NUM_NAMED])
         raise RecipeError(
             f"the processes were not given the same, compared with process 0:\n{shown}",
             fix="start every host with the same command, recipe, data and packages",

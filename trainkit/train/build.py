@@ -52,8 +52,8 @@ from trainkit.train.resume.begin import (
     refuse_other_hosts,
     review_built,
 )
-from trainkit.train.resume.changes import settings_of
 from trainkit.train.resume.record import Resumption, write_record, write_start
+from trainkit.train.resume.settings import settings_of
 from trainkit.train.sections import (
     fp8_setup,
     machine,

@@ -18,10 +18,11 @@ from trainkit.train.resume.changes import (
     PARTS,
     review,
     review_running,
-    settings_of,
 )
 from trainkit.train.resume.given import RUNS
+from trainkit.train.resume.hosts import settings_of_all
 from trainkit.train.resume.record import Resumption
+from trainkit.train.resume.settings import settings_of
 from trainkit.train.resume.surroundings import code_digest, gpu_name, versions
 
 
@@ -43,15 +44,11 @@ def fingerprint_around(start: Invocation, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-_OF_A_HOST = ("data.cache_dir", "data.num_workers")
-
-
 def refuse_other_hosts(start: Invocation, prepared: Prepared) -> None:
     """Stop where ranks have other settings or data: each host may have read files of its own."""
-    settings = {key: v for key, v in settings_of(start.loaded).items() if key not in _OF_A_HOST}
     around = {**fingerprint_around(start, prepared), "continues": str(start.options.resume)}
     del around[PARTS]
-    refuse_disagreement(start.process, {**settings, **around})
+    refuse_disagreement(start.process, {**settings_of_all(start.loaded), **around})
 
 
 def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:

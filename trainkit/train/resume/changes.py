@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainkit.errors import ResumeRefusedError
-from trainkit.recipe import LoadedRecipe, default_of, shown_value
+from trainkit.recipe import default_of
 from trainkit.train.checkpoints import ResumePoint
 
 ANY = "all"
@@ -99,8 +99,6 @@ IN_USE = "in_use"
 _AROUND = ("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE)
 """What surrounds a run, whether or not this one's checkpoint has it."""
 
-_NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
-
 
 @dataclass(frozen=True)
 class Change:
@@ -137,17 +135,6 @@ class Review:
     def factor(self, key: str) -> float:
         """By what a changed number was multiplied; 1 where it is what it was."""
         return next((c.now / c.before for c in self.changes if c.key == key and c.before), 1.0)
-
-
-def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
-    """Every value of a recipe as JSON, what only the machine decides and secrets left out."""
-    values = {
-        value.key: shown_value(value)
-        for value in loaded.values()
-        if not value.key.startswith(_NOT_COMPARED)
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
 
 
 def review(

@@ -143,6 +143,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
     from trainkit.cli.quick_imports import import_quantisation
     from trainkit.parallel.launch.processes import quieten_imports
     from trainkit.train.faults.signals import watching_signals
+    from trainkit.train.resume.hosts import refuse_unlike_hosts
 
     ours = sys.stdout
     if as_json:
@@ -150,6 +151,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
     # Standard output is for the result: what libraries print goes to people, too.
     with watching_signals(), contextlib.redirect_stdout(sys.stderr):
         quieten_imports()
+        refuse_unlike_hosts(loaded, options.resume)
         import_quantisation()
         from trainkit.train.build import run_sft
         from trainkit.train.log.trackers import trackers_ended
