@@ -1,5 +1,7 @@
 """Attaching, saving and reloading adapters."""
 
+import copy
+
 import pytest
 import torch
 from lora_layers import adapted_layers
@@ -92,6 +94,16 @@ def test_tied_embeddings_stay_tied_when_one_end_is_trained():
     embedding = base.get_input_embeddings().weight
     assert base.get_output_embeddings().weight is embedding
     assert embedding.requires_grad
+
+
+@pytest.mark.parametrize("end", ["lm_head", "embed_tokens"])
+@pytest.mark.parametrize("key", ["modules_to_save", "target_modules"])
+def test_what_was_asked_for_stays_as_it_was_written(key, end):
+    """peft moves the ends of a tied embedding in its lists; a resumed run is compared with ours."""
+    options = LoraOptions.model_validate({"r": 4, key: ["q_proj", end]})
+    before = copy.deepcopy(options)
+    attach(make_model(tied=True), options)
+    assert options == before
 
 
 def test_a_resized_vocabulary_trains_and_reloads(tmp_path):

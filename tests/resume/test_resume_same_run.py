@@ -20,7 +20,12 @@ VARIANTS = {
     "full in fp8": ["lora=null", "model.fp8=true", "kernels=true"],
     "rows logged now and then": ["lora=null", "kernels=true", "training.logging_steps=5"],
     "streamed": ["data.streaming=8", "data.packing=true", "training.logging_steps=3"],
-    "evaluated each epoch": ["training.num_train_epochs=2", "training.max_steps=-1"],
+    "evaluated each epoch": [
+        "training.num_train_epochs=2",
+        "training.max_steps=-1",
+        "training.eval_on_start=true",
+    ],
+    "a tied head in full": ["lora.modules_to_save=[lm_head]"],
 }
 ON_TWO_RANKS = {
     "ddp": ["lora=null"],

@@ -62,15 +62,16 @@ def take_up(tmp_path, review=None):
     trainer = make_trainer(tmp_path, wanted.param_groups)
     trainer.group_options[0]["initial_lr"] = 1e-2
     trainer.args.save_total_limit = 2
+    trainer.args.eval_on_start = True
     callback = TakeUp(trainer, review or Review(), tmp_path / "checkpoint-6", said.append)
     control = None
     state = TrainerState(max_steps=8, global_step=1)
     callback.on_train_begin(trainer.args, state, control, optimizer=saved, lr_scheduler=schedule)
-    return saved, schedule, said
+    return saved, schedule, said, trainer
 
 
 def test_every_option_of_the_recipe_wins_over_the_saved_one(tmp_path):
-    optimizer, schedule, said = take_up(tmp_path)
+    optimizer, schedule, said, _ = take_up(tmp_path)
     (group,) = optimizer.param_groups
     assert [group[name] for name in ("weight_decay", "eps")] == [0.25, 1e-4]
     assert group["betas"] == (0.8, 0.9)
@@ -92,3 +93,9 @@ def test_a_factor_is_that_of_the_changed_key_alone():
     review = Review((Change("training.learning_rate", 1e-2, 1e-3), Change("lora.r", None, 4)))
     assert review.factor("training.learning_rate") == pytest.approx(0.1)
     assert review.factor("lora.r") == review.factor("lora.lora_plus_ratio") == 1
+
+
+def test_a_run_that_goes_on_is_not_evaluated_as_at_its_beginning(tmp_path):
+    """It would be one row more, and one more evaluation for early stopping to count."""
+    *_, trainer = take_up(tmp_path)
+    assert not trainer.args.eval_on_start

@@ -36,6 +36,8 @@ def test_an_explicit_directory_is_never_overwritten(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunDirectoryError, match="is a file"):
         RunDirectory.create_at(tmp_path / "file")
+    with pytest.raises(RunDirectoryError, match="part of this path is a file"):
+        RunDirectory.create_at(tmp_path / "file" / "out")
     (tmp_path / "empty").mkdir()
     assert RunDirectory.create_at(tmp_path / "empty").status().state == "running"
 

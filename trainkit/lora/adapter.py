@@ -7,6 +7,7 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from dataclasses import fields
@@ -52,6 +53,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": changes_base(options.init_lora_weights) or options.init_lora_weights,
     }
+    given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
     return LoraConfig(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
 
 

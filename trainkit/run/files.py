@@ -46,6 +46,12 @@ def explain_os_errors(path: Path) -> Iterator[None]:
                 where=str(path),
                 fix="choose a writable directory with --output-dir",
             ) from error
+        if isinstance(error, NotADirectoryError):
+            raise RunDirectoryError(
+                "a part of this path is a file, so no directory can be under it",
+                where=str(path),
+                fix="choose another directory with --output-dir",
+            ) from error
         raise
 
 

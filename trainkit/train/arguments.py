@@ -1,5 +1,6 @@
 """transformers' TrainingArguments from a recipe's ``training`` section and the layout."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from enum import Enum
@@ -68,6 +69,7 @@ def training_arguments(
         recompute=recompute,
     )
     values: dict[str, Any] = {**training, **{name: one.value for name, one in derived.items()}}
+    values = copy.deepcopy(values)  # transformers writes into some, and these are the recipe's
     values["output_dir"] = str(output_dir)
     values.pop("auto_find_batch_size", None)  # trainkit's own; transformers' loses the steps so far
     values["gradient_accumulation_steps"] = gradient_accumulation_steps

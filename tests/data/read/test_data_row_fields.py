@@ -3,6 +3,7 @@
 import pytest
 from conftest import chat, trained_texts
 
+from trainkit.data.look.check import verdict
 from trainkit.data.read import switches
 from trainkit.data.read.formats import FORMATS, parse_row
 from trainkit.data.read.messages import RowError
@@ -15,6 +16,7 @@ from trainkit.data.read.row_fields import (
     TURN_REFUSED,
     UNDESIRED,
 )
+from trainkit.errors import DataError
 from trainkit.options.data import ROW_FORMATS
 
 
@@ -259,6 +261,20 @@ def test_a_rows_own_template_variables_act_on_it_alone(write, ready, tiny_tokeni
     assert trained_texts(tiny_tokenizer, texts["2"]) == ["two<|im_end|>"]
     (source,) = data.summary["sources"]
     assert source["ignored_fields"] == {"chat_template_kwargs.styles": 1}
+
+
+def test_a_variable_that_no_template_reads_is_refused(write, ready):
+    with pytest.raises(DataError, match="does not read 'stile'") as caught:
+        ready(write([chat("q", "a")]), chat_template=SWITCHED, template_kwargs={"stile": "x"})
+    assert caught.value.where == "data.template_kwargs"
+    assert "did you mean style?" in str(caught.value.fix)
+
+
+def test_tools_that_the_template_does_not_print_are_reported(write, ready):
+    data = ready(write([{**chat("q", "a"), "tools": [{"name": "f", "parameters": {}}]}]))
+    (source,) = data.summary["sources"]
+    assert source["ignored_fields"] == {"tools": 1}
+    assert "not used: tools (1)" in " ".join(f.detail for f in verdict(data.summary))
 
 
 @pytest.mark.parametrize("name", TEMPLATE_VARIABLES)

@@ -16,7 +16,7 @@ from trainkit.data.read.messages import TokenRow
 from trainkit.data.read.questions import QuestionOptions, read_questions
 from trainkit.data.read.reading import read_rows
 from trainkit.data.render.prompt import PromptRenderer
-from trainkit.errors import DataError
+from trainkit.errors import DataError, ModelError
 from trainkit.options import Source
 
 WEATHER = {
@@ -216,6 +216,27 @@ def test_a_rows_own_template_variables_count(tmp_path):
     path.write_text(json.dumps(row) + "\n" + json.dumps({"messages": TALK}) + "\n")
     texts = [PromptRenderer(tokenizer).text(each.row) for each in read_questions(str(path))]
     assert [text.startswith("short ") for text in texts] == [True, False]
+
+
+def test_a_row_with_tools_takes_the_template_for_tools(tmp_path):
+    """As transformers chooses among the templates of a tokenizer, in training and in asking."""
+    tokenizer = make_tokenizer()
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = {"default": plain, "tool_use": "{{ tools|tojson }}" + plain}
+    rows = [{"messages": TALK, "tools": [WEATHER]}, {"messages": TALK}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = trained(path, tokenizer, escape_special=False)
+    for row, (ids, _), each in zip(rows, found, read_questions(str(path)), strict=True):
+        messages = [*TALK[:1], {"role": "user", "content": "one\n\nand a half"}, *TALK[3:]]
+        expected = tokenizer.apply_chat_template(messages, tools=row.get("tools"), tokenize=False)
+        assert tokenizer.decode(ids) == expected
+        prompt = PromptRenderer(tokenizer, DataOptions(escape_special=False)).text(each.row)
+        assert expected.startswith(prompt)
+        assert ("weather" in prompt) == ("tools" in row)
+    tokenizer.chat_template = {"tool_use": plain}
+    with pytest.raises(ModelError, match="no default chat template, only tool_use"):
+        trained(path, tokenizer)
 
 
 def test_token_rows_beyond_the_vocabulary_are_refused():

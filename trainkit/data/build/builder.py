@@ -28,6 +28,7 @@ from trainkit.data.read.messages import (
 from trainkit.data.read.reading import RawRow
 from trainkit.data.read.row_fields import without_effect
 from trainkit.data.read.rows import decode_row, read_row
+from trainkit.data.render.choice import options_for, refuse_unread
 from trainkit.data.render.encode import Encoder
 from trainkit.data.render.template import THINK_CLOSE
 from trainkit.errors import DataError, TrainkitError
@@ -102,34 +103,29 @@ class SampleBuilder:
         self.tokenizer = tokenizer
         self.options = options
         self.encoder = Encoder(tokenizer)
-        self._drafter: Drafter | None = None
         self._drafters: dict[str, Drafter] = {}
         self._vocabulary = len(tokenizer)
 
-    @property
-    def drafter(self) -> Drafter:
-        """The chat template at work, made when the first conversation needs it."""
-        if self._drafter is None:
-            self._drafter = Drafter(self.tokenizer, self.options, self.encoder)
-        return self._drafter
-
-    def drafter_of(self, template_kwargs: Mapping[str, Any]) -> Drafter:
-        """The chat template with a row's own variables, which win over the options'.
+    def drafter_of(self, conversation: Conversation) -> Drafter:
+        """The chat template at work on a conversation, which may have variables of its own.
 
         Raises:
             RowError: with these variables the template's masks cannot be proved.
         """
-        if not template_kwargs:
-            return self.drafter
-        key = json.dumps(template_kwargs, sort_keys=True)
+        if not self._drafters:
+            refuse_unread(self.tokenizer, self.options)
+        options = options_for(conversation, self.tokenizer, self.options)
+        key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
         if key not in self._drafters:
-            kwargs = {**self.options.template_kwargs, **template_kwargs}
             try:
-                found = Drafter(
-                    self.tokenizer, self.options.replace(template_kwargs=kwargs), self.encoder
-                )
+                found = Drafter(self.tokenizer, options, self.encoder)
             except TrainkitError as error:
-                raise RowError("template_kwargs", f"with {key[:200]}: {error.what}") from error
+                if options is self.options:
+                    raise
+                own = dict(conversation.template_kwargs)
+                reason = "template_kwargs" if own else "tool_template"
+                detail = f"with {json.dumps(own)[:200] if own else 'tools'}: {error.what}"
+                raise RowError(reason, detail) from error
             while len(self._drafters) >= MAX_DRAFTERS:
                 self._drafters.pop(next(iter(self._drafters)))
             self._drafters[key] = found
@@ -149,11 +145,11 @@ class SampleBuilder:
             try:
                 parsed = self._parse(row, source, built)
                 if isinstance(parsed, Conversation):
-                    drafter = self.drafter_of(parsed.template_kwargs)
+                    drafter = self.drafter_of(parsed)
                     mine = self._drafts(drafter, number, parsed, source, built)
                     drafts.setdefault(drafter, []).extend(mine)
                 elif isinstance(parsed, Comparison):
-                    drafter = self.drafter_of(parsed.conversations[0].template_kwargs)
+                    drafter = self.drafter_of(parsed.conversations[0])
                     mine = self._compared(drafter, number, parsed, source, built)
                     drafts.setdefault(drafter, []).extend(mine)
                     num_compared[number] = len(mine)
@@ -178,8 +174,9 @@ class SampleBuilder:
             else event
             for event in built.events
         ]
-        if self._drafter is not None:
-            built.notes |= set(self._drafter.template.notes)
+        for drafter in drafts:
+            if drafter.options.template_kwargs == self.options.template_kwargs:
+                built.notes |= set(drafter.template.notes)
         return built.sealed()
 
     def _check_embeddings(self, built: BuiltRows, rows: Sequence[RawRow]) -> None:

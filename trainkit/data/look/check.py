@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainkit.data.build.datasets import PreparedData
+from trainkit.data.build.summary import source_notes
 from trainkit.data.look.stats import DataStats
 from trainkit.errors import DataError
 
@@ -64,6 +65,8 @@ def verdict(summary: Mapping[str, Any]) -> list[Finding]:
     ):
         if counts.get(name):
             findings.append(Finding(name, "warning", f"{counts[name]} {what}"))
+    for source in summary.get("sources", ()):
+        findings += [Finding("fields", "warning", note) for note in source_notes(source)]
     return findings + [Finding("template", "ok", note) for note in summary["notes"]]
 
 

@@ -236,7 +236,7 @@ class Authors:
             parsed = parsed.conversations[part]
         if not isinstance(parsed, Conversation):
             return [("text", 0, size)]
-        drafter = self.builder.drafter_of(parsed.template_kwargs)
+        drafter = self.builder.drafter_of(parsed)
         masks = self.options.mask != "none"
         conversation, _ = drafter.template.prepare(validate(parsed, needs_assistant=masks))
         for count in range(len(conversation.messages), 0, -1):

@@ -263,12 +263,14 @@ def with_system(row: Mapping[str, Any], messages: list[Message]) -> list[Message
 
 
 def without_effect(conversation: Conversation, template: str) -> tuple[str, ...]:
-    """The row's variables that the chat template does not read."""
-    return tuple(
+    """What the row gives the chat template and the template does not read: variables, tools."""
+    idle = [
         f"chat_template_kwargs.{name}"
         for name in conversation.template_kwargs
         if name not in template
-    )
+    ]
+    unseen = conversation.tools is not None and "tools" not in template
+    return (*idle, "tools") if unseen else tuple(idle)
 
 
 def _is_empty(value: Any) -> bool:

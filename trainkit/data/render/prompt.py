@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import parse_messages
 from trainkit.data.read.messages import Conversation, Row, RowError, TokenRow, join_users
+from trainkit.data.render.choice import options_for
 from trainkit.data.render.encode import Encoder
 from trainkit.data.render.preserve import preserved_prompt
 from trainkit.data.render.template import ChatTemplate
@@ -36,11 +37,10 @@ class PromptRenderer:
         self._templates: dict[str, ChatTemplate] = {}
 
     def _template_of(self, conversation: Conversation) -> ChatTemplate:
-        """The chat template with a row's own variables, which win over the options'."""
-        key = json.dumps(dict(conversation.template_kwargs), sort_keys=True)
+        """The chat template that training would take for this conversation."""
+        options = options_for(conversation, self._tokenizer, self._options)
+        key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
         if key not in self._templates:
-            kwargs = {**self._options.template_kwargs, **conversation.template_kwargs}
-            options = self._options.replace(template_kwargs=kwargs)
             while len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.pop(next(iter(self._templates)))
             self._templates[key] = ChatTemplate(self._tokenizer, options)

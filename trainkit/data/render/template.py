@@ -319,12 +319,13 @@ def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises:
         ModelError: it has none.
     """
-    template = tokenizer.chat_template
+    template, what = tokenizer.chat_template, "no chat template"
     if isinstance(template, dict):
+        what = f"no default chat template, only {', '.join(sorted(template))}"
         template = template.get("default")
     if not template:
         raise ModelError(
-            "the tokenizer has no chat template, so conversations cannot be rendered",
+            f"the tokenizer has {what}, so conversations cannot be rendered",
             where=str(tokenizer.name_or_path),
             fix="use an instruction-tuned model's tokenizer, give data.chat_template, or train "
             'on {"text": ...} rows with mask: none',

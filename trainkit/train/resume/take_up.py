@@ -82,8 +82,7 @@ class TakeUp(TrainerCallback):
             best = state.best_model_checkpoint
             spared = {self._checkpoint, None if best is None else Path(best)}
             self._trainer.checkpoints.thin_out(args.save_total_limit, spared)
-        if _misses_evaluation(args, state):
-            args.eval_on_start = True
+        args.eval_on_start = _misses_evaluation(args, state)  # the run itself has begun long ago
 
     def _set_groups(self, optimizer: Any) -> None:
         for group, wanted in zip(optimizer.param_groups, self._trainer.group_options, strict=True):
