@@ -99,3 +99,24 @@ def test_a_run_that_goes_on_is_not_evaluated_as_at_its_beginning(tmp_path):
     """It would be one row more, and one more evaluation for early stopping to count."""
     *_, trainer = take_up(tmp_path)
     assert not trainer.args.eval_on_start
+
+
+@pytest.mark.parametrize("was_evaluated", [True, False])
+def test_a_schedule_that_follows_the_loss_hears_an_evaluation_that_is_made_up_for(
+    tmp_path, was_evaluated
+):
+    """One stopped at a step that was due: without it the next rates would be others."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    trainer = make_trainer(tmp_path, optimizer.param_groups)
+    args = trainer.args
+    args.eval_strategy, args.eval_delay, args.metric_for_best_model = "steps", 0, "loss"
+    rows = [{"step": 2, "eval_loss": 1.0}] if was_evaluated else []
+    state = TrainerState(max_steps=8, global_step=2, eval_steps=2, log_history=rows)
+    state.compute_steps = lambda *_: None
+    callback = TakeUp(trainer, Review(), tmp_path / "checkpoint-2")
+    callback.on_train_begin(args, state, None, optimizer=optimizer, lr_scheduler=schedule)
+    assert args.eval_on_start is not was_evaluated
+    for _ in range(2):  # the first is made up for; the second takes transformers' own way
+        callback.on_evaluate(args, state, None, lr_scheduler=schedule, metrics={"eval_loss": 1.0})
+    assert schedule.last_epoch == (0 if was_evaluated else 1)

@@ -7,6 +7,7 @@ what was counted since the last logged row, and an evaluation that was due when 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,6 +66,7 @@ class TakeUp(TrainerCallback):
         self._review = review
         self._checkpoint = checkpoint
         self._note = note
+        self._makes_up = False
 
     def on_train_begin(
         self,
@@ -82,7 +84,24 @@ class TakeUp(TrainerCallback):
             best = state.best_model_checkpoint
             spared = {self._checkpoint, None if best is None else Path(best)}
             self._trainer.checkpoints.thin_out(args.save_total_limit, spared)
-        args.eval_on_start = _misses_evaluation(args, state)  # the run itself has begun long ago
+        self._makes_up = _misses_evaluation(args, state)
+        args.eval_on_start = self._makes_up  # else not: the run itself has begun long ago
+
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """A schedule that follows a figure hears one made up for; transformers leaves it out."""
+        if not self._makes_up:
+            return
+        self._makes_up = False
+        scheduler = kwargs["lr_scheduler"]
+        if "metrics" in signature(scheduler.step).parameters:  # reduce_lr_on_plateau, greedy
+            name = str(args.metric_for_best_model).removeprefix("eval_")
+            scheduler.step(kwargs["metrics"][f"eval_{name}"])
 
     def _set_groups(self, optimizer: Any) -> None:
         for group, wanted in zip(optimizer.param_groups, self._trainer.group_options, strict=True):
