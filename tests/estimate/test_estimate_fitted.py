@@ -10,7 +10,6 @@ from trainkit.estimate.estimate import estimate
 from trainkit.estimate.fitted import METHODS, fitted_recipe
 from trainkit.estimate.gpus import GPUS, gpu_of
 from trainkit.estimate.recipe import plan_of
-from trainkit.estimate.shape import NAMED
 from trainkit.recipe import load_recipe
 
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct"
@@ -58,13 +57,33 @@ def test_a_model_of_unknown_size_is_written_without_figures():
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("context", "length"), [(512, 512), (2048, 2048), (32768, 2048)])
-def test_samples_are_no_longer_than_the_model_s_context(tmp_path, method, context, length):
-    config = {**NAMED["qwen2.5-0.5b"], "max_position_embeddings": context}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    found = fitted_recipe(str(tmp_path), ["mine.jsonl"], method, gpu_of("h100"))
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        ({"model_type": "qwen2", "max_position_embeddings": 1024}, 1024),
+        ({"model_type": "gpt2", "n_positions": 512}, 512),
+        (
+            {
+                "model_type": "llama",
+                "max_position_embeddings": 512,
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+            },
+            1024,
+        ),
+        ({"model_type": "any", "text_config": {"max_position_embeddings": 640}}, 640),
+        ({"model_type": "qwen2", "max_position_embeddings": 131_072}, None),
+        ({"model_type": "qwen2"}, None),
+    ],
+    ids=lambda each: str(each.get("model_type")) if isinstance(each, dict) else None,
+)
+def test_no_sample_is_longer_than_the_model_can_read(tmp_path, method, config, longest):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps({**sizes, **config}))
+    found = fitted_recipe(str(tmp_path), ["a.jsonl"], method, gpu_of("h100"))
     (tmp_path / "r.yaml").write_text(found.text)
-    assert load_recipe(tmp_path / "r.yaml").recipe.data.max_length == length
+    length = load_recipe(tmp_path / "r.yaml").recipe.data.max_length
+    assert length >= 2048 if longest is None else length == longest
 
 
 def test_a_size_is_a_gpu():

@@ -1,12 +1,24 @@
-"""How long a text a model knows, by its configuration."""
+"""How long a text a model can read, by its ``config.json``."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+_LEARNED_POSITIONS = ("n_positions", "max_target_positions")
+"""Where configurations of models with a table of positions keep its size."""
+
+
+def learned_positions(config: Mapping[str, Any]) -> int | None:
+    """The rows of its table of positions, beyond which nothing runs; None where it has no table."""
+    sizes = (config.get(name) for name in _LEARNED_POSITIONS)
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
+
 
 def context_of(config: Mapping[str, Any]) -> int | None:
     """The positions a model knows, its rope scaling included; None where it sets no bound."""
+    table = learned_positions(config)
+    if table is not None:
+        return table
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int) or limit <= 0:
         return None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.estimate.context import context_of
 from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.recipe import allowing, plan_of
-from trainkit.estimate.shape import ModelShape, find_shape
+from trainkit.estimate.shape import ModelShape, find_config, from_config
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.read.overrides import parse_override
 from trainkit.recipe.shipped import shipped_text
@@ -24,9 +25,6 @@ METHODS = {"full": "all weights", "lora": "LoRA adapters", "qlora": "LoRA over a
 
 _SMALL = 3_000_000_000
 """Weights up to which a full recipe begins with ZeRO-2 and without checkpointing."""
-
-_LENGTH = 2048
-"""Tokens of the longest sample in the shipped recipes that are filled in."""
 
 _COMMENTS = {
     "model.dtype": "of the weights in memory",
@@ -75,21 +73,22 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
             where="--model",
             fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
         )
-    try:
-        shape = find_shape(model)
-    except ModelError:
-        shape = None
+    config, shape = _known_of(model)
     values: dict[str, Any] = {"name": _name_of(model, method), "model.name_or_path": model}
     values["model.dtype"] = "bfloat16"
+    comments, shipped = dict(_COMMENTS), shipped_text(_like(method, shape))
+    context = context_of({**config, **(config.get("text_config") or {})})
+    longest = re.search(r"^  max_length: (\d+)", shipped, re.MULTILINE)
+    if context is not None and longest is not None and context < int(longest[1]):
+        values["data.max_length"] = context
+        comments["data.max_length"] = "longest sample and packed row: all that the model can read"
     if data:
         values["data.train"] = list(data)
     if method == "full" and gpus == 1:
         values["deepspeed"] = None
     if method != "full":
         values["lora.r"] = 16
-    if shape is not None and shape.context is not None and shape.context < _LENGTH:
-        values["data.max_length"] = shape.context
-    text = with_values(shipped_text(_like(method, shape)), values, _COMMENTS)
+    text = with_values(shipped, values, comments)
     changed: tuple[str, ...] = ()
     found = _estimated(text, gpu, gpus, shape)
     if found is not None and not found.fits:
@@ -102,6 +101,18 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
         text = with_values(text, dict(_setting(each) for each in changed))
         found = _estimated(text, gpu, gpus, shape)
     return Fitted(_with_header(text, model, method, found), found, changed)
+
+
+def _known_of(model: str) -> tuple[Mapping[str, Any], ModelShape | None]:
+    """Its configuration, empty where it is not at hand, and its sizes if they were counted."""
+    try:
+        config, place = find_config(model)
+    except ModelError:
+        return {}, None
+    try:
+        return config, from_config(config, place)
+    except ModelError:
+        return config, None
 
 
 def _like(method: str, shape: ModelShape | None) -> str:

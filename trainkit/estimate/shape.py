@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ModelError
-from trainkit.estimate.context import context_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class ModelShape:
         family: ``model_type``.
         has_embeddings: not on a later stage of a pipeline.
         has_head: and the final norm; only on its last stage.
-        context: the positions it knows, where its configuration sets a bound.
     """
 
     name: str
@@ -81,7 +79,6 @@ class ModelShape:
     qkv_bias: bool = False
     has_embeddings: bool = True
     has_head: bool = True
-    context: int | None = None
 
     @property
     def traits(self) -> Traits:
@@ -176,7 +173,6 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         vocab=vocab,
         tied=TRAITS[family].tied if tied is None else bool(tied),
         qkv_bias=bool(config.get("attention_bias", TRAITS[family].qkv_bias)),
-        context=context_of(config),
     )
 
 
@@ -254,6 +250,15 @@ def plain_name(name: str) -> str:
 def find_shape(name: str, revision: str | None = None) -> ModelShape:
     """The sizes of a recipe's ``model.name_or_path``.
 
+    Raises:
+        ModelError: there is no config.json of it, or nobody has counted its family.
+    """
+    return from_config(*find_config(name, revision))
+
+
+def find_config(name: str, revision: str | None = None) -> tuple[Mapping[str, Any], str]:
+    """What ``config.json`` says of a recipe's ``model.name_or_path``, and where that is from.
+
     A directory's ``config.json``, a copy in the hub's cache, the table of names, and only then the
     hub, for this one file.
 
@@ -266,7 +271,7 @@ def find_shape(name: str, revision: str | None = None) -> ModelShape:
         file = _cached(name, revision)
         if file is None and plain_name(name) in NAMED:
             short = plain_name(name)
-            return from_config(NAMED[short], f"the shape of {short}")
+            return NAMED[short], f"the shape of {short}"
         file = file or _download(name, revision)
     if file is None or not file.is_file():
         raise ModelError(
@@ -280,7 +285,7 @@ def find_shape(name: str, revision: str | None = None) -> ModelShape:
         raise ModelError(f"{file} cannot be read: {error}", where="model.name_or_path") from error
     if not isinstance(config, dict):
         raise ModelError(f"{file} is not a JSON object", where="model.name_or_path")
-    return from_config(config, str(file))
+    return config, str(file)
 
 
 def _cached(name: str, revision: str | None) -> Path | None:

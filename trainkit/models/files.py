@@ -8,16 +8,13 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
-from trainkit.estimate.context import context_of
+from trainkit.estimate.context import context_of, learned_positions
 
 FETCH = "fetch the file again, or write the model again with save_pretrained"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-LEARNED_POSITIONS = ("n_positions", "max_target_positions")
-"""Where configurations of models with a table of positions keep its size."""
 
 
 def check_model_files(directory: Path, *, with_weights: bool) -> None:
@@ -162,8 +159,8 @@ def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
         ModelError: its positions are a table of that many rows, so a longer sample cannot run.
     """
     text = config.get_text_config()
-    table = next((n for n in map(text.to_dict().get, LEARNED_POSITIONS) if n), None)
-    context = table or context_of(text.to_dict())
+    table = learned_positions(text.to_dict())
+    context = context_of(text.to_dict())
     if context is None or max_length <= context:
         return None
     said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"
