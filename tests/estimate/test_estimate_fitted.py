@@ -1,6 +1,8 @@
 """A recipe for a model, data and a GPU: it loads, it fits, and what it says is true of it."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +111,44 @@ def test_a_model_that_is_not_there_gets_no_recipe(model, tmp_path, capsys):
     assert main(["new", "--model", model, "-o", str(tmp_path / "r.yaml")]) == 2
     assert "there is no model at" in capsys.readouterr().err
     assert not (tmp_path / "r.yaml").exists()
+
+
+def test_the_name_of_a_shape_is_no_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "--model", "Qwen2.5-7B"]) == 2
+    assert "hub name with its owner" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_option_acts_or_is_refused(tmp_path, monkeypatch, capsys):
+    """Alone, and with a name: what then does nothing is not passed over."""
+    monkeypatch.chdir(tmp_path)
+    values = {"--method": "full", "--gpus": "2", "--gpu": "24g", "--tool": "trl"}
+    values |= {"--data": "a.jsonl", "--output": "r.yaml"}
+    assert main(["new", "--help"]) == 0
+    taken = set(re.findall(r"(--[a-z-]+) <", capsys.readouterr().out))
+    assert set(values) == taken - {"--model", "--from"}
+    for option, value in values.items():
+        assert main(["new", option, value]) == 2, option
+        assert "goes with" in capsys.readouterr().err
+        code = main(["new", "qwen2-7b-lora", option, value])
+        if option in ("--data", "--output"):
+            assert code == 0
+            written = Path(value if option == "--output" else "qwen2-7b-lora.yaml")
+            assert ("train: [a.jsonl]" in written.read_text()) == (option == "--data")
+        else:
+            assert code == 2, option
+        capsys.readouterr()
+
+
+def test_what_makes_it_fit_is_explained_behind_it():
+    found = fitted_recipe("Qwen/Qwen2.5-14B", [], "lora", gpu_of("h100"), 8)
+    assert found.changed
+    lines = found.text.splitlines()
+    for each in found.changed:
+        key = each.partition("=")[0].rpartition(".")[2].replace("shard", "deepspeed")
+        (line,) = [line for line in lines if line.strip().startswith(f"{key}:")]
+        assert " # " in line
 
 
 def test_what_the_gpu_does_not_say_is_said(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ jsonschema = pytest.importorskip("jsonschema")
 
 from trainkit.recipe import key_references, recipe_json_schema  # noqa: E402
 from trainkit.recipe.read.document import read_document  # noqa: E402
-from trainkit.recipe.shipped import schema_uri, shipped_recipes, write_recipe  # noqa: E402
+from trainkit.recipe.shipped import schema_uri, shipped_recipes, shipped_text, write_text  # noqa: E402
 
 SCHEMA = recipe_json_schema()
 MINIMAL = {"model": {"name_or_path": "m"}, "data": {"train": ["a.jsonl"]}}
@@ -80,5 +80,5 @@ def test_usual_slips_are_not(recipe, where):
 
 def test_a_written_recipe_names_the_installed_schema(tmp_path):
     target = tmp_path / "mine.yaml"
-    write_recipe("qwen2-7b-lora", target)
+    write_text(shipped_text("qwen2-7b-lora"), target)
     assert f"# yaml-language-server: $schema={schema_uri()}\n" in target.read_text()

@@ -14,7 +14,7 @@ from trainkit.estimate.context import context_of
 from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.recipe import allowing, plan_of
-from trainkit.estimate.shape import ModelShape, find_config, from_config
+from trainkit.estimate.shape import NAMED, ModelShape, find_config, from_config
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.read.overrides import parse_override
 from trainkit.recipe.shipped import shipped_text
@@ -32,6 +32,23 @@ _COMMENTS = {
     "training.save_only_model": "true: smaller checkpoints, but no --resume",
 }
 """In place of those that speak of the shipped recipe's model."""
+
+_SHARDED = {
+    "zero1": "shard the optimizer over the GPUs",
+    "zero2": "shard optimizer and gradients over the GPUs",
+    "zero3": "shard weights, gradients and optimizer over the GPUs",
+    "zero3_offload": "shard weights, gradients and optimizer, in the host's memory",
+}
+_RECOMPUTED = "activations are computed twice instead of kept; false keeps them"
+_TILES = "so many at a time: hardly slower, and small"
+_LOWERED = {
+    "recompute": _RECOMPUTED,
+    "recompute.every": "each so many layers compute their activations twice",
+    "recompute.offload": "what the others keep waits in the host's memory",
+    "model.loss_chunk_tokens": _TILES,
+    "model.mlp_chunk_tokens": _TILES,
+}
+"""Behind what makes it fit."""
 
 _LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora"}
 
@@ -63,9 +80,15 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
 
     Raises:
         RecipeError: it cannot be made to fit without training something else.
-        ModelError: the model is a path, and nothing is there.
+        ModelError: the model is a path, and nothing is there, or only the name of a shape.
     """
     path = Path(model).expanduser()
+    if model.lower() in NAMED and not path.exists():
+        raise ModelError(
+            f"{model} is a shape that `trainkit estimate` knows, and no model that can be loaded",
+            where="--model",
+            fix="give the hub name with its owner, as in Qwen/Qwen2.5-7B-Instruct, or a directory",
+        )
     is_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf" or model.count("/") > 1
     if is_path and not path.exists():
         raise ModelError(
@@ -82,6 +105,7 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
     if context is not None and longest is not None and context < int(longest[1]):
         values["data.max_length"] = context
         comments["data.max_length"] = "longest sample and packed row: all that the model can read"
+        comments["global_batch_size"] = "rows per step over all GPUs"
     if data:
         values["data.train"] = list(data)
     if method == "full" and gpus == 1:
@@ -98,7 +122,11 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
         # global_batch_size stays, and with it the number of rows a step
         settings = same[0].settings.split()
         changed = tuple(each for each in settings if "accumulation" not in each)
-        text = with_values(text, dict(_setting(each) for each in changed))
+        lower = dict(_setting(each) for each in changed)
+        said = {key: _LOWERED[key] for key in lower if key in _LOWERED}
+        if lower.get("deepspeed") in _SHARDED:
+            said["deepspeed"] = _SHARDED[lower["deepspeed"]]
+        text = with_values(text, lower, said)
         found = _estimated(text, gpu, gpus, shape)
     return Fitted(_with_header(text, model, method, found), found, changed)
 

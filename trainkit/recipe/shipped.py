@@ -25,19 +25,6 @@ def describe_recipe(path: Path) -> str:
     return first.removeprefix("#").strip()
 
 
-def write_recipe(name: str, target: Path) -> None:
-    """Write a shipped recipe to start from.
-
-    Args:
-        name: of the recipe.
-        target: the file to make.
-
-    Raises:
-        RecipeError: there is no such recipe, or the file exists.
-    """
-    write_text(shipped_text(name), target)
-
-
 def shipped_text(name: str) -> str:
     """A shipped recipe's text, with the schema where an editor finds it from anywhere.
 

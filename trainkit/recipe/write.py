@@ -76,7 +76,9 @@ def with_values(
             lines += ["", f"{section}:", _line(f"  {name}", yaml_text(values[key]), comment)]
         else:
             new = _line(f"{indent}{name}", yaml_text(values[key]), comment, _SHORT_COLUMN)
-            lines.insert(_last_used(lines, begin, end), new)
+            at = _last_used(lines, begin, end)
+            apart = [""] if not section and at and lines[at - 1][:1] == " " else []
+            lines[at:at] = [*apart, new]
     return "\n".join(lines) + "\n"
 
 

@@ -26,18 +26,24 @@ def new(
         typer.Option("--model", "-m", help="Fill one in for this model: a hub name, a directory."),
     ] = None,
     data: Annotated[
-        list[str] | None, typer.Option("--data", "-d", help="Training files, with --model.")
+        list[str] | None,
+        typer.Option("--data", "-d", help="Training files, with NAME or --model."),
     ] = None,
     method: Annotated[
-        str, typer.Option("--method", help="full, lora or qlora, with --model.")
-    ] = "lora",
+        str | None,
+        typer.Option("--method", help="full, lora (the default) or qlora, with --model."),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="Make it fit: h100, 4090, 24g, ...; by default this machine's, or h100."
+            "--gpu",
+            help="Make it fit, with --model: h100, 4090, 24g, ...; by default this machine's, or "
+            "h100.",
         ),
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="How many, with --model.")] = 1,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="How many, with --model; by default 1.")
+    ] = None,
     origin: Annotated[
         Path | None,
         typer.Option(
@@ -59,27 +65,48 @@ def new(
     ``--model`` fills a recipe in for a model, data and a GPU, ``--from`` translates another tool's.
     """
     from trainkit.errors import RecipeError
-    from trainkit.recipe.shipped import write_recipe
+    from trainkit.recipe.shipped import shipped_text, write_text
+    from trainkit.recipe.write import with_values
 
     given = [each for each in (name, model, origin) if each is not None]
     if len(given) > 1:
         raise RecipeError(
             "a recipe comes from one place", where="new", fix="give a NAME, --model or --from"
         )
+    _refuse_idle(
+        {
+            "--data": (data, name or model, "a NAME or --model"),
+            "--method": (method, model, "--model"),
+            "--gpu": (gpu, model, "--model"),
+            "--gpus": (gpus, model, "--model"),
+            "--tool": (tool, origin, "--from"),
+            "--output": (output, name or model or origin, "a NAME, --model or --from"),
+        }
+    )
     if origin is not None:
         _translate(origin, tool, output, as_json)
     elif model is not None:
-        _fill_in(model, data or [], method, gpu, gpus, output, as_json)
+        _fill_in(model, data or [], method or "lora", gpu, gpus or 1, output, as_json)
     elif name is None:
         _list(as_json)
     else:
         target = output or Path(f"{name}.yaml")
-        write_recipe(name, target)
+        text = shipped_text(name)
+        write_text(with_values(text, {"data.train": data}) if data else text, target)
         if name == QUICKSTART:
             from trainkit.quickstart import make_assets
 
             make_assets(Path(QUICKSTART))
         _say(target, {"recipe": str(target)}, as_json)
+
+
+def _refuse_idle(options: Mapping[str, tuple[object, object, str]]) -> None:
+    """An option would be passed over: (its value, what it goes with, that in words)."""
+    from trainkit.errors import RecipeError
+
+    for option, (value, companion, words) in options.items():
+        if value is not None and value != [] and companion is None:
+            raise RecipeError(f"{option} goes with {words}", where=option)
 
 
 def _list(as_json: bool) -> None:
