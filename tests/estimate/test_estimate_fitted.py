@@ -142,7 +142,7 @@ def test_every_option_acts_or_is_refused(tmp_path, monkeypatch, capsys):
 
 
 def test_what_makes_it_fit_is_explained_behind_it():
-    found = fitted_recipe("Qwen/Qwen2.5-14B", [], "lora", gpu_of("h100"), 8)
+    found = fitted_recipe("Qwen/Qwen2.5-72B", [], "lora", gpu_of("h100"), 8)
     assert found.changed
     lines = found.text.splitlines()
     for each in found.changed:
