@@ -93,6 +93,27 @@ def test_seeds_that_do_not(tmp_path, capsys):
     assert "within the noise" in found["training loss"]["words"]
 
 
+def test_the_same_seed_twice_is_one_seed(tmp_path, capsys):
+    runs = [make_run(tmp_path / f"{n}", f"a{n}") for n in range(2)]
+    runs += [make_run(tmp_path / f"{n}", f"b{n}", rate=2e-4, shift=0.01) for n in range(2)]
+    found, _ = compared(capsys, *runs)
+    assert not found["evaluation loss"]["is_clear"]
+    for quantity in ("evaluation loss", "training loss"):
+        assert "one seed" in found[quantity]["words"]
+        assert len(found[quantity]["first"]) == len(found[quantity]["second"]) == 1
+
+
+def test_seeds_that_change_nothing_prove_nothing(tmp_path, capsys):
+    runs = [make_run(tmp_path, f"a{n}") for n in range(2)]
+    runs += [make_run(tmp_path, f"b{n}", rate=2e-4, shift=0.01) for n in range(2)]
+    for n, run in enumerate(runs):
+        resolved = RunDirectory.open(run).resolved
+        resolved.write_text(resolved.read_text().replace("seed: 1", f"seed: {n % 2}"))
+    found, _ = compared(capsys, *runs)
+    assert "exactly the same" in found["evaluation loss"]["words"]
+    assert not found["evaluation loss"]["is_clear"]
+
+
 def test_one_seed_promises_nothing_about_others(tmp_path, capsys):
     found, _ = compared(
         capsys, make_run(tmp_path, "a"), make_run(tmp_path, "b", rate=2e-4, shift=0.2)
@@ -176,7 +197,8 @@ def test_one_run_is_not_enough(tmp_path, capsys):
     assert main(["compare", make_run(tmp_path, "a")]) == 2
 
 
-def test_the_intervals_hold_the_truth_about_19_times_in_20():
+@pytest.mark.parametrize("counts", [(2, 2), (3, 4), (2, 10), (5, 5)])
+def test_the_intervals_hold_the_truth_about_19_times_in_20(counts):
     random_numbers = random.Random(0)
 
     def seeds(mean, count):
@@ -184,10 +206,12 @@ def test_the_intervals_hold_the_truth_about_19_times_in_20():
 
     hits = sum(
         interval.low <= 0.5 <= interval.high
-        for interval in (seeds_difference(seeds(0, 3), seeds(0.5, 4)) for _ in range(2000))
+        for interval in (
+            seeds_difference(seeds(0, counts[0]), seeds(0.5, counts[1])) for _ in range(2000)
+        )
     )
-    # 95% of 2000 is 1900, one standard deviation 10; whole degrees of freedom only widen it.
-    assert 1860 <= hits <= 1990
+    # 95% of 2000 is 1900, one standard deviation 10; of two and two, Welch's holds it 99% of times.
+    assert 1870 <= hits <= 1996
 
 
 def test_steps_that_resemble_their_neighbours_are_not_counted_as_independent():
@@ -198,9 +222,20 @@ def test_steps_that_resemble_their_neighbours_are_not_counted_as_independent():
         for _ in range(400):  # an autoregressive series, correlated over about five steps
             gap = 0.8 * gap + random_numbers.gauss(0, 1)
             gaps.append(gap)
-        interval = paired_difference([0.0] * 400, gaps)
-        hits += interval.low <= 0 <= interval.high
-    assert hits >= 0.85 * 400  # a naive interval holds it 50% of the time
+        hits += not paired_difference([0.0] * 400, gaps).is_clear
+    assert hits >= 0.92 * 400  # a naive interval holds it 50% of the time
+
+
+def test_a_gap_that_drifts_is_not_called_clear():
+    random_numbers = random.Random(2)
+    hits = 0
+    for _ in range(400):
+        gap, gaps = random_numbers.gauss(0, 1) / math.sqrt(1 - 0.95**2), []
+        for _ in range(100):  # correlated over twenty steps: ten blocks resemble each other
+            gap = 0.95 * gap + random_numbers.gauss(0, 1)
+            gaps.append(gap)
+        hits += not paired_difference([0.0] * 100, gaps).is_clear
+    assert hits >= 0.85 * 400  # 60% where blocks are taken for independent
 
 
 def test_sign_test():

@@ -130,6 +130,14 @@ def group_by_recipe(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
     return list(groups.values())
 
 
+def without_repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
+    """One run of each seed: the same seed again gives the same numbers, and is no new chance."""
+    found: dict[str, ComparedRun] = {}
+    for run in runs:
+        found.setdefault(repr([run.values.get(key) for key in SEED_KEYS]), run)
+    return list(found.values())
+
+
 def saw_the_same_batches(first: ComparedRun, second: ComparedRun) -> bool:
     """Whether the two were trained on the same rows in the same order."""
     keys = (*SEED_KEYS, "global_batch_size", "data.max_length", "data.packing")

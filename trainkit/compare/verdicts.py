@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.compare.runs import ComparedRun, saw_the_same_batches
+from trainkit.compare.runs import ComparedRun, saw_the_same_batches, without_repeats
 from trainkit.compare.statistics import (
     Interval,
     paired_difference,
@@ -54,8 +54,9 @@ class Verdict:
 
 def verdicts(groups: Sequence[Sequence[ComparedRun]]) -> Iterator[Verdict]:
     """Hold every group of seeds against the first."""
-    for other in groups[1:]:
-        yield from _of_pair(groups[0], other)
+    own, *others = map(without_repeats, groups)
+    for other in others:
+        yield from _of_pair(own, other)
 
 
 def _of_pair(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> Iterator[Verdict]:
@@ -66,7 +67,7 @@ def _of_pair(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> Ite
         for side in (first, second)
     ]
     if all(ends):
-        interval = seeds_difference(*ends)
+        interval = _of_losses(*ends)
         yield Verdict(
             *names, "evaluation loss", interval, None, _over_seeds(interval, first, second)
         )
@@ -87,7 +88,7 @@ def _training_loss(
             [sum(run.losses[step] for step in settled) / len(settled) for run in side]
             for side in (first, second)
         ]
-        interval = seeds_difference(*ends)
+        interval = _of_losses(*ends)
         words = _over_seeds(interval, first, second)
     else:
         one, other = first[0], second[0]
@@ -98,9 +99,22 @@ def _training_loss(
     yield Verdict(*names, "training loss", interval, None, words)
 
 
+def _of_losses(first: Sequence[float], second: Sequence[float]) -> Interval:
+    """Losses over seeds; where seeds changed not even the last digit, chance was not there."""
+    interval = seeds_difference(first, second)
+    if interval.low is None or interval.low != interval.high:
+        return interval
+    return Interval(interval.difference, None, None, interval.count)
+
+
 def _over_seeds(
     interval: Interval, first: Sequence[ComparedRun], second: Sequence[ComparedRun]
 ) -> str:
+    if interval.low is None and interval.count > 1:
+        return (
+            "all seeds of a recipe gave exactly the same: they changed nothing, so how much of "
+            "this is chance cannot be known"
+        )
     if interval.low is None:
         return (
             "one seed on a side: how much of this is chance cannot be known; run each recipe with "
@@ -114,7 +128,7 @@ def _over_seeds(
 
 def _over_steps(interval: Interval, same_batches: bool) -> str:
     if interval.low is None:
-        return "too few steps to know the spread"
+        return "too few steps, or too much alike, to know the spread"
     said = "clear" if interval.is_clear else "not clear"
     paired = (
         "the same batches, paired by step"
