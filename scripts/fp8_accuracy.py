@@ -11,8 +11,8 @@ by less than bf16 resolves.
 
 The riskiest cases come first. None begins that would not end in --seconds, and one whose rows are
 in OUTPUT already is not run again. OUTPUT gets a JSON line for each figure, OUTPUT.policies.json
-which products each case had in fp8: `fp8/speed.py` times those. On a model as narrow as this one
-fp8 saves no time, and would choose nothing: milliseconds are modelled as those of wide products.
+which products each case had in fp8. On a model as narrow as this one fp8 saves no time, and would
+choose nothing: milliseconds are modelled as those of wide products.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ CASES = {
     "scratch: bf16": Case(start="scratch", rate=10),
     "full: budget 0.008": Case(fp8={"loss_budget": 0.008}),
     "lora: fp8 base, budget 0.008": Case(fp8={"loss_budget": 0.008}, lora="fp8"),
+    "full: budget 0.005": Case(fp8={"loss_budget": 0.005}),
+    "lora: fp8 base, budget 0.005": Case(fp8={"loss_budget": 0.005}, lora="fp8"),
     "full: budget 0.002": Case(fp8={"loss_budget": 0.002}),
     "lora: fp8 base, budget 0.002": Case(fp8={"loss_budget": 0.002}, lora="fp8"),
     "lora: fp8 base, default budget, ten times the rate": Case(lora="fp8", rate=10),

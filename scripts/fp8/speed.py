@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """How fast fp8 trains, next to bf16 and to other tools: one GPU, random weights, part by part.
 
-usage: speed.py OUTPUT [--policies FILE] [--parts NAME;...] [--seconds 460] [--peers SITE]
+usage: speed.py OUTPUT [--costs FILE] [--parts NAME;...] [--seconds 460] [--peers SITE]
 
 Policies: bf16; all, every product that gains time; the same and the output layer; default, what
-the default budget took on a trained model, by role and share of the depth: FILE is what the
-accuracy script wrote. Full fine-tuning is timed forward and backward, adapters with AdamW. Peers:
-Unsloth (which needs packages of its own, SITE), Liger, and torchao's float8 in compiled layers
-with Liger's loss. Each part is a process, and the next one imports meanwhile. A JSON line for each
-figure goes to OUTPUT, the GPU's time by kernel to OUTPUT.kernels.json, and a table is printed last.
+the default budget takes by the milliseconds measured here and the costs of a trained model, by role
+and share of the depth: FILE is the `kernels.json` of such a run. Full fine-tuning is timed forward
+and backward, adapters with AdamW. Peers: Unsloth (which needs packages of its own, SITE), Liger,
+and torchao's float8 in compiled layers with Liger's loss. Each part is a process, and the next one
+imports meanwhile. A JSON line for each figure goes to OUTPUT, the GPU's time by kernel to
+OUTPUT.kernels.json, and a table is printed last.
 `--tiny` checks the script on a CPU.
 """
 
@@ -31,7 +32,7 @@ from speed_parts import PARTS, run_part
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def child(name: str, policies_file: str, tiny: bool) -> None:
+def child(name: str, costs_file: str, tiny: bool) -> None:
     """A part's process: imports, waits for a line, and writes figures."""
     if PARTS[name][2] == "unsloth":
         import unsloth  # noqa: F401  (it must come before transformers and peft)
@@ -41,12 +42,8 @@ def child(name: str, policies_file: str, tiny: bool) -> None:
     import trainkit  # noqa: F401
 
     sys.stdin.readline()
-    default: Mapping[str, Any] = {}
-    if policies_file:
-        known = json.loads(Path(policies_file).read_text())
-        kind = "full: default budget" if PARTS[name][1] == "full" else "lora: fp8 base, default"
-        default = next((each for case, each in known.items() if case.startswith(kind)), {})
-    for row in run_part(name, default, tiny):
+    costs = json.loads(Path(costs_file).read_text())["fp8"] if costs_file else {}
+    for row in run_part(name, costs, tiny):
         sys.stdout.write("ROW " + json.dumps(row) + "\n")
         sys.stdout.flush()
 
@@ -62,7 +59,7 @@ def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
     if PARTS[name][2] == "unsloth" and args.peers:
         paths.insert(0, args.peers)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "UNSLOTH_DISABLE_STATISTICS": "1"}
-    command = [sys.executable, __file__, "-", "--child", name, "--policies", args.policies]
+    command = [sys.executable, __file__, "-", "--child", name, "--costs", args.costs]
     log = log_of(name).open("w")
     return subprocess.Popen(
         [*command, *(["--tiny"] if args.tiny else [])],
@@ -141,7 +138,7 @@ def main() -> None:
     """Run the parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--policies", default="")
+    parser.add_argument("--costs", default="", help="a kernels.json with what groups cost")
     parser.add_argument("--parts", default=";".join(PARTS), help="names, with ; between them")
     parser.add_argument("--seconds", type=float, default=460)
     parser.add_argument("--part-seconds", type=float, default=100)
@@ -151,7 +148,7 @@ def main() -> None:
     parser.add_argument("--child", default="")
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.policies, args.tiny)
+        child(args.child, args.costs, args.tiny)
         return
     from trainkit.bench.measure.record import environment
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,48 @@ def random_model(size: Any, device: Any) -> Any:
     return model
 
 
-def gaining(model: Any, size: Any, device: Any, *, frozen: bool) -> Directions:
-    """The directions of each layer that gain time, the output layer among them."""
+class KnownCosts:
+    """What rounding costs in another model, for the layers at the same share of the depth.
+
+    Stands in for trainkit's `Probe`, since random weights cannot be judged.
+    """
+
+    def __init__(self, record: Mapping[str, Any], depth: int) -> None:
+        self._depth, self.loss, self.num_tokens = depth, record["loss"], record["num_tokens"]
+        self._costs = {
+            name: group["loss_increase"] / len(group["layers"])
+            for group in record["groups"]
+            for name in group["layers"]
+        }
+        alone = sum(each["loss_increase"] for each in record["groups"] if each["runs"] == "fp8")
+        self._together = record["loss_increase"] / alone
+        self._their_depth = 1 + max(map(place, self._costs))
+
+    def increase(self, layers: Iterable[str]) -> Any:
+        """As `Probe.increase`."""
+        from trainkit.models.fp8.budget import Increase
+
+        layers = list(layers)
+        cost = sum(map(self._of, layers)) * self._their_depth / self._depth
+        if len({name.rpartition(".")[2] for name in layers}) > 1:
+            cost *= self._together
+        return Increase(cost, cost)
+
+    def _of(self, name: str) -> float:
+        wanted = round(place(name) * (self._their_depth - 1) / max(self._depth - 1, 1))
+        tail = name.partition(f".layers.{place(name)}.")[2]
+        return self._costs[f"model.layers.{wanted}.{tail}"]
+
+
+def place(layer: str) -> int:
+    """A layer's depth, by its name."""
+    return int(layer.split(".layers.")[1].split(".")[0])
+
+
+def chosen(
+    model: Any, size: Any, device: Any, costs: Mapping[str, Any], *, frozen: bool
+) -> tuple[Directions, Directions]:
+    """The directions of each layer that gain time, the output layer among them; and by budget."""
     from trainkit.models.fp8.choice import choose
     from trainkit.models.fp8.groups import find_candidates
     from trainkit.models.fp8.savings import measure_savings
@@ -76,41 +116,30 @@ def gaining(model: Any, size: Any, device: Any, *, frozen: bool) -> Directions:
         candidates.layers, tokens, device, trained=not frozen, head=candidates.head
     )
     found = choose(candidates, options, savings, timing, None, frozen=frozen).directions
-    return {name: found.get(name, NEITHER) for name in candidates.layers}
+    gains = {name: found.get(name, NEITHER) for name in candidates.layers}
+    if not costs:
+        return gains, {}
+    options = Fp8Options()
+    candidates = find_candidates(model, options, frozen=frozen)
+    probe: Any = KnownCosts(costs, size.config["num_hidden_layers"])
+    choice = choose(candidates, options, savings, timing, probe, frozen=frozen)
+    return gains, choice.directions
 
 
-def policies(gains: Directions, default: Mapping[str, Any], depth: int) -> dict[str, Directions]:
+def policies(gains: Directions, default: Directions) -> dict[str, Directions]:
     """What runs how, by the name of the policy."""
-    layers = {name: each for name, each in gains.items() if ".layers." in name}
-    forced = dict.fromkeys(gains, (True, True))
     found: dict[str, Directions] = {
         "bf16": {},
-        "all": layers,
+        "all": {name: each for name, each in gains.items() if ".layers." in name},
         "all and head": gains,
-        "every product, gaining or not": forced,
+        "every product, gaining or not": dict.fromkeys(gains, (True, True)),
     }
     if default:
-        found["default"] = {
-            name: tuple(a and b for a, b in zip(each, stretched(name, default, depth), strict=True))  # type: ignore[misc]
-            for name, each in layers.items()
-        }
+        found["default"] = default
     return {
         policy: {name: each for name, each in directions.items() if any(each)}
         for policy, directions in found.items()
     }
-
-
-def stretched(name: str, directions: Mapping[str, Any], depth: int) -> tuple[bool, bool]:
-    """What a layer of another model at this place, by role and share of the depth, has."""
-
-    def place(layer: str) -> int:
-        return int(layer.split(".layers.")[1].split(".")[0])
-
-    role = name.rpartition(".")[2]
-    known = {place(n): tuple(each) for n, each in directions.items() if n.endswith(role)}
-    total = 1 + max(map(place, directions))
-    wanted = round(place(name) * (total - 1) / max(depth - 1, 1))
-    return known.get(wanted, NEITHER)  # type: ignore[return-value]
 
 
 def measured(step: Callable[[], Any], device: Any, size: Any) -> dict[str, Any]:
@@ -163,7 +192,7 @@ def full_step(model: Any, size: Any, device: Any, call: Any = None) -> Callable[
     return step
 
 
-def trainkit_full(size: Any, device: Any, default: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def trainkit_full(size: Any, device: Any, costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Full fine-tuning, policy by policy."""
     import trainkit
     from trainkit.models.fp8.trained import KeptCodes, swap_in
@@ -171,9 +200,8 @@ def trainkit_full(size: Any, device: Any, default: Mapping[str, Any]) -> Iterato
 
     model = random_model(size, device)
     trainkit.patch(model)
-    gains = gaining(model, size, device, frozen=False)
-    depth = size.config["num_hidden_layers"]
-    for policy, directions in policies(gains, default, depth).items():
+    gains, default = chosen(model, size, device, costs, frozen=False)
+    for policy, directions in policies(gains, default).items():
         swaps = swap_in(model, directions)
         let_norms_quantize(model)
         kept = KeptCodes(model)
@@ -197,7 +225,7 @@ def share_of(directions: Directions, gains: Directions) -> dict[str, float]:
 
 
 def trainkit_lora(
-    size: Any, device: Any, default: Mapping[str, Any], checkpointed: bool
+    size: Any, device: Any, costs: Mapping[str, Any], checkpointed: bool
 ) -> Iterator[dict[str, Any]]:
     """Adapters with AdamW, policy by policy."""
     import torch
@@ -209,11 +237,10 @@ def trainkit_lora(
     from trainkit.models.recompute.layers import Recomputed, every
 
     model = random_model(size, device)
-    gains = gaining(model, size, device, frozen=True)
+    gains, default = chosen(model, size, device, costs, frozen=True)
     del model
     gc.collect()
-    depth = size.config["num_hidden_layers"]
-    for policy, directions in policies(gains, default, depth).items():
+    for policy, directions in policies(gains, default).items():
         model = random_model(size, device)
         both = [name for name, each in directions.items() if all(each) and ".layers." in name]
         if both:
@@ -359,7 +386,7 @@ def kernels_alone(size: Any, device: Any) -> Iterator[dict[str, Any]]:
         yield {"policy": name, "ms": milliseconds, "of_copy": moved / milliseconds / speed}
 
 
-def run_part(name: str, default: Mapping[str, Any], tiny: bool) -> Iterator[dict[str, Any]]:
+def run_part(name: str, costs: Mapping[str, Any], tiny: bool) -> Iterator[dict[str, Any]]:
     """The figures of a part."""
     import torch
 
@@ -371,6 +398,6 @@ def run_part(name: str, default: Mapping[str, Any], tiny: bool) -> Iterator[dict
     elif who != "trainkit":
         yield from peer(size, device, work, who, tiny)
     elif work == "full":
-        yield from trainkit_full(size, device, default)
+        yield from trainkit_full(size, device, costs)
     else:
-        yield from trainkit_lora(size, device, default, work.endswith("checkpointed"))
+        yield from trainkit_lora(size, device, costs, work.endswith("checkpointed"))

@@ -37,12 +37,12 @@ class Prices:
 
     loss, num_tokens = 2.0, 100
 
-    def __init__(self, **prices):
-        self.prices = prices
+    def __init__(self, together=1.1, **prices):
+        self.prices, self.together = prices, together
 
     def increase(self, layers):
         total = sum(self.prices[name.rpartition(".")[2]] for name in layers)
-        return Increase(total * (1.1 if len(list(layers)) > 1 else 1.0), total)
+        return Increase(total * (self.together if len(list(layers)) > 1 else 1.0), total)
 
 
 def chosen(budget, prices, saved, *, frozen=False):
@@ -75,6 +75,15 @@ def test_what_was_taken_is_measured_together():
     runs, found = chosen(0.0011, {**COSTS, "dear": 0.0011}, {48: Saving(-1.0, -1.0)})
     assert runs == {"cheap": BOTH, "dear": BACKWARD, "slow": PLAIN}
     assert found.loss_increase <= 0.0011 * 2.0
+
+
+@pytest.mark.parametrize(("together", "taken"), [(0.5, 3), (0.9, 2), (1.0, 2)])
+def test_what_is_left_of_a_budget_is_used(together, taken):
+    """One by one two of three fit; together they cost half, so that the third does as well."""
+    prices = {"cheap": 0.001, "slow": 0.002, "dear": 0.0029, "together": together}
+    runs, found = chosen(0.0015, prices, {})
+    assert list(runs.values()).count(BOTH) == taken
+    assert found.loss_increase <= 0.003
 
 
 def test_no_budget_takes_all_that_gains_and_a_zero_one_nothing():

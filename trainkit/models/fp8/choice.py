@@ -1,8 +1,8 @@
 """Which groups of layers run in fp8: as much time as possible for as much loss as allowed.
 
 Groups are taken in the order of milliseconds saved per loss, as long as their increases add up to
-no more than the budget; what was taken is then measured together, and the dearest groups are given
-back until that is within the budget, too.
+no more than the budget. What was taken is then measured together: the dearest groups are given back
+until that is within the budget, too, or further ones are added while it is.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -226,6 +226,27 @@ def _within(
             return set(), Increase(0.0, 0.0)
         together = measure([name for group in taken for name in group.layers])
         if together.expected <= limit:
-            return {group.group for group in taken}, together
+            rest = [group for group in ordered if group not in taken]
+            return _filled(taken, rest, together, limit, measure)
         # They add up to more than one by one; allow as much less, and at least one group less.
         allowed = min(allowed * limit / together.expected, total * (1 - 1e-6))
+
+
+def _filled(
+    taken: Sequence[ChosenGroup],
+    rest: Sequence[ChosenGroup],
+    together: Increase,
+    limit: float,
+    measure: Callable[[Iterable[str]], Increase],
+) -> tuple[set[str], Increase]:
+    """The labels of what fits into a budget, where groups cost less together than one by one."""
+    taken = list(taken)
+    alone = sum(group.loss_increase or 0.0 for group in taken)
+    share = together.expected / alone if alone > 0 else 1.0
+    for group in rest:
+        if not together.expected + share * (group.loss_increase or 0.0) <= limit:
+            continue
+        more = measure([name for each in (*taken, group) for name in each.layers])
+        if more.expected <= limit:
+            taken, together = [*taken, group], more
+    return {group.group for group in taken}, together
