@@ -6,9 +6,11 @@
 A case is one ``trainkit sft`` for each number of GPUs, on rows of random tokens, one a step, each
 longer than the one before it by a part, until one does not fit. The last one that trained is the
 answer. The weights are random; layers are checkpointed, kernels are on. So that steps take seconds
-and not minutes, the allocator may use a part of the GPU only (``--memory-gib``, by case); how much
-a row takes grows linearly with its length, so the same ratio holds for all of the memory. Runs on
-fewer GPUs than there are go side by side. One JSON row for each run.
+and not minutes, the allocator may use a part of the GPU only (``--memory-gib``, by case). With
+adapters, what a row takes grows linearly with its length, so the same ratio holds for all of the
+memory. Two short rows come first, for what a token takes. Runs on fewer GPUs than there are go side
+by side, and with ``--together`` all runs share the GPUs, each within its part of the memory: they
+take longer steps, and no more memory. One JSON row for each run.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class Case:
 
 
 CASES = {
-    "lora": Case("qwen2", QWEN2_7B, 24, 24 * 1024, 96 * 1024, {"lora": {"r": 16}}),
+    "lora": Case("qwen2", QWEN2_7B, 20, 21 * 1024, 26 * 1024, {"lora": {"r": 16}}),
     # One GPU has no room for fp32 masters of an 8B beside gradients and states; two share them.
     "full": Case(
         "llama",
@@ -198,11 +200,14 @@ def figures(folder: Path, lengths: list[int], log: Path) -> dict[str, Any]:
 
 
 def growing(first: int, last: int, part: float, unit: int) -> list[int]:
-    """Lengths from one to another, each longer by a part of itself and a multiple of a unit."""
+    """Lengths from one to another, each longer by a part of itself and a multiple of a unit.
+
+    Before them come a third and two thirds of the first.
+    """
     lengths = [first // unit * unit]
     while lengths[-1] < last:
         lengths.append(max(int(lengths[-1] * (1 + part)) // unit, lengths[-1] // unit + 1) * unit)
-    return lengths
+    return [max(first * third // 3 // unit, 1) * unit for third in (1, 2)] + lengths
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -226,11 +231,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--cases", default="lora,full")
     parser.add_argument("--gpus", default="1,2", help="numbers of them")
-    parser.add_argument("--part", type=float, default=0.08, help="that a row is longer by")
+    parser.add_argument("--part", type=float, default=0.02, help="that a row is longer by")
     parser.add_argument("--memory-gib", type=float, help="instead of the case's own")
     parser.add_argument("--shortest", type=int, help="instead of the case's own")
     parser.add_argument("--longest", type=int, help="instead of the case's own")
     parser.add_argument("--shape", type=json.loads, default={}, help="of the model, instead")
+    parser.add_argument("--together", action="store_true", help="all runs share the GPUs")
     parser.add_argument("--deadline-seconds", type=float, default=560.0)
     chosen = parser.parse_args()
     import torch
@@ -244,7 +250,7 @@ def main() -> None:
             going, free = list[Started](), list(range(total))
             while waiting and waiting[0][1] <= len(free):
                 name, number = waiting.pop(0)
-                gpus, free = free[:number], free[number:]
+                gpus, free = free[:number], free if chosen.together else free[number:]
                 given = {
                     key: value
                     for key in ("memory_gib", "shortest", "longest")
