@@ -85,7 +85,7 @@ def test_parameters_are_the_models(name: str) -> None:
     real = sum(parameter.numel() for parameter in model.parameters())
     assert from_config(config.to_dict(), name).parameters == pytest.approx(real, rel=1e-4)
     two = replace(find_shape(name), layers=2)
-    assert from_config(config.to_dict(), two.name) == two
+    assert replace(from_config(config.to_dict(), two.name), context=two.context) == two
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,17 @@ def _norms(plan: Plan) -> float:
     count, width = shape.traits.norms, shape.hidden
     if plan.fuses("rms_norm"):
         return count * (plan.stream * width + _STATISTIC)
-    # Hugging Face: the input in fp32, and rounded again where the norm's weight is trained.
-    rounded = plan.element * width if plan.adapters is None else 0
-    return count * (4 * width + rounded + _STATISTIC)
+    return count * (4 * width + norm_output(plan) * width + _STATISTIC)
+
+
+def norm_output(plan: Plan) -> int:
+    """Bytes that Hugging Face's norm keeps of a number besides its input in fp32.
+
+    Where its weight is trained, what the weight multiplies: rounded, or still in fp32.
+    """
+    if plan.adapters is not None:
+        return 0
+    return 4 if plan.shape.traits.wide_norms else plan.element
 
 
 def _attention(plan: Plan) -> float:
@@ -106,7 +114,8 @@ def _attention(plan: Plan) -> float:
         if plan.fuses("rms_norm"):
             kept += e * (a + k) + _STATISTIC * (shape.heads + shape.kv_heads)
         else:
-            kept += (4 + (e if plan.adapters is None else 0)) * (a + k)
+            kept += (4 + norm_output(plan)) * (a + k)
+            kept += _STATISTIC * (shape.heads + shape.kv_heads)
     names = ["qkv_proj"] if shape.traits.packed_qkv else ["q_proj", "k_proj", "v_proj"]
     kept += _shared_input(plan, names, shape.hidden)
     if plan.adapters is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainkit.estimate.activations import norm_output
 from trainkit.estimate.plan import Plan
 
 CHUNK_BYTES = int(1.65 * 2**30)
@@ -35,7 +36,7 @@ def head(plan: Plan) -> Head:
     if plan.fuses("rms_norm"):
         norm = plan.stream * shape.hidden
     else:
-        norm = (4 + (e if trained else 0)) * shape.hidden
+        norm = (4 + norm_output(plan)) * shape.hidden
     normed = e * shape.hidden * tokens
     copy = e * shape.table if plan.upcast else 0  # autocast's copy of an fp32 head
     codes = 2 * shape.table if plan.fp8_head else 0  # of the head's weight, by rows and by columns

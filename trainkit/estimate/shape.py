@@ -23,6 +23,7 @@ class Traits:
         packed_qkv: q, k and v are one layer.
         head_norms: q and k are normalised head by head.
         norms: RMSNorms in a layer.
+        wide_norms: they multiply by their weight in fp32, and round then.
         qkv_bias: the projections of attention have biases by default.
         rope_copies: Hugging Face's rotation leaves attention's output to be copied.
         tied: the default of ``tie_word_embeddings``.
@@ -33,6 +34,7 @@ class Traits:
     packed_qkv: bool = False
     head_norms: bool = False
     norms: int = 2
+    wide_norms: bool = False
     qkv_bias: bool = False
     rope_copies: bool = False
     tied: bool = False
@@ -48,9 +50,15 @@ TRAITS: Mapping[str, Traits] = {
     "glm": Traits(packed_gate=True, rope_copies=True),
     "glm4": Traits(packed_gate=True, norms=4, rope_copies=True),
     "phi3": Traits(packed_gate=True, packed_qkv=True, rope_copies=True),
-    "gemma": Traits(tied=True),
-    "olmo2": Traits(head_norms=True, kernels=False),
+    "gemma": Traits(tied=True, wide_norms=True),
+    "gemma3": Traits(tied=True, wide_norms=True, norms=4, head_norms=True, kernels=False),
+    "olmo2": Traits(head_norms=True, wide_norms=True, kernels=False),
+    "olmo3": Traits(head_norms=True, wide_norms=True, kernels=False),
     "smollm3": Traits(tied=True, kernels=False),
+    "granite": Traits(kernels=False),
+    "ministral": Traits(kernels=False),
+    "exaone4": Traits(head_norms=True, kernels=False),
+    "hunyuan_v1_dense": Traits(head_norms=True, kernels=False),
 }
 """Families of dense decoders whose saved tensors are counted in `activations`."""
 
