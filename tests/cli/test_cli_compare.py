@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
@@ -129,6 +130,25 @@ def test_other_data_is_not_called_paired(tmp_path, capsys):
         capsys, make_run(tmp_path, "a"), make_run(tmp_path, "b", rate=2e-4, digest="b")
     )
     assert "other batches" in found["training loss"]["words"]
+
+
+@pytest.mark.parametrize("global_rows", [None, 64])
+def test_runs_on_other_numbers_of_ranks(tmp_path, capsys, global_rows):
+    runs = [make_run(tmp_path, "one"), make_run(tmp_path, "two", shift=-0.5)]
+    for path, ranks in zip(map(Path, runs), (1, 2), strict=True):
+        added = "" if global_rows is None else f"global_batch_size: {global_rows}\n"
+        recipe = path / "resolved.yaml"
+        recipe.write_text(recipe.read_text() + added)
+        variables = {"WORLD_SIZE": str(ranks)}
+        (path / "environment.json").write_text(json.dumps({"variables": variables}))
+    assert main(["compare", *runs]) == 0
+    told = capsys.readouterr().out
+    assert "num_ranks: 1 | 2" in told
+    if global_rows is None:  # twice as many rows a step
+        assert "means over steps 51 to 100" in told
+        assert "other batches" in told
+    else:  # the same rows a step: two runs of one recipe
+        assert "against" not in told
 
 
 def test_answers_question_by_question(tmp_path, capsys):

@@ -42,3 +42,7 @@ def test_a_run_stops_when_it_went_back_too_often(project):
     assert "loss is inf at step 3" in said.err
     kept = project.root / "run/bad_batches/step-3"
     assert (kept / "weights/adapter_model.safetensors").is_file()
+    page = (project.root / "run/report.html").read_text()
+    assert "<span class='state failed'>" in page
+    assert "loss is inf at step 3" in page
+    assert 'http-equiv="refresh"' not in page

@@ -132,6 +132,7 @@ def test_numbers_for_people():
     assert [format_count(n) for n in (0, 950, 12345, 4.56e6)] == ["0", "950", "12.3k", "4.56M"]
     assert format_loss("NaN") == "nan"
     assert format_number(0.000015) == "1.50e-05"
+    assert format_number(1e30) == "1.00e+30"
     assert sparkline([1, 2, 3], 10) == "▁▄█"
     assert sparkline([float("nan")], 10) == ""
 

@@ -57,7 +57,7 @@ def as_text(
     if rows := benchmarks(runs):
         yield from _aligned([("benchmark", *(run.name for run in runs)), *rows])
         yield ""
-    yield "recipes differ in:" if keys else "the recipes are the same"
+    yield "they differ in:" if keys else "the recipes are the same"
     for key, values in keys.items():
         yield visible(f"  {key}: {' | '.join(map(str, values))}")
     yield ""
@@ -83,7 +83,7 @@ def as_page(
 
     Args:
         runs: in the order given.
-        keys: what their recipes differ in.
+        keys: what they differ in.
         found: the verdicts.
         pictures: title and ``<svg>`` element of each curve.
     """

@@ -17,6 +17,17 @@ from trainkit.run.report.curves import read_rows
 SEED_KEYS = ("training.seed", "training.data_seed")
 """Keys in which repetitions of one recipe differ."""
 
+NUM_RANKS = "num_ranks"
+"""No key of a recipe: how many processes a run was started with."""
+
+_ALL_ROWS = "global_batch_size"
+_ROWS_OF_A_STEP = (
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    NUM_RANKS,
+)
+"""What decides the rows of a step where the global number is not set."""
+
 _NOT_ABOUT_TRAINING = ("name", "training.output_dir", "training.run_name", "data.cache_dir")
 
 
@@ -101,7 +112,10 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     answers, texts = _answers(path)
     return ComparedRun(
         path=path,
-        values={key: each for key, each in values.items() if key not in _NOT_ABOUT_TRAINING},
+        values={
+            **{key: each for key, each in values.items() if key not in _NOT_ABOUT_TRAINING},
+            NUM_RANKS: _num_ranks(path / "environment.json"),
+        },
         losses=numbers("loss", trained),
         eval_losses=numbers("eval_loss", rows),
         tokens_per_second=statistics.median(speeds) if speeds else None,
@@ -125,7 +139,8 @@ def group_by_recipe(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
     """Runs whose recipes differ in nothing but the seed belong together."""
     groups: dict[str, list[ComparedRun]] = {}
     for run in runs:
-        settled = {key: value for key, value in run.values.items() if key not in SEED_KEYS}
+        passed_over = SEED_KEYS if run.values.get(_ALL_ROWS) is None else (*SEED_KEYS, NUM_RANKS)
+        settled = {key: value for key, value in run.values.items() if key not in passed_over}
         groups.setdefault(json.dumps(settled, sort_keys=True, default=str), []).append(run)
     return list(groups.values())
 
@@ -140,9 +155,20 @@ def without_repeats(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
 
 def saw_the_same_batches(first: ComparedRun, second: ComparedRun) -> bool:
     """Whether the two were trained on the same rows in the same order."""
-    keys = (*SEED_KEYS, "global_batch_size", "data.max_length", "data.packing")
+    keys = [*SEED_KEYS, _ALL_ROWS, "data.max_length", "data.packing"]
+    if first.values.get(_ALL_ROWS) is None:
+        keys += _ROWS_OF_A_STEP
     same_keys = all(first.values.get(key) == second.values.get(key) for key in keys)
     return same_keys and first.data_digest is not None and first.data_digest == second.data_digest
+
+
+def _num_ranks(environment: Path) -> int:
+    """On how many ranks a run trained; nothing says so where it was one."""
+    try:
+        variables = json.loads(environment.read_text(encoding="utf-8"))["variables"]
+        return int(variables.get("WORLD_SIZE", 1))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 1
 
 
 def _data_digest(path: Path) -> str | None:

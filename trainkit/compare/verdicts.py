@@ -96,7 +96,8 @@ def _training_loss(
             [one.losses[step] for step in settled], [other.losses[step] for step in settled]
         )
         words = _over_steps(interval, saw_the_same_batches(one, other))
-    yield Verdict(*names, "training loss", interval, None, words)
+    where = f"means over steps {settled[0]} to {settled[-1]}, the later half of those they share"
+    yield Verdict(*names, "training loss", interval, None, f"{where}: {words}")
 
 
 def _of_losses(first: Sequence[float], second: Sequence[float]) -> Interval:

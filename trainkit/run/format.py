@@ -30,7 +30,7 @@ def format_number(value: Number) -> str:
     number = as_float(value)
     if number is None:
         return str(value)
-    if number != 0 and abs(number) < 1e-3:
+    if number != 0 and not 1e-3 <= abs(number) < 1e9:
         return f"{number:.2e}"
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:,.0f}"
 

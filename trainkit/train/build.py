@@ -36,6 +36,7 @@ from trainkit.run import (
     stop_rank_log,
 )
 from trainkit.run.lock import locked
+from trainkit.run.report.redraw import reported_at_an_early_end
 from trainkit.run.stages import Stages
 from trainkit.train.dry_run import describe_dry_run, run_one_step
 from trainkit.train.faults.signals import hold_back, not_in_between, record_if_stuck
@@ -131,6 +132,7 @@ def _open_run(
     if known is None:
         _lock(run, process, scratch)
     if process.is_main:
+        scratch.enter_context(reported_at_an_early_end(run))  # when its status is written
         scratch.enter_context(run.recording_status())
         record_if_stuck(lambda reason: run.write_status("interrupted", reason=reason))
     log = start_rank_log(run.rank_log(process.dist_rank), process.dist_rank)

@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from trainkit.errors import ResumeRefusedError
 from trainkit.run.directory import RunDirectory
 from trainkit.run.report.curves import History
 from trainkit.run.report.html import write_report
@@ -87,6 +89,24 @@ def draw_all(run: RunDirectory, *, is_training: bool = False) -> None:
     history = History.read(run.metrics)
     write_report(run, history, is_training=is_training)
     draw_plots(run, history)
+
+
+@contextlib.contextmanager
+def reported_at_an_early_end(run: RunDirectory) -> Iterator[None]:
+    """Write the report of a run that fails or is stopped, as its end would; enter it first.
+
+    The last drawing may be half a minute old, says that the run goes on, and may not be there.
+    """
+    try:
+        yield
+    except ResumeRefusedError:
+        raise  # the run is what it was
+    except BaseException:
+        # What ended the run is more important than its page.
+        with contextlib.suppress(Exception):
+            if run.metrics.exists():
+                write_report(run)
+        raise
 
 
 def main() -> None:
