@@ -16,7 +16,7 @@ from torch.distributed.launcher import api
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.parallel.launch.hosts import OWN_LAUNCH, Hosts, first_host, free_port
-from trainkit.parallel.launch.processes import launch_command
+from trainkit.parallel.launch.processes import launch_command, threads_of_each
 from trainkit.train.faults import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +89,16 @@ def test_torchrun_is_given_only_what_the_oldest_one_knows(restarts, monkeypatch)
     options = {word for word in given if word.startswith("--")}
     assert options <= OF_TORCH_2_11
     assert "--signals-to-handle" in options
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "threads"),
+    [("1", 1, None), ("2", 0, "4"), ("3", 0, "2"), ("16", 0, "1"), ("8", 8, "1"), ("cpu", 0, "1")],
+)
+def test_processes_without_gpus_share_the_cores(monkeypatch, count, gpus, threads):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setenv("NPROC_PER_NODE", count)
+    assert threads_of_each(command(max(gpus, 1)), gpus) == threads
 
 
 def test_one_process_on_a_host_of_many_gpus_is_not_started_over_and_over(monkeypatch):

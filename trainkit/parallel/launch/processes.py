@@ -79,5 +79,19 @@ def launch_command(
     return [*command, "--local-addr", hosts.own_address(), *program]
 
 
+def threads_of_each(command: Sequence[str], num_gpus: int) -> str | None:
+    """What each process of a launch has as ``OMP_NUM_THREADS``; None where it is one process.
+
+    Without a GPU they share the host's cores; with GPUs each has one thread, as under torchrun,
+    which says so in four lines where nobody has set it.
+    """
+    if "--nproc_per_node" not in command:
+        return None
+    count = command[command.index("--nproc_per_node") + 1]
+    if num_gpus or not count.isdecimal():
+        return "1"
+    return str(max(1, (os.cpu_count() or 1) // int(count)))
+
+
 LAUNCH_VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Each attempt of a launch with restarts meets at a store of its own: see `rendezvous`."""

@@ -92,8 +92,11 @@ def launch(
         return
     arguments += ["--json"] if as_json else []
     hosts = Hosts.from_environment()
-    gpus = max(processes.count_local_gpus(), 1)
-    command = processes.launch_command(arguments, hosts, gpus, max_restarts=max_restarts)
+    gpus = processes.count_local_gpus()
+    command = processes.launch_command(arguments, hosts, max(gpus, 1), max_restarts=max_restarts)
+    threads = processes.threads_of_each(command, gpus)
+    if threads is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", threads)
     with watching_signals():
         hosts.check_reachable(seconds=wait)
         hold_back()
