@@ -8,10 +8,15 @@ backward, and AdamW where there are adapters. Weights and tokens are random.
 A row also has what the estimate says of its point.
 
     python -m trainkit.bench.memory [--only WORD ...] [--output FILE] [--seconds N] [--not-in FILE]
+                                    [--one-process]
+
+With ``--one-process`` nothing is started anew: many small points take little time, and the host is
+quiet while they run.
 """
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import sys
@@ -181,7 +186,9 @@ def _bare(point: Point, shape: Shape, model: Any, device: torch.device) -> list[
     return seconds
 
 
-def run(points: Sequence[Point], seconds: float = 3600.0) -> Iterator[dict[str, Any]]:
+def run(
+    points: Sequence[Point], seconds: float = 3600.0, *, one_process: bool = False
+) -> Iterator[dict[str, Any]]:
     """Measure the points one after another, each in a process of its own.
 
     A failure is a row, and the next point goes on.
@@ -189,8 +196,16 @@ def run(points: Sequence[Point], seconds: float = 3600.0) -> Iterator[dict[str, 
     Args:
         points: what is measured.
         seconds: after which no other point is begun.
+        one_process: all in this one.
     """
     end = time.monotonic() + seconds
+    if one_process:
+        for point in points:
+            if time.monotonic() < end:
+                yield {"bench": "memory", "case": point.name, **asdict(point), **row_of(point)}
+                gc.collect()
+                torch.cuda.empty_cache()
+        return
     with Fresh(len(points), imports) as processes:
         for point in points:
             if time.monotonic() > end:
@@ -243,12 +258,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no point after these")
     parser.add_argument("--not-in", type=Path, help="leave out points that have a peak there")
+    parser.add_argument("--one-process", action="store_true", help="for all points")
     options = parser.parse_args()
     chosen = [p for p in POINTS if not options.only or any(w in p.name for w in options.only)]
     if options.not_in is not None:
         done = measured_in(options.not_in)
         chosen = [point for point in chosen if point.name not in done]
-    for row in run(chosen, options.seconds):
+    for row in run(chosen, options.seconds, one_process=options.one_process):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
         if options.output is not None:

@@ -29,12 +29,13 @@ def resolve_accumulation(recipe: Recipe, data_size: int) -> int:
     a_pass = micro * data_size
     ranks = "processes" if recipe.parallel.model_ranks == 1 else "data ranks"
     if total % a_pass:
-        smaller, larger = total - total % a_pass, total - total % a_pass + a_pass
+        smaller = total - total % a_pass
+        either = " or ".join(str(each) for each in (smaller, smaller + a_pass) if each)
         raise RecipeError(
             f"global_batch_size {total} cannot be made of {data_size} {ranks} x {micro} rows: "
             f"it is not a multiple of {a_pass}",
             where="global_batch_size",
-            fix=f"take {smaller or larger} or {larger}, or change training.{name}",
+            fix=f"take {either}, or change training.{name}",
         )
     steps = total // a_pass
     if given is not None and given != steps:
