@@ -2,9 +2,10 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
-from set_files import write_sets
+from set_files import PARTS, write_sets
 
 from trainkit.errors import DataError, RecipeError
 from trainkit.evals.sets import SETS
@@ -81,6 +82,9 @@ BROKEN = [
     ("humaneval/HumanEval.jsonl.gz", "not packed", "", "cannot be read"),
     ("boolq/dev.jsonl", "\n\n", "", "no questions"),
     ("mmlu/data/test/anatomy_test.csv", "", "", "no questions"),
+    ("mmlu/data/dev/anatomy_dev.csv", "", "", "no questions"),
+    ("ceval/val/law_val.csv", "", "", "no questions"),
+    ("ceval/dev/law_dev.csv", "\r\n", "", "no questions"),
     ("bbh/bbh/word_sorting.json", '{"examples": []}', "", "no questions"),
     ("ceval/val/law_val.csv", "id,question,A,B,C,D,answer\n", "", "no questions"),
     ("boolq/dev.jsonl", '{"question": "\\ud800", "passage": "", "answer": true}', "1", "surrogate"),
@@ -174,6 +178,45 @@ def test_other_forms_of_the_same_files(tmp_path):
     assert [len(task.eval_docs) for task in found.tasks.values()] == [2, 2, 3]
     boolq = found.tasks["boolq"]
     assert [boolq.doc_to_target(each) for each in boolq.eval_docs] == [0, 0]
+
+
+def add_a_byte_order_mark(content):
+    return b"\xef\xbb\xbf" + content
+
+
+def end_lines_as_windows_does(content):
+    return content.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")
+
+
+def end_lines_as_unix_does(content):
+    return content.replace(b"\r\n", b"\n")
+
+
+def add_empty_lines(content):
+    return content + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add_a_byte_order_mark,
+        end_lines_as_windows_does,
+        end_lines_as_unix_does,
+        add_empty_lines,
+    ],
+)
+def test_how_a_file_was_saved_changes_no_question(sets, tmp_path, change):
+    write_sets(tmp_path)
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(change(gzip.decompress(path.read_bytes()))))
+        else:
+            path.write_bytes(change(path.read_bytes()))
+    asked = [
+        {name: list(task.eval_docs) for name, task in load_tasks(choice).tasks.items()}
+        for choice in (TaskChoice(PARTS, data=str(at), allow_code=True) for at in (sets, tmp_path))
+    ]
+    assert asked[0] == asked[1]
 
 
 def test_the_tables_agree():

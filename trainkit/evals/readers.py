@@ -57,10 +57,7 @@ def read_mmlu(directory: Path, subset: str) -> Splits:
         )
         for split in ("test", "dev")
     }
-    found = {split: [_mmlu(cells, at) for cells, at in _csv(p)] for split, p in paths.items()}
-    if not found["test"]:
-        raise DataError(_EMPTY, where=str(paths["test"]))
-    return found
+    return {split: [_mmlu(cells, at) for cells, at in _csv(p)] for split, p in paths.items()}
 
 
 def _mmlu(cells: Sequence[str], where: str) -> dict[str, Any]:
@@ -177,25 +174,25 @@ def read_bbh(directory: Path, subset: str) -> Splits:
 def read_ceval(directory: Path, subset: str) -> Splits:
     """``val/SUBSET_val.csv`` and ``dev/SUBSET_dev.csv``, with the columns' names first."""
     paths = {split: find(directory, f"{split}/{subset}_{split}.csv") for split in ("val", "dev")}
-    found = {split: list(_ceval(path)) for split, path in paths.items()}
-    if not found["val"]:
-        raise DataError(_EMPTY, where=str(paths["val"]))
-    return found
+    return {split: _ceval(path) for split, path in paths.items()}
 
 
-def _ceval(path: Path) -> Iterator[dict[str, Any]]:
-    rows = _csv(path)
-    head, where = next(rows, ([], f"{path}:1"))
+def _ceval(path: Path) -> Rows:
+    (head, where), *rows = _csv(path)
     wanted = ("question", "A", "B", "C", "D", "answer")
     missing = [name for name in wanted if name not in head]
     if missing:
         raise DataError(f"there is no column {', '.join(missing)}", where=where)
+    if not rows:
+        raise DataError(_EMPTY, where=str(path))
+    found = []
     for cells, at in rows:
         if len(cells) != len(head):
             raise DataError(f"{len(cells)} columns; the first row has {len(head)}", where=at)
         row = dict(zip(head, cells, strict=True))
         _letter(row["answer"], "ABCD", at)
-        yield {name: row[name] for name in wanted}
+        found.append({name: row[name] for name in wanted})
+    return found
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -238,12 +235,16 @@ def _jsonl(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[list[str], str]]:
-    """Each row with its place; a cell may hold line ends."""
+    """Each row with its place; a cell may hold line ends, which are one character each."""
+    is_empty = True
     with _readable(path), path.open(encoding="utf-8-sig", newline="") as stream:
         reader = csv.reader(stream, strict=True)
         for cells in reader:
             if cells:
-                yield cells, f"{path}:{reader.line_num}"
+                is_empty = False
+                yield [cell.replace("\r\n", "\n") for cell in cells], f"{path}:{reader.line_num}"
+    if is_empty:
+        raise DataError(_EMPTY, where=str(path))
 
 
 @contextmanager
