@@ -10,10 +10,12 @@ loss in eight chunks of the sequence. ``flat``: milliseconds of clip, step and c
 Qwen2.5-0.5B's shapes and at the 392 small tensors of a 7B LoRA, of torch's fused AdamW, its
 for-loop AdamW and flat_adamw. ``reuse``: full steps of Qwen2-7B's shape with Lion, whose one fp32
 moment leaves room for it, as trainkit has them and with a second fp32 copy of all gradients.
-``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer.
+``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer. ``--one-process``
+starts nothing anew: for times on a quiet host; peaks are those of fresh processes.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -382,15 +384,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after these")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to check the script")
+    parser.add_argument("--one-process", action="store_true", help="for all rows")
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
     listed = list(calls(set(given.only), given.steps, given.tiny))
-    with given.rows.open("a", encoding="utf-8") as file, Fresh(len(listed), memory.imports) as each:
+    number = 0 if given.one_process else len(listed)
+    with given.rows.open("a", encoding="utf-8") as file, Fresh(number, memory.imports) as each:
         for function, *arguments in listed:
             left = end - time.monotonic()
             if left < 0:
                 break
-            row = each.call(function, *arguments, seconds=min(left, 100.0))
+            if given.one_process:
+                row = function(*arguments)
+                gc.collect()
+                torch.cuda.empty_cache()
+            else:
+                row = each.call(function, *arguments, seconds=min(left, 100.0))
             if function is memory.row_of:
                 row = {"bench": "each", "case": arguments[0].name, **row}
             asked = [str(argument) for argument in arguments if isinstance(argument, str)]
