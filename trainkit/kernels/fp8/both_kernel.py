@@ -87,7 +87,7 @@ def _inverse(scale):
     return tl.where(scale == scale, bits.to(tl.float32, bitcast=True), 0.0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "padded_rows"])
+@triton.jit(do_not_specialize=["num_rows", "padded_sixteens"])
 def _tile_codes(
     x_ptr,
     column_factor_ptr,
@@ -100,12 +100,13 @@ def _tile_codes(
     codes_stride,
     num_cols,
     num_rows,
-    padded_rows,
+    padded_sixteens,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """codes (M, codes_stride), if wanted, and turned (N, padded_rows), zeros beyond M."""
+    padded_rows = padded_sixteens * 16  # so that it is known, and a thread writes 16 codes at once
     rows, cols, x = _tile(x_ptr, x_stride, num_rows, num_cols, BLOCK_M, BLOCK_N)
     in_rows, in_cols = rows < num_rows, cols < num_cols
     if ROWS:
@@ -171,7 +172,7 @@ def launch_both(
                 *(codes[:, start:], turned[start:]),
             ),
             (part.stride(0), total, width),
-            (num_rows, padded),
+            (num_rows, padded // ALIGNMENT),
             (True, block_m, block_n),
             warps,
         )
@@ -193,7 +194,7 @@ def launch_columns(
             -(-padded // block_m) * -(-width // block_n),
             (x, row_factor, row_factor, row_factor, scales, turned, turned),
             (x.stride(0), width, width),
-            (num_rows, padded),
+            (num_rows, padded // ALIGNMENT),
             (False, block_m, block_n),
             warps,
         )
