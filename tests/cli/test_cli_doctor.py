@@ -349,3 +349,15 @@ def test_gpus_that_are_fit_are_ok(monkeypatch):
     assert [found.state for found in CHECKS["nccl"]()] == ["ok"]
     with_gpus(monkeypatch, capability=(12, 0), arches=with_ptx)
     assert [found.state for found in CHECKS["gpu"]()] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("writes", "state", "says"),
+    [(True, "ok", "once"), (False, "warning", "PYTHONDONTWRITEBYTECODE is set")],
+)
+def test_modules_that_every_start_compiles_are_named(writes, state, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.pycache_prefix", str(tmp_path))
+    monkeypatch.setattr("sys.dont_write_bytecode", not writes)
+    (found,) = software.check_bytecode()
+    assert found.state == state
+    assert says in found.found

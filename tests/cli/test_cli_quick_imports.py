@@ -26,6 +26,36 @@ print(len(calls), double(3), double(4), calls)
 """
 
 
+DEEPSPEED = """
+import sys
+from accelerate import Accelerator
+from torch import nn
+from trainkit.cli.quick_imports import leave_deepspeed_out
+
+leave_deepspeed_out()
+model = nn.Linear(1, 1)
+assert Accelerator(cpu=True).unwrap_model(model) is model
+print("deepspeed" in sys.modules)
+
+class Engine(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+sys.modules["deepspeed"] = type(sys)("deepspeed")
+sys.modules["deepspeed"].DeepSpeedEngine = Engine
+print(Accelerator(cpu=True).unwrap_model(Engine(model)) is model)
+"""
+
+
+def test_deepspeed_is_imported_by_runs_that_shard_with_it():
+    done = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["False", "True"]
+
+
 def test_the_compiler_waits_until_it_is_called():
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

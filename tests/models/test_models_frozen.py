@@ -16,6 +16,10 @@ from trainkit.options import ModelOptions
         (["self_attn.q_proj"], lambda name: "q_proj" in name),
         (["model.layers.*.mlp.*"], lambda name: ".mlp." in name),
         (["*", "!1"], lambda name: ".layers.1." not in name),
+        (["*", "!last-1"], lambda name: ".layers.1." not in name),
+        (["last-2"], lambda name: ".layers." in name),
+        (["last-1.mlp"], lambda name: ".layers.1.mlp." in name),
+        (["0-1.self_attn.q_proj", "!0.self_attn"], lambda name: "1.self_attn.q_proj" in name),
         (
             ["0", "!mlp", "norm"],
             lambda name: (".layers.0." in name and "mlp" not in name) or ".norm." in name,
@@ -37,7 +41,13 @@ def model_of(path):
 
 @pytest.mark.parametrize(
     ("patterns", "says"),
-    [(["9"], "layers are 0-1"), (["embed"], "embed_tokens"), (["*"], "nothing to train")],
+    [
+        (["9"], "layers are 0-1"),
+        (["last-1.mpl"], "layers are 0-1"),
+        (["last-0"], "0-1"),
+        (["embed"], "embed_tokens"),
+        (["*"], "nothing to train"),
+    ],
 )
 def test_what_is_refused(tiny_llama, patterns, says):
     with pytest.raises(ModelError, match=says):

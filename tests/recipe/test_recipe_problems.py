@@ -67,7 +67,7 @@ BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
         ("lora_target: all", "name for lora.target_modules", "`all-linear`, the default"),
         ("early_stopping_patience: 3", "axolotl's name", "early_stopping: {patience"),
         ("training: {early_stopping_patience: 3}", "axolotl's name", "early_stopping: {patience"),
-        ("unfrozen_parameters: [x]", "axolotl's name", "model trains layers"),
+        ("unfrozen_parameters: [x]", "axolotl's name", "trains the last eight layers"),
         # wrong values
         ("training: {learning_rate: '1e-5'}", "'1e-5' must be a number", "without quotes"),
         ("training: {learning_rate: fast}", "'fast' must be a number", None),

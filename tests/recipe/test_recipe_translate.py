@@ -245,6 +245,66 @@ RARE = [
         "group_by_length",
     ),
     ("unsloth", {"r": 8, "init_lora_weights": "olora"}, "lora.init_lora_weights", "olora"),
+    # some weights alone
+    ("llamafactory", {"finetuning_type": "freeze"}, "model.frozen", ["*", "!last-2"]),
+    (
+        "llamafactory",
+        {
+            "finetuning_type": "freeze",
+            "freeze_trainable_layers": 6,
+            "freeze_trainable_modules": "all",
+            "freeze_extra_modules": "embed_tokens,norm",
+        },
+        "model.frozen",
+        ["*", "!last-6", "!embed_tokens", "!norm"],
+    ),
+    (
+        "llamafactory",
+        {
+            "finetuning_type": "freeze",
+            "freeze_trainable_layers": -3,
+            "freeze_trainable_modules": "mlp,self_attn",
+        },
+        "model.frozen",
+        ["*", "!0-2.mlp", "!0-2.self_attn"],
+    ),
+    (
+        "llamafactory",
+        {
+            "finetuning_type": "freeze",
+            "use_llama_pro": True,
+            "freeze_trainable_layers": 8,
+            "use_badam": True,
+            "badam_mode": "layer",
+        },
+        "model.frozen",
+        [],
+    ),
+    (
+        "axolotl",
+        {"unfrozen_parameters": ["^lm_head.weight$", "model.layers.7.mlp"]},
+        "model.frozen",
+        ["*", "!lm_head.weight", "!model.layers.7.mlp*"],
+    ),
+    # an expression is not a list of names
+    (
+        "axolotl",
+        {"adapter": "lora", "lora_target_modules": r"model.layers.[\d]+.(q|v)_proj"},
+        "lora.target_modules",
+        r"model.layers.[\d]+.(q|v)_proj",
+    ),
+    # fp8, kernels, templates, losses
+    (
+        "llamafactory",
+        {"finetuning_type": "full", "fp8": True, "fp8_backend": "te"},
+        "model.fp8",
+        True,
+    ),
+    ("llamafactory", {"fp8": True}, "model.fp8", False),
+    ("axolotl", {"fp8": True, "use_kernels": True}, "model.fp8", True),
+    ("llamafactory", {"use_kernels": True, "kernel_name": "k"}, "kernels", True),
+    ("trl", {"chat_template_path": "mine.jinja"}, "data.chat_template", "mine.jinja"),
+    ("trl", {"loss_type": "dft", "max_length": 9}, "data.max_length", 9),
 ]
 MODEL = {"axolotl": "base_model", "unsloth": "model_name"}
 

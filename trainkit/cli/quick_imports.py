@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,17 @@ def import_quantisation() -> None:
             importlib.import_module("bitsandbytes")
     finally:
         torch.compile = at_once
+
+
+def leave_deepspeed_out() -> None:
+    """Let accelerate ask for DeepSpeed's engine only where DeepSpeed was imported.
+
+    It imports all of DeepSpeed, a second or two, to see whether a model is wrapped in that engine.
+    No model can be before somebody has imported it, which a run that shards with DeepSpeed does.
+    """
+    from accelerate.utils import other
+
+    vars(other)["is_deepspeed_available"] = lambda: "deepspeed" in sys.modules
 
 
 def _compiled_when_called(

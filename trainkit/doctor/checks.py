@@ -5,11 +5,17 @@ from collections.abc import Callable, Iterator, Mapping
 from trainkit.doctor.finding import Finding
 from trainkit.doctor.gpus import check_all_reduce, check_driver, check_gpus, check_nccl
 from trainkit.doctor.machine import check_disk, check_hub, check_limits, check_shared_memory
-from trainkit.doctor.software import check_compiler, check_packages, check_python
+from trainkit.doctor.software import (
+    check_bytecode,
+    check_compiler,
+    check_packages,
+    check_python,
+)
 
 CHECKS: Mapping[str, Callable[[], Iterator[Finding]]] = {
     "python": check_python,
     "packages": check_packages,
+    "bytecode": check_bytecode,
     "gpu": check_gpus,
     "driver": check_driver,
     "nccl": check_nccl,

@@ -1,11 +1,13 @@
 """Python, the packages and the compiler."""
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -60,6 +62,25 @@ def check_packages() -> Iterator[Finding]:
         yield judged(
             requirement.name, f"{version}{wanted}", fault="error", fix=None if fits else command
         )
+
+
+def check_bytecode() -> Iterator[Finding]:
+    """Without a place for compiled modules, every start compiles thousands of them again."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return
+    cached = Path(importlib.util.cache_from_source(spec.origin))
+    folder = next(each for each in cached.parents if each.exists())
+    if cached.exists() or (not sys.dont_write_bytecode and os.access(folder, os.W_OK)):
+        yield Finding("bytecode", "ok", "modules are compiled once")
+        return
+    why = "PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else f"{folder} is read-only"
+    yield Finding(
+        "bytecode",
+        "warning",
+        f"{why}: every start compiles some 5000 modules, about ten seconds",
+        "unset PYTHONDONTWRITEBYTECODE; export PYTHONPYCACHEPREFIX=~/.cache/python",
+    )
 
 
 def check_compiler() -> Iterator[Finding]:

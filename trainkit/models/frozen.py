@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -10,7 +10,7 @@ from trainkit.errors import ModelError
 from trainkit.options.words import ask, nearest
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_LAYERS = re.compile(r"(?:(\d+)(?:-(\d+))?|last-(\d+))(?:\.(.+))?")
 _EXCEPT = "!"
 
 
@@ -19,8 +19,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]
 
     Args:
         model: its parameters that train so far.
-        patterns: ``7`` or ``0-11`` are layers; ``embed_tokens`` and ``self_attn.q_proj`` parts of
-            a name; ``model.layers.*.mlp.*`` a whole name; ``!`` in front trains what it names.
+        patterns: ``7``, ``0-11`` and ``last-8`` (the last eight) are layers, ``last-8.mlp`` a part
+            of them; ``embed_tokens`` and ``self_attn.q_proj`` parts of a name;
+            ``model.layers.*.mlp.*`` a whole name; ``!`` in front trains what it names.
 
     Returns:
         What is frozen by this, by name.
@@ -29,9 +30,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]
         ModelError: a pattern names nothing, or nothing is left to train.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    num_layers = 1 + max(_layers_of(trained), default=-1)
     frozen: dict[str, nn.Parameter] = {}
     for pattern in patterns:
-        named = [name for name in trained if _fits(name, pattern.removeprefix(_EXCEPT))]
+        named = [name for name in trained if _fits(name, pattern.removeprefix(_EXCEPT), num_layers)]
         if not named:
             raise ModelError(
                 f"model.frozen: no parameter of the model is named by {pattern!r}",
@@ -54,23 +56,27 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Parameter]
     return frozen
 
 
-def _fits(name: str, pattern: str) -> bool:
-    layers = _RANGE.fullmatch(pattern)
+def _fits(name: str, pattern: str, num_layers: int) -> bool:
+    layers = _LAYERS.fullmatch(pattern)
     if layers is not None:
         found = _LAYER.search(name)
+        if found is None or (layers[4] and f".{layers[4]}." not in f".{name}."):
+            return False
+        if layers[3] is not None:
+            return int(found[1]) >= num_layers - int(layers[3])
         first = int(layers[1])
-        last = first if layers[2] is None else int(layers[2])
-        return found is not None and first <= int(found[1]) <= last
+        return first <= int(found[1]) <= (first if layers[2] is None else int(layers[2]))
     if any(sign in pattern for sign in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     return f".{pattern}." in f".{name}."
 
 
+def _layers_of(names: Iterable[str]) -> list[int]:
+    return [int(found[1]) for name in names if (found := _LAYER.search(name))]
+
+
 def _advice(pattern: str, trained: dict[str, nn.Parameter]) -> str:
-    layers = [int(found[1]) for name in trained if (found := _LAYER.search(name))]
     parts = sorted({part for name in trained for part in name.split(".") if not part.isdigit()})
-    hint = ask(nearest(pattern.removeprefix(_EXCEPT), parts))
-    return (
-        f"{hint or ''} its layers are 0-{max(layers, default=0)}, parts of its names are "
-        f"{', '.join(parts)}"
-    ).strip()
+    hint = ask(nearest(pattern.removeprefix(_EXCEPT), parts)) or ""
+    last = max(_layers_of(trained), default=0)
+    return f"{hint} its layers are 0-{last}, parts of its names are {', '.join(parts)}".strip()

@@ -88,8 +88,9 @@ class ModelOptions(Section):
         BeforeValidator(_patterns, json_schema_input_type=list[str | int] | str | int),
     ] = Field(
         default_factory=list,
-        description="Weights that do not train, without adapters: layers as 0-11, parts of names "
-        "as embed_tokens, or whole names with *; !NAME behind them trains it after all.",
+        description="Weights that do not train, without adapters: layers as 0-11, last-8 or "
+        "last-8.mlp, parts of names as embed_tokens, or whole names with *; !NAME behind them "
+        "trains it after all.",
     )
     add_tokens: list[str] | str | None = Field(
         None,

@@ -37,7 +37,7 @@ _NF4 = "4-bit loading is `lora: {quantize: nf4}`"
 _KERNELS = "`kernels: true` switches trainkit's kernels on"
 _OWN_TEMPLATE = "the tokenizer's own chat template is used, or data.chat_template"
 _EARLY_STOP = "`early_stopping: {patience: N}` counts evaluations that bring nothing"
-_FROZEN = "`frozen: ['*', '!24-31']` under model trains layers 24 to 31 alone"
+_FROZEN = "`frozen: ['*', '!last-8']` under model trains the last eight layers alone"
 
 FOREIGN: Mapping[str, ForeignName] = {
     # model

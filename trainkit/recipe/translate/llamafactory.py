@@ -83,6 +83,9 @@ def _source(folder: Path, name: str, info: Mapping[str, Any]) -> dict[str, Any]:
     return source
 
 
+_FREEZE = "write `frozen: ['*', '!24-31']` under model to train layers 24 to 31 alone"
+
+
 def method(draft: Draft, key: str, value: Any) -> None:
     """LoRA, or all weights."""
     if value in ("lora", "oft"):
@@ -92,8 +95,23 @@ def method(draft: Draft, key: str, value: Any) -> None:
         draft.take(key, {"lora.r": rank, "lora.alpha": alpha}, note)
     elif value == "full":
         draft.take(key, {})
+    elif value == "freeze":
+        freeze(draft, key)
     else:
         draft.leave(key, "here ALL weights train; see model.frozen")
+
+
+def freeze(draft: Draft, key: str) -> None:
+    """The last layers train, of a negative number the first; and what is named besides."""
+    if draft.get("use_llama_pro"):
+        draft.leave(key, f"here ALL weights train: LLaMA Pro's layers are spread out; {_FREEZE}")
+        return
+    count = int(draft.get("freeze_trainable_layers", 2))
+    layers = f"last-{count}" if count > 0 else f"0-{-count - 1}"
+    modules = words(draft.get("freeze_trainable_modules", "all"))
+    parts = [layers] if "all" in modules else [f"{layers}.{name}" for name in modules]
+    others = words(draft.get("freeze_extra_modules", []))
+    draft.take(key, {"model.frozen": ["*", *(f"!{name}" for name in (*parts, *others))]})
 
 
 def stage(draft: Draft, key: str, value: Any) -> None:
@@ -149,7 +167,31 @@ def optimizer(draft: Draft, key: str, value: Any) -> None:
             draft.seen.add(own)
 
 
-_FREEZE = "write `frozen: ['*', '!24-31']` under model to train layers 24 to 31 alone"
+def blocks(draft: Draft, key: str, value: Any) -> None:
+    """BAdam: a block of weights at a time."""
+    if value:
+        draft.leave(key, "here ALL weights train at once; `optim_in_backward: true` saves memory")
+    else:
+        draft.seen.add(key)
+
+
+_PARTS_OF_BADAM = ("mode", "start_block", "switch_mode", "switch_interval", "update_ratio")
+_PARTS_OF_FREEZE = (
+    "freeze_trainable_layers",
+    "freeze_trainable_modules",
+    "freeze_extra_modules",
+    "use_llama_pro",
+)
+
+
+def freeze_part(draft: Draft, key: str, value: Any) -> None:
+    """Read together with ``finetuning_type: freeze``, which has the line."""
+    if draft.get("finetuning_type") != "freeze":
+        draft.leave(key, "LLaMA-Factory reads it with `finetuning_type: freeze` alone")
+    elif key == "use_llama_pro" and value:
+        draft.leave(key, "name its layers in model.frozen")
+
+
 _OWN_TEMPLATE = leave("the tokenizer's own chat template is used, or data.chat_template")
 
 ROWS: Mapping[str, Row] = {
@@ -207,8 +249,9 @@ ROWS: Mapping[str, Row] = {
     "disable_gradient_checkpointing": lambda draft, key, value: draft.take(
         key, {"training.gradient_checkpointing": not value}
     ),
-    "freeze_trainable_layers": leave(_FREEZE),
-    "freeze_trainable_modules": leave(_FREEZE),
+    **dict.fromkeys(_PARTS_OF_FREEZE, freeze_part),
+    "use_badam": blocks,
+    **dict.fromkeys((f"badam_{part}" for part in _PARTS_OF_BADAM), part_of("use_badam")),
     "add_tokens": to("model.add_tokens", words),
     "add_special_tokens": to("model.add_special_tokens", words),
     "new_special_tokens": to("model.add_special_tokens", words),

@@ -191,13 +191,40 @@ def eight_bit(draft: Draft, key: str, value: Any) -> None:
 
 
 def target_modules(draft: Draft, key: str, value: Any) -> None:
-    """``all`` and a full list of linear layers are ``all-linear``."""
+    """``all`` and a full list of linear layers are ``all-linear``; a text may be an expression."""
+    if isinstance(value, str) and re.search(r"[\\\[\]()|*+?^$]", value):
+        draft.take(key, {"lora.target_modules": value})
+        return
     names = words(value)
     linear = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     if names in (["all"], ["all-linear"]) or set(names) == linear:
         draft.take(key, {"lora.target_modules": "all-linear"})
     else:
         draft.take(key, {"lora.target_modules": names})
+
+
+def fp8(draft: Draft, key: str, value: Any) -> None:
+    """Products in fp8 as weights train; of a frozen base, its layers."""
+    if not value:
+        draft.seen.add(key)
+    elif "lora.r" in draft.values:
+        draft.leave(key, "under adapters `lora: {quantize: fp8}` keeps the base in fp8")
+    else:
+        draft.take(
+            key, {"model.fp8": True}, "as far as the loss bears it; `all` takes every product"
+        )
+
+
+def other_loss(*plain: str) -> Row:
+    """A switch of another loss, or its name, unless that is one of the plain ones."""
+
+    def row(draft: Draft, key: str, value: Any) -> None:
+        if not value or value in plain:
+            draft.seen.add(key)
+        else:
+            draft.leave(key, "it changes the loss: here the plain mean of token losses is trained")
+
+    return row
 
 
 def pairs(value: Any) -> Any:
@@ -311,6 +338,15 @@ COMMON: Mapping[str, Row] = {
     "local_rank": leave("the launcher sets it"),
     "use_liger_kernel": kernels,
     "liger_kernel_config": leave("`kernels: {rms_norm: false}` and the like choose trainkit's own"),
+    "use_kernels": kernels,
+    "kernel_name": part_of("use_kernels"),
+    "fp8": fp8,
+    "fp8_backend": part_of("fp8"),
+    "fp8_enable_fsdp_float8_all_gather": part_of("fp8"),
+    "loss_type": other_loss("nll", "chunked_nll"),
+    **dict.fromkeys(
+        ("use_dft", "use_dft_loss", "use_eaft", "use_eaft_loss", "use_asft_loss"), other_loss()
+    ),
     "evaluation_strategy": to("training.eval_strategy"),
     "group_by_length": by_length,
     "do_train": lambda draft, key, value: draft.seen.add(key),

@@ -50,6 +50,14 @@ def bias(draft: Draft, key: str, value: Any) -> None:
         draft.leave(key, "biases of the base stay as they are")
 
 
+def chat_template(draft: Draft, key: str, value: Any) -> None:
+    """A file with a template, or the tokenizer that has it."""
+    if str(value).endswith((".jinja", ".jinja2", ".j2")):
+        draft.take(key, {"data.chat_template": str(value)})
+    else:
+        draft.leave(key, "write that tokenizer's template into a file for data.chat_template")
+
+
 ROWS: Mapping[str, Row] = {
     **rows_of({"pretrained_model_name_or_path": "model.name_or_path", "r": "lora.r"}),
     "dataset_name": dataset,
@@ -63,7 +71,7 @@ ROWS: Mapping[str, Row] = {
     "task_type": leave("it is always causal language modelling"),
     "lora_task_type": leave("it is always causal language modelling"),
     "eos_token": leave("the chat template says what ends a turn; it is trained"),
-    "chat_template_path": leave("write the file into data.chat_template"),
+    "chat_template_path": chat_template,
     "dataset_text_field": leave("rows are read by what they look like, or by data.format"),
     "dataset_kwargs": ignored_when_off(),
     "truncation_mode": cut({"keep_start": "right"}),

@@ -140,7 +140,7 @@ def _say_run(run: "Path | str | None", as_json: bool) -> None:
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
-    from trainkit.cli.quick_imports import import_quantisation
+    from trainkit.cli.quick_imports import import_quantisation, leave_deepspeed_out
     from trainkit.parallel.launch.processes import quieten_imports
     from trainkit.train.faults.signals import watching_signals
     from trainkit.train.resume.hosts import refuse_unlike_hosts
@@ -153,6 +153,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
         quieten_imports()
         refuse_unlike_hosts(loaded, options.resume)
         import_quantisation()
+        leave_deepspeed_out()
         from trainkit.train.build import run_sft
         from trainkit.train.log.trackers import trackers_ended
 
