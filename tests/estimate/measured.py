@@ -268,10 +268,14 @@ def _memory(row: Row) -> tuple[Plan | str, bool]:
     if row["mode"] == "full_fp8" and row["commit"].startswith("98405e2"):
         return OLDER, False
     known = {field.name: row[field.name] for field in fields(Point) if field.name in row}
-    return plan_of(Point(**{**known, "recompute": int(row["recompute"])})), True
+    plan = plan_of(Point(**{**known, "recompute": int(row["recompute"])}))
+    return plan, "beside" not in row  # Python launches slower then
 
 
 def _optimizers(row: Row) -> tuple[Plan | str, bool]:
+    if row["bench"] == "losses":
+        known = {key: row[key] for key in ("optim", "keeps_masters", "in_backward")}
+        return plan_of(Point("smollm2-135m", "full", 8, row["length"], **known)), False
     if row["bench"] == "each":
         optim = row["case"].partition("4x2048")[2].strip()
         point = Point("qwen2-0.5b", "full", 4)
