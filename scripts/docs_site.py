@@ -63,7 +63,33 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         text = re.sub(pattern, rf"]({up}{target}\1)", text)
     if page.file.src_uri in _TOP.values():
         text = text.replace("](docs/", "](").replace('src="docs/', 'src="')
-    return re.sub(r"\]\((?:\.\./)*benchmarks/?\)", f"]({up}reference/measurements.md)", text)
+    text = re.sub(r"\]\((?:\.\./)*benchmarks/?\)", f"]({up}reference/measurements.md)", text)
+    return "\n".join(_parted(text.split("\n")))
+
+
+_FENCE = re.compile(r"\s*(```+|~~~+)")
+_ITEM = re.compile(r"[-*] |1\. ")
+
+
+def _parted(lines: list[str]) -> Iterator[str]:
+    """Blank lines around code, and before lists and tables: GitHub needs none, this parser does."""
+    fence, before = "", ""
+    for line in lines:
+        found = _FENCE.match(line)
+        closes = bool(fence and found and line.strip() == fence)
+        if not fence and before.strip() and line.strip():
+            in_list = re.match(r"[-*] |\d+\. |\s", before)
+            begins_list = _ITEM.match(line) and not in_list
+            begins_table = line.startswith("|") and not before.startswith("|")
+            begins_code = found and line[0] in "`~"
+            if before == "\0" or begins_list or begins_table or begins_code:
+                yield ""
+        yield line
+        if closes:
+            fence = ""
+        elif not fence and found:
+            fence = found[1]
+        before = "\0" if closes else line
 
 
 def _pages(files: Files) -> Iterator[File]:

@@ -72,6 +72,15 @@ def test_every_file_of_measurements_has_its_table(site):
         assert parts[file.stem].count("<tr>") > min(rows, 400) / 2, file.name
 
 
+def test_lists_and_tables_are_not_read_as_text(site):
+    """GitHub sees them right behind a line of text or code, Python-Markdown does not."""
+    for page in site.rglob("*.html"):
+        text = re.sub(r"<pre.*?</pre>", "", page.read_text(), flags=re.DOTALL)
+        for paragraph in re.findall(r"<p>(.*?)</p>", text, re.DOTALL):
+            assert not re.search(r"^(?:- |\* |1\. |\|)", paragraph, re.MULTILINE), (page, paragraph)
+            assert "highlight" not in paragraph, (page, paragraph)
+
+
 def test_nothing_is_fetched_from_elsewhere(site):
     for page in site.rglob("*.html"):
         loaded = re.findall(
