@@ -77,6 +77,15 @@ def test_what_was_taken_is_measured_together():
     assert found.loss_increase <= 0.0011 * 2.0
 
 
+def test_what_saves_most_within_a_budget_is_taken():
+    """By milliseconds per loss the small one comes first, and leaves no room for better ones."""
+    saved = {16: Saving(2.2, 1.0), 32: Saving(3.0, 1.0), 48: Saving(3.0, 1.0)}
+    prices = {"cheap": 0.002, "dear": 0.003, "slow": 0.003, "together": 1.0}
+    runs, found = chosen(0.003, prices, saved)
+    assert runs == {"cheap": BACKWARD, "dear": BOTH, "slow": BOTH}
+    assert found.loss_increase == 0.006
+
+
 @pytest.mark.parametrize(("together", "taken"), [(0.5, 3), (0.9, 2), (1.0, 2)])
 def test_what_is_left_of_a_budget_is_used(together, taken):
     """One by one two of three fit; together they cost half, so that the third does as well."""

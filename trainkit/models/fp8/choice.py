@@ -1,10 +1,10 @@
 """Which groups of layers run in fp8: as much time as possible for as much loss as allowed.
 
-Groups are taken in the order of milliseconds saved per loss, as long as their increases add up to
-no more than the budget. What was taken is then measured together: the dearest groups are given back
-until that is within the budget, too, or further ones are added while it is.
+Of all sets of groups whose increases add up to no more than the budget the one is taken that saves
+most time. It is then measured together, and less or more is allowed until that uses the budget.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,6 +18,11 @@ BOTH = "fp8"
 BACKWARD = "backward in fp8"
 FORWARD = "forward in fp8"
 PLAIN = "16 bits"
+
+_MEASUREMENTS = 8
+"""Of groups together, at most."""
+_SHARES = 2000
+"""Of a budget: how finely costs are added up."""
 
 _DIRECTIONS = {
     BOTH: (True, True),
@@ -210,43 +215,49 @@ def _within(
     measure: Callable[[Iterable[str]], Increase],
 ) -> tuple[set[str], Increase]:
     """The labels of the groups to take, and what they cost together."""
-
-    def worth(group: ChosenGroup) -> float:
-        return group.forward_ms / max(group.loss_increase or 0.0, 1e-9)
-
-    ordered = sorted((group for group in groups if not group.reason), key=worth, reverse=True)
+    able = [group for group in groups if not group.reason and _cost(group) < math.inf]
+    best: tuple[set[str], Increase] = set(), Increase(0.0, 0.0)
+    # Sums of what groups cost one by one: one that fits together, and one that does not.
+    fits, over = -1.0, math.inf
     allowed = limit
-    while True:
-        taken, total = [], 0.0
-        for group in ordered:
-            if total + (group.loss_increase or 0.0) <= allowed:
-                taken.append(group)
-                total += group.loss_increase or 0.0
-        if not taken:
-            return set(), Increase(0.0, 0.0)
+    for _ in range(_MEASUREMENTS):
+        taken = _most_time(able, allowed)
+        alone = sum(map(_cost, taken))
+        if not taken or alone <= fits:
+            break
         together = measure([name for group in taken for name in group.layers])
         if together.expected <= limit:
-            rest = [group for group in ordered if group not in taken]
-            return _filled(taken, rest, together, limit, measure)
-        # They add up to more than one by one; allow as much less, and at least one group less.
-        allowed = min(allowed * limit / together.expected, total * (1 - 1e-6))
+            fits, best = alone, ({group.group for group in taken}, together)
+        else:
+            over = min(over, alone)
+        allowed = alone * limit / together.expected if together.expected > 0 else 2 * alone
+        if not max(fits, 0.0) < allowed < over:
+            allowed = (max(fits, 0.0) + min(over, 2 * alone)) / 2
+    return best
 
 
-def _filled(
-    taken: Sequence[ChosenGroup],
-    rest: Sequence[ChosenGroup],
-    together: Increase,
-    limit: float,
-    measure: Callable[[Iterable[str]], Increase],
-) -> tuple[set[str], Increase]:
-    """The labels of what fits into a budget, where groups cost less together than one by one."""
-    taken = list(taken)
-    alone = sum(group.loss_increase or 0.0 for group in taken)
-    share = together.expected / alone if alone > 0 else 1.0
-    for group in rest:
-        if not together.expected + share * (group.loss_increase or 0.0) <= limit:
+def _cost(group: ChosenGroup) -> float:
+    cost = math.inf if group.loss_increase is None else group.loss_increase
+    return math.inf if math.isnan(cost) else cost
+
+
+def _most_time(groups: Sequence[ChosenGroup], allowed: float) -> list[ChosenGroup]:
+    """Those that save most time, of all sets whose costs add up to no more than what is allowed.
+
+    A knapsack, solved for costs rounded to a share of what is allowed; of equals the cheapest.
+    """
+    if allowed <= 0:
+        return [group for group in groups if _cost(group) == 0]
+    # What each number of shares can save, the costs, and by which groups.
+    best: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())] * (_SHARES + 1)
+    for index, group in enumerate(groups):
+        cost, gain = _cost(group), group.forward_ms
+        if cost > allowed:
             continue
-        more = measure([name for each in (*taken, group) for name in each.layers])
-        if more.expected <= limit:
-            taken, together = [*taken, group], more
-    return {group.group for group in taken}, together
+        needed = round(cost / allowed * _SHARES)
+        with_it = [
+            (saved + gain, spared - cost, (*taken, index))
+            for saved, spared, taken in best[: len(best) - needed]
+        ]
+        best[needed:] = map(max, best[needed:], with_it)
+    return [groups[index] for index in best[-1][2]]
