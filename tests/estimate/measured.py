@@ -63,6 +63,7 @@ OTHERS = "another library's step"
 HOST = "memory of the host"
 CHOSEN = "the run measured and chose which products run in fp8"
 OLDER = "measured before fp8 formed a block's product again in the backward pass"
+ELSEWHERE = "how its layers were dealt out is in memory_gpus.jsonl"
 COMPILED = "a compiler decides by itself what is kept"
 _OF_METRIC = ("metric", "value", "unit", "versions", "attention", "last_loss")
 
@@ -176,7 +177,7 @@ def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
     gpus, total_rows = row["num_gpus"], int(total.rpartition(" ")[2])
     stages = next((cut for words, cut in _CUT.items() if words in case), ())
     if "pipeline" in case and row["commit"] != "e431202":
-        return "how its layers were dealt out is in memory_gpus.jsonl", False
+        return ELSEWHERE, False
     data_ranks = gpus // max(len(stages), 1)
     over_fp8 = "fp8 base" in case
     plan = Plan(
@@ -215,7 +216,7 @@ def _runs(row: Row) -> tuple[Plan | str, bool]:
     }
     recipe = RECIPE.overridden([f"{key}={json.dumps(value)}" for key, value in changed.items()])
     plan = replace(plan_of_recipe(recipe.recipe, row["num_gpus"]), gpu_gib=H200.memory_gib)
-    return plan, plan.schedule != "zbv"  # which was measured while it was twice as slow
+    return plan, plan.schedule != "zbv"  # which waits for the host
 
 
 def _longest(row: Row) -> tuple[Plan | str, bool]:

@@ -9,6 +9,7 @@ from tests.estimate import measured
 from tests.estimate.measured import (
     CHOSEN,
     COMPILED,
+    ELSEWHERE,
     EVERY,
     H200,
     HOST,
@@ -33,7 +34,8 @@ def test_no_row_is_passed_over() -> None:
     assert len(EVERY) == with_peak
     assert len(ROWS) >= 125
     others = Counter(each.why for each in EVERY if isinstance(each, LeftOut))
-    for why in (OTHERS, HOST, COMPILED, CHOSEN, OLDER):
+    # The same runs are in another file, with how their layers were dealt out.
+    for why in (OTHERS, HOST, COMPILED, CHOSEN, OLDER, ELSEWHERE):
         others.pop(why, None)
     assert sum(others.values()) <= 10, others
 

@@ -93,9 +93,9 @@ def _problem(name: str, first: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
 
 
 def _refuse(problems: Iterable[str | None]) -> None:
-    told = [problem for problem in problems if problem]
-    if told:
-        shown = "\n".join(told[:_NUM_NAMED])
+    named = [problem for problem in problems if problem]
+    if named:
+        shown = "\n".join(named[:_NUM_NAMED])
         raise RecipeError(
             f"the processes were not given the same, compared with process 0:\n{shown}",
             fix="start every host with the same command, recipe, data and packages",

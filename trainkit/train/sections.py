@@ -72,8 +72,18 @@ def layout_of(recipe: Recipe, process: ProcessRank) -> Layout:
     sizes = ("per_device_train_batch_size", "max_grad_norm")
     given = {name: recipe.training.get(name, default_of(f"training.{name}")) for name in sizes}
     given["gradient_accumulation_steps"] = resolve_accumulation(recipe, layout.data_size)
+    given |= _precision(recipe)
     layout.engine.refuse_contradictions(given, world_size=layout.data_size)
     return layout
+
+
+def _precision(recipe: Recipe) -> dict[str, bool | None]:
+    """Whether an engine that reads it computes in half precision; None: the model's files say."""
+    dtypes = {"bf16": "bfloat16", "fp16": "float16"}
+    if recipe.training.keys() & dtypes.keys():
+        return {name: bool(recipe.training.get(name)) for name in dtypes}
+    said = recipe.model.dtype
+    return {name: None if said == "auto" else said == dtype for name, dtype in dtypes.items()}
 
 
 def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:

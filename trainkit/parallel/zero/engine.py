@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.parallel.engine import Engine
 from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.zero.lint import lint_file, refuse_contradictions
+from trainkit.parallel.zero.lint import RECIPES_KEYS, lint_file, refuse_contradictions
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,12 @@ class DeepSpeed(Engine):
         self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         self._path = path
         lint_file(self.config, path)
-        # DeepSpeed 0.19 clips at 1.0 where nothing is said; the recipe's max_grad_norm must decide.
-        self.config.setdefault("gradient_clipping", "auto")
+        # Where nothing is said the recipe decides, and not DeepSpeed, which clips at 1.0, computes
+        # in fp32 and wants rows to be counted.
+        for key in RECIPES_KEYS:
+            self.config.setdefault(key, "auto")
+        for section in ("bf16", "fp16"):
+            self.config[section] = {"enabled": "auto", **self.config.get(section, {})}
 
     def refuse_contradictions(self, training: Mapping[str, Any], *, world_size: int) -> None:
         """Numbers that the file and the recipe both give must be the same."""

@@ -22,12 +22,32 @@ _NOT_READ_HERE = {
 }
 """Sections that another key of the recipe decides, or nothing here follows."""
 
+_DECIDED_ELSEWHERE = {
+    "activation_checkpointing": "recompute and training.gradient_checkpointing decide",
+    "bf16.bf16_master_weights_and_grads": "weights are stepped in fp32 (model.master_weights)",
+    "bf16.bf16_optimizer_states": "weights are stepped in fp32 (model.master_weights)",
+    "compile": "training.torch_compile decides",
+    "data_efficiency": "data and its order are the recipe's",
+    "data_types.param_dtype": "model.dtype decides",
+    "expert_parallel": "experts are not spread over ranks here",
+    "fp16.fp16_master_weights_and_grads": "weights are stepped in fp32 (model.master_weights)",
+    "hybrid_engine": "nothing is generated while a step is computed",
+    "pipeline": "parallel.pipeline decides",
+    "tensor_parallel": "parallel.tensor decides",
+    "torch_autocast": "training.bf16 and training.fp16 decide, which follow model.dtype",
+    "weight_quantization": "lora.quantize decides",
+}
+"""Sections and keys likewise, which pass as long as they ask for nothing."""
+
 _OF_RECIPE = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
 }
 """DeepSpeed's key to the field of ``training`` that says the same."""
+
+RECIPES_KEYS = (*_OF_RECIPE, "train_batch_size")
+"""Of DeepSpeed: what the recipe says already."""
 
 _DTYPES = ("fp32", "bf16", "fp16")
 
@@ -82,6 +102,12 @@ def lint_file(config: Mapping[str, Any], path: Path) -> None:
             raise RecipeError(
                 f"{path}: {section} does nothing here: {reason}", fix=f"leave {section} out"
             )
+    for place, reason in _DECIDED_ELSEWHERE.items():
+        if _asks(_at(config, place)):
+            raise RecipeError(
+                f"{path}: {place} asks for what is not done so here: {reason}",
+                fix=f"leave {place} out",
+            )
     bf16 = config.get("bf16")
     if isinstance(bf16, Mapping) and bf16.get("check_grad_overflow") is False:
         raise RecipeError(
@@ -107,6 +133,25 @@ def lint_file(config: Mapping[str, Any], path: Path) -> None:
     problems += _wrong_types(noting, default)
     if problems:
         raise RecipeError(f"{path}: " + "; ".join(problems), fix="change or remove what is named")
+
+
+def _at(config: Mapping[str, Any], place: str) -> Any:
+    """The value at a path of keys, None where there is none."""
+    value: Any = config
+    for key in place.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _asks(value: object) -> bool:
+    """Whether a section switches anything on; sizes of 1 and below do not."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is not False and any(map(_asks, value.values()))
+    if value is True or isinstance(value, list):
+        return bool(value)
+    if isinstance(value, str):
+        return value not in ("auto", "none")
+    return isinstance(value, int | float) and value > 1
 
 
 def _wrong_types(config: Mapping[str, Any], default: Any) -> Iterator[str]:
@@ -136,7 +181,8 @@ def refuse_contradictions(
     Args:
         config: the content of the file.
         path: names it.
-        training: every field of the section that `_OF_RECIPE` names.
+        training: every field of the section that `_OF_RECIPE` names, and ``bf16`` and ``fp16``,
+            None where the model's files decide.
         world_size: processes of the run.
 
     Raises:
@@ -145,10 +191,12 @@ def refuse_contradictions(
     wanted = {key: (f"training.{field}", training[field]) for key, field in _OF_RECIPE.items()}
     rows = training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
     wanted["train_batch_size"] = ("the recipe's rows of a step", rows * world_size)
+    for key in ("bf16", "fp16"):
+        wanted[f"{key}.enabled"] = (f"training.{key}, which follows model.dtype,", training[key])
     for key, (name, value) in wanted.items():
-        given = config.get(key, "auto")
-        if given not in ("auto", value):
+        given = _at(config, key)
+        if value is not None and given not in (None, "auto", value):
             raise RecipeError(
                 f"{path}: {key} is {given}, and {name} {value}",
-                fix=f'write "{key}": "auto", and the recipe decides',
+                fix=f'write "{key.rpartition(".")[2]}": "auto", and the recipe decides',
             )
