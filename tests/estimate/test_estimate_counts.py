@@ -85,7 +85,7 @@ def test_parameters_are_the_models(name: str) -> None:
     real = sum(parameter.numel() for parameter in model.parameters())
     assert from_config(config.to_dict(), name).parameters == pytest.approx(real, rel=1e-4)
     two = replace(find_shape(name), layers=2)
-    assert replace(from_config(config.to_dict(), two.name), context=two.context) == two
+    assert from_config(config.to_dict(), two.name) == two
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,9 @@ def test_parameters_are_the_models(name: str) -> None:
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
         ("zai-org/GLM-4-9B-0414", "glm-4-9b-0414"),
+        ("meta-llama/Meta-Llama-3-8B-Instruct", "llama-3-8b"),
+        ("Qwen/Qwen3-4B-Thinking-2507", "qwen3-4b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
     ],
 )
 def test_hub_names_are_known(hub: str, short: str) -> None:

@@ -26,7 +26,7 @@ def test_a_larger_budget_takes_more(name: str) -> None:
     shares = [shares_of(Fp8Options(loss_budget=each), find_shape(name)).forward for each in budgets]
     assert shares == sorted(shares)
     assert shares[0] == 0
-    assert shares[-1] in (0, 1)
+    assert shares[-1] <= 1
 
 
 def test_the_default_takes_the_wide_products_that_lose_little() -> None:

@@ -203,6 +203,7 @@ def _named(
 _QWEN2_05B = _named("qwen2", 896, 4864, 24, 14, 2, 151936, tie=True)
 _QWEN2_15B = _named("qwen2", 1536, 8960, 28, 12, 2, 151936, tie=True)
 _QWEN2_7B = _named("qwen2", 3584, 18944, 28, 28, 4, 152064)
+_LLAMA3_8B = _named("llama", 4096, 14336, 32, 32, 8, 128256)
 _GLM4 = _named("glm", 4096, 13696, 40, 32, 2, 151552, head_dim=128, attention_bias=True)
 
 NAMED: Mapping[str, dict[str, Any]] = {
@@ -221,26 +222,35 @@ NAMED: Mapping[str, dict[str, Any]] = {
     "qwen3-4b": _named("qwen3", 2560, 9728, 36, 32, 8, 151936, tie=True, head_dim=128),
     "qwen3-8b": _named("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
     "qwen3-14b": _named("qwen3", 5120, 17408, 40, 40, 8, 151936, head_dim=128),
+    "qwen3-32b": _named("qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
     "llama-3.2-1b": _named("llama", 2048, 8192, 16, 32, 8, 128256, tie=True, head_dim=64),
     "llama-3.2-3b": _named("llama", 3072, 8192, 28, 24, 8, 128256, tie=True, head_dim=128),
-    "llama-3.1-8b": _named("llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3-8b": _LLAMA3_8B,
+    "llama-3.1-8b": _LLAMA3_8B,
     "llama-3.1-70b": _named("llama", 8192, 28672, 80, 64, 8, 128256),
     "llama-2-7b": _named("llama", 4096, 11008, 32, 32, 32, 32000),
+    "llama-2-13b": _named("llama", 5120, 13824, 40, 40, 40, 32000),
+    "tinyllama-1.1b": _named("llama", 2048, 5632, 22, 32, 4, 32000),
     "smollm2-135m": _named("llama", 576, 1536, 30, 9, 3, 49152, tie=True),
     "smollm2-360m": _named("llama", 960, 2560, 32, 15, 5, 49152, tie=True),
     "smollm2-1.7b": _named("llama", 2048, 8192, 24, 32, 32, 49152, tie=True),
+    "smollm3-3b": _named("smollm3", 2048, 11008, 36, 16, 4, 128256, tie=True),
     "mistral-7b": _named("mistral", 4096, 14336, 32, 32, 8, 32768),
     "glm-4-9b": _GLM4,
     "glm-4-9b-0414": {**_GLM4, "model_type": "glm4"},
     "glm4-9b": _GLM4,
     "glm4-9b-as-qwen2": {**_GLM4, "model_type": "qwen2", "attention_bias": True},
     "phi-3-mini": _named("phi3", 3072, 8192, 32, 32, 32, 32064),
+    "phi-4": _named("phi3", 5120, 17920, 40, 40, 10, 100352),
     "gemma-2b": _named("gemma", 2048, 16384, 18, 8, 1, 256000, tie=True, head_dim=256),
     "gemma-7b": _named("gemma", 3072, 24576, 28, 16, 16, 256000, tie=True, head_dim=256),
+    "gemma-3-270m": _named("gemma3_text", 640, 2048, 18, 4, 1, 262144, tie=True, head_dim=256),
+    "gemma-3-1b": _named("gemma3_text", 1152, 6912, 26, 4, 1, 262144, tie=True, head_dim=256),
 }
 """Shapes that need no file and no network."""
 
-_ENDINGS = ("-instruct", "-chat", "-base", "-hf", "-it", "-v0.3", "-v0.2", "-v0.1", "-4k")
+_ENDINGS = ("-instruct", "-chat", "-base", "-hf", "-it", "-v0.3", "-v0.2", "-v0.1", "-v1.0", "-4k")
+_ENDINGS += ("-2507", "-thinking")
 
 
 def plain_name(name: str) -> str:
