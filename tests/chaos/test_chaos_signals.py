@@ -10,11 +10,16 @@ from ranks import run_ranks
 from trainkit.checkpoint.whole.atomic import newest_valid
 
 
+def by_name(value):
+    """The ids of signals, which are numbers in some versions of Python."""
+    return value.name if isinstance(value, signal.Signals) else None
+
+
 def status(run):
     return json.loads((run / "status.json").read_text())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=by_name)
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
     """``logging_steps`` is 5; one rank of two learns at the next step what the other was told."""
@@ -40,7 +45,7 @@ def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 0), (signal.SIGUSR1, 3)]
+    ("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 0), (signal.SIGUSR1, 3)], ids=by_name
 )
 def test_a_signal_to_the_launcher_stops_all_ranks(project, number, step):
     """torchrun by itself would end with 1, and die of SIGUSR1."""
@@ -67,14 +72,14 @@ def test_the_launcher_waits_for_ranks_that_save(tmp_path):
     assert (code, seen) == (75, ["15", "15"])
 
 
-@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=by_name)
 def test_a_second_signal_to_the_launcher_aborts_the_ranks(second, tmp_path):
     given = {"root": str(tmp_path), "seconds": 60.0, "second": int(second)}
     ((code, seen),) = run_ranks(CASE, world_size=1, **given)
     assert (code, seen) == (143, ["15 15", "15 15"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=by_name)
 def test_a_second_signal_aborts_at_once(project, number):
     """The first one would be followed by checkpoint-3."""
     said = project.sft("r.yaml", "--output-dir", "run", stop_at=3, number=number, presses=2)
@@ -106,7 +111,7 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(project):
     assert newest_valid(run).path is not None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=by_name)
 def test_a_signal_while_the_model_loads_ends_the_run_with_a_status(project, number):
     said = project.sft("r.yaml", "--output-dir", "run", stop_at=0, number=number)
     assert said.code == (130 if number == signal.SIGINT else 75)
