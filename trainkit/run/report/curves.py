@@ -97,6 +97,7 @@ class History:
         last: row of training.
         evaluations: rows with figures of an evaluation, whole.
         last_step: of any row; 0 without one.
+        figures: what has been drawn of them, by the name of its curve.
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class History:
         self.last: Row | None = None
         self.evaluations: list[Row] = []
         self.last_step = 0
+        self.figures: dict[str, Any] = {}
         self._forms: dict[tuple[str, ...], re.Pattern[bytes]] = {}
 
     @classmethod

@@ -8,7 +8,7 @@ threads.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from trainkit.run.report.curves import (
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 _LINES = ("-", "--", ":", "-.")
 _INK, _GRID, _SHADE, _EVALUATION = "#333333", "#e3e3e3", "#f1f1f1", COLOURS[1]
-_MOST_POINTS = 1500
+_MOST_POINTS = 800  # of a line: a picture is some 800 pixels wide
 # Fewer points than this show their own shape; a mean would only hide it.
 _FEWEST_TO_SMOOTH = 20
 
@@ -87,43 +87,44 @@ def draw_plots(run: RunDirectory, history: History | None = None) -> list[Path]:
     Returns:
         The files written; each appears complete.
     """
-    rows = (history or History.read(run.metrics)).columns
-    resumed = run.status().resumed_at_steps
+    history = history or History.read(run.metrics)
+    rows, resumed = history.columns, run.status().resumed_at_steps
     run.plots.mkdir(exist_ok=True)
-    written = []
-    drawn = [curve for curve in CURVES if len(rows.series(curve.key)) > 1]
-    for curve in drawn:
-        figure, (axes,) = _figure(1)
-        _draw(axes, curve, rows, resumed=resumed)
-        written.append(_save(figure, run.plots / f"{curve.name}.png"))
-    for curve, draw in _lines_by_name(rows):
-        figure, (axes,) = _figure(1)
-        draw(axes, rows)
-        written.append(_save(figure, run.plots / f"{curve.name}.png"))
-    shown = [curve for curve in drawn if curve.name in _OVERVIEW]
+    written = [
+        _save(figure, run.plots / f"{curve.name}.png") for curve, figure in _pictures(run, history)
+    ]
+    shown = [each for each in CURVES if each.name in _OVERVIEW and len(rows.series(each.key)) > 1]
     if shown:
         figure, panels = _figure(len(shown))
         for axes, curve in zip(panels, shown, strict=True):
             _draw(axes, curve, rows, resumed=resumed, has_legend=axes is panels[0])
+        _lay_out(figure)
         written.append(_save(figure, run.plots / "overview.png"))
     return written
 
 
 def svg_plots(run: RunDirectory, history: History | None = None) -> list[tuple[str, str]]:
     """Every curve of a run as (title, ``<svg>`` element), for a page that holds its pictures."""
-    rows = (history or History.read(run.metrics)).columns
-    resumed = run.status().resumed_at_steps
-    pictures = []
+    pictures = _pictures(run, history or History.read(run.metrics))
+    return [(curve.title, _svg(figure, curve.name)) for curve, figure in pictures]
+
+
+def _pictures(run: RunDirectory, history: History) -> Iterator[tuple[Curve, Any]]:
+    """A figure for every curve; the files and the report hold the same ones."""
+    rows, resumed = history.columns, run.status().resumed_at_steps
     drawn = [curve for curve in CURVES if len(rows.series(curve.key)) > 1]
     several = dict(_lines_by_name(rows))
     for curve in [*drawn[:1], *several, *drawn[1:]]:
-        figure, (axes,) = _figure(1)
-        if curve in several:
-            several[curve](axes, rows, most_points=500)
-        else:
-            _draw(axes, curve, rows, resumed=resumed, most_points=500)
-        pictures.append((curve.title, _svg(figure, curve.name)))
-    return pictures
+        figure = history.figures.get(curve.name)
+        if figure is None:
+            figure, (axes,) = _figure(1)
+            if curve in several:
+                several[curve](axes, rows)
+            else:
+                _draw(axes, curve, rows, resumed=resumed)
+            _lay_out(figure)
+            history.figures[curve.name] = figure
+        yield curve, figure
 
 
 def draw_comparison(runs: Sequence[Path | str], output: Path | None = None) -> list[Path]:
@@ -196,6 +197,7 @@ def _comparison(paths: Sequence[Path], panels: Sequence[tuple[Curve, list[Any], 
     figure.legend(
         handles, distinct_names(paths), loc="outside upper left", frameon=False, fontsize=9
     )
+    _lay_out(figure)
     return figure
 
 
@@ -236,14 +238,13 @@ def _draw(
     rows: Columns,
     *,
     resumed: Sequence[int],
-    most_points: int = _MOST_POINTS,
     has_legend: bool = True,
 ) -> None:
     """One metric of one run, with what happened to the run."""
     end = warmup_end(rows.series("learning_rate"))
     if end is not None:
         axes.axvspan(0, end, color=_SHADE, zorder=0, label="warm-up")
-    values = rows.thinned(curve.key, most_points)
+    values = rows.thinned(curve.key, _MOST_POINTS)
     _draw_line(axes, curve, values, COLOURS[0], name=curve.title.lower())
     if curve.key == "loss":
         evaluation = rows.series("eval_loss")
@@ -284,10 +285,10 @@ def measured_keys(rows: Columns) -> list[str]:
     return [key for key in own if len(rows.series(key)) > 1]
 
 
-def _draw_measured(axes: Any, rows: Columns, *, most_points: int = _MOST_POINTS) -> None:
+def _draw_measured(axes: Any, rows: Columns) -> None:
     for index, key in enumerate(measured_keys(rows)):
         colour, line, _ = _look(index)
-        values = rows.thinned(key, most_points)
+        values = rows.thinned(key, _MOST_POINTS)
         name = key.removeprefix(MEASURED.key)
         axes.plot(values.steps, values.values, line, color=colour, label=name)
         axes.plot(values.steps, values.values, "o", color=colour, markersize=4)
@@ -301,12 +302,12 @@ def source_keys(rows: Columns) -> list[str]:
     return [key for key in keys if len(rows.series(key)) > 1]
 
 
-def _draw_sources(axes: Any, rows: Columns, *, most_points: int = _MOST_POINTS) -> None:
+def _draw_sources(axes: Any, rows: Columns) -> None:
     """One line a source; the points are evaluations, in the colour of their source."""
     for index, key in enumerate(source_keys(rows)):
         colour, line, _ = _look(index)
         name = key.removeprefix(BY_SOURCE.key)
-        values = rows.thinned(key, most_points)
+        values = rows.thinned(key, _MOST_POINTS)
         _draw_line(axes, BY_SOURCE, values, colour, line, 1.8, faint=0.12)
         axes.plot([], [], line, color=colour, label=name)
         evaluation = rows.series(f"eval_{key}")
@@ -386,14 +387,12 @@ def _svg(figure: Any, name: str) -> str:
 
     buffer = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        _lay_out(figure)
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "<svg" + buffer.getvalue().partition("<svg")[2]
 
 
 def _save(figure: Any, path: Path) -> Path:
     buffer = io.BytesIO()
-    _lay_out(figure)
     figure.savefig(buffer, format="png")
     write_bytes_atomic(path, buffer.getvalue())
     return path
