@@ -13,7 +13,7 @@
 - ``determinism``: 0.5B on one GPU: three runs with ``training.full_determinism``, their bytes, and
   what a step costs beside a run without it.
 
-All runs import at the start and then take turns; parts on one GPU run side by side. One JSON row a
+A run imports while the part before it measures; parts on one GPU run side by side. One JSON row a
 part; it is written as soon as the part is done. A part that outlasts its share of the seconds is
 killed, and its row has what was measured until then.
 """
@@ -58,7 +58,7 @@ Run = tuple[Path, subprocess.Popen[bytes]]
 Measure = Callable[[float], dict[str, Any]]
 """Lets a part's runs go on from their imports, and measures; takes its `time.monotonic` end."""
 
-SHARES = {"stall": 0.42, "watching": 0.33, "lora": 0.33, "determinism": 0.2, "pinning": 0.05}
+SHARES = {"stall": 0.4, "watching": 0.33, "lora": 0.33, "determinism": 0.27, "pinning": 0.05}
 """Of the seconds; watching and lora run side by side."""
 
 
@@ -94,9 +94,19 @@ def start(
     words += ["--output-dir", str(run), *overrides]
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(len(gpus))]
     launch = [*launch, "--master_port", str(free_port())] if len(gpus) > 1 else []
-    settings = {"block": 0, "waits": False, "clock": f"{run}.clock", **settings}
+    settings = {
+        "block": 0,
+        "waits": False,
+        "looked_into": 0,
+        "profile": f"{run}.profile",
+        "clock": f"{run}.clock",
+        **settings,
+    }
     settings["gate"] = str(gate_of(run))
     environment = {**os.environ, SETTINGS: json.dumps(settings)}
+    # As on a user's machine, all but the first find the modules compiled.
+    environment["PYTHONPYCACHEPREFIX"] = str(folder.resolve() / "pycache")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if device:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     log = run.with_suffix(".log").open("wb")
@@ -140,6 +150,12 @@ def clock_of(run: Run, deadline: float) -> dict[str, dict[str, float]]:
     return read
 
 
+def profile_of(run: Run) -> list[str]:
+    """The functions in which one more save spent most; the profiler slows it."""
+    path = Path(f"{run[0]}.profile")
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def seconds_of_steps(clock: dict[str, dict[str, float]]) -> dict[int, float]:
     """From the begin of each step to that of the next, whatever comes between, by step."""
     begun = sorted((int(step), at) for step, at in clock["begun"].items())
@@ -173,12 +189,12 @@ def figures_of_saves(clock: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 def stall(tools: "Tools") -> Measure:
-    """0.5B, ZeRO-2: two saves, so far apart that the first is written before the second begins."""
-    each, every = tools.batch, tools.steps // 2
+    """0.5B, ZeRO-2: saves, so far apart that the first is written before the second begins."""
+    each, every = tools.batch, tools.steps // tools.saves
     saves = {"training.save_strategy": "steps", "training.save_steps": every}
     limit = {"training.save_total_limit": 1}
     what = Trained(tools.small, "zero2", each * len(tools.gpus), each, {**saves, **limit})
-    run = tools.start("stall", what, tools.gpus, 2 * every + every // 5)
+    run = tools.start("stall", what, tools.gpus, tools.saves * every + every // 3)
 
     def measure(deadline: float) -> dict[str, Any]:
         go(run)
@@ -220,13 +236,13 @@ def lora(tools: "Tools", gpu: int) -> Measure:
     saves = {"training.save_strategy": "steps", "training.save_steps": 6}
     more = {"lora.r": 16, "lora.alpha": 32, "training.save_total_limit": 1, **saves}
     what = Trained(tools.large, "none", 2, 2, more)
-    run = tools.start("lora", what, [gpu], 52, waits=True)
+    run = tools.start("lora", what, [gpu], 46, waits=True, looked_into=7)
 
     def measure(deadline: float) -> dict[str, Any]:
         go(run)
         figures = figures_of_saves(clock_of(run, deadline))
         # The first save of each kind makes what all later ones use.
-        own, other = (figures["stall_seconds"][first::2][1:] for first in (0, 1))
+        own, other = (figures["stall_seconds"][first:6:2][1:] for first in (0, 1))
         return {
             "model": f"{what.model} LoRA",
             "stall_seconds": own,
@@ -235,6 +251,7 @@ def lora(tools: "Tools", gpu: int) -> Measure:
                 statistics.median(own) / statistics.median(other), 4
             ),
             "in_turn": figures,
+            "in_one_save": profile_of(run),
         }
 
     return measure
@@ -261,7 +278,7 @@ def watching(tools: "Tools", gpu: int) -> Measure:
 
 
 def determinism(tools: "Tools") -> Measure:
-    """Three runs, and one without; as many at a time as there are GPUs, one on each."""
+    """Three runs, and one without; one on each GPU at a time."""
     runs = {}
     for number, name in enumerate(("plain", "1", "2", "3")):
         is_on = {} if name == "plain" else {"training.full_determinism": True}
@@ -294,18 +311,12 @@ def determinism(tools: "Tools") -> Measure:
 
 
 class Tools:
-    """What all parts share.
-
-    Args:
-        folder: for models, rows and runs.
-        gpus: numbers; on a CPU of the processes.
-        steps: about as many has the stall's run.
-        device: whether there are GPUs.
-    """
+    """What all parts share: a folder, GPUs (on a CPU numbers of processes), sizes."""
 
     def __init__(self, folder: Path, gpus: list[int], steps: int, *, device: bool) -> None:
         self.folder, self.gpus, self.steps, self.device = folder, gpus, steps, device
         self.runs: list[Run] = []
+        self.saves = 2
         self.small, self.large, self.batch = "qwen2-0.5b", "qwen2-7b", 8
 
     def start(self, name: str, what: Trained, gpus: list[int], steps: int, **settings: Any) -> Run:
@@ -322,6 +333,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/survival_gpu"))
     parser.add_argument("--parts", default="stall,watching,lora,determinism,pinning")
     parser.add_argument("--steps", type=int, default=260, help="of the stall's run")
+    parser.add_argument("--saves", type=int, default=2, help="of the stall's run")
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all of it")
     parser.add_argument("--commit", default=None, help="of the code that runs")
     chosen = parser.parse_args()
@@ -335,6 +347,7 @@ def main() -> None:
     gpus = list(range(torch.cuda.device_count() if device else 2))
     chosen.folder.mkdir(parents=True, exist_ok=True)
     tools = Tools(chosen.folder, gpus, chosen.steps, device=device)
+    tools.saves = chosen.saves
     parts = chosen.parts.split(",")
     common = {"bench": "survival", "num_gpus": len(gpus), **environment(chosen.commit)}
     starts: dict[str, Callable[[], Measure]] = {
@@ -344,10 +357,11 @@ def main() -> None:
         "determinism": lambda: determinism(tools),
         "pinning": lambda: functools.partial(pinning, tools),
     }
-    measures = {name: starts[name]() for name in SHARES if name in parts}
     turns = [["stall"], ["watching", "lora"], ["determinism"], ["pinning"]]
-    turns = [[name for name in turn if name in measures] for turn in turns]
-    shares = [max((SHARES[name] for name in turn), default=0.0) for turn in turns]
+    turns = [[name for name in turn if name in parts] for turn in turns]
+    turns = [turn for turn in turns if turn]
+    measures = {name: starts[name]() for name in turns[0]}
+    shares = [max(SHARES[name] for name in turn) for turn in turns]
 
     def note(name: str, deadline: float) -> None:
         try:
@@ -368,8 +382,10 @@ def main() -> None:
     if "lora" in parts:
         make(tools.large, 0)
     for number, turn in enumerate(turns):
+        for name in turns[number + 1] if turn is not turns[-1] else ():
+            measures[name] = starts[name]()  # imports while this turn measures
         deadline = began + chosen.seconds * sum(shares[: number + 1]) / sum(shares)
-        with ThreadPoolExecutor(len(turn) or 1) as pool:
+        with ThreadPoolExecutor(len(turn)) as pool:
             list(pool.map(note, turn, [deadline] * len(turn)))
     for _, process in tools.runs:
         if process.poll() is None:  # its part failed before its turn came

@@ -111,6 +111,13 @@ class CheckpointWriter:
     needed: Callable[[], int] = lambda: 0
     _background: Background = field(default_factory=Background)
     _notes: Notes | None = None
+    _num_bytes: int | None = None
+
+    def _expected(self) -> int:
+        """What `needed` said at the first save: it goes through every tensor, and stays so."""
+        if self._num_bytes is None:
+            self._num_bytes = self.needed()
+        return self._num_bytes
 
     def wait(self) -> None:
         """Until the last checkpoint is there.
@@ -153,7 +160,7 @@ class CheckpointWriter:
             if target.exists():
                 remove_directory(target)  # written by an attempt that is being redone
             sizes = [size_of(path) for path in checkpoints_in(self.root)]
-            shortage = partial(free_space_check, target, max([self.needed(), *sizes]))
+            shortage = partial(free_space_check, target, max([self._expected(), *sizes]))
             staged[0] = str(stage(target))
         staging = Path(str(broadcast_object_list(staged)[0]))
         save = Save(staging / target.name)

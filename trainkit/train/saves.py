@@ -34,6 +34,7 @@ class BackgroundSaves(Trainer):
     _staging: Path | None = None
     _saving: Save | None = None
     _has_pinned = False
+    _adapter: tuple[tuple[int, ...], dict[str, Any]] | None = None
 
     def write_own_state(self, directory: Path) -> None:
         """Write what else continues the run: small files."""
@@ -134,9 +135,16 @@ class BackgroundSaves(Trainer):
 
     def _saved_weights(self) -> dict[str, Any]:
         """What ``save_pretrained`` writes of the model's state; of a frozen base, nothing."""
-        weights: dict[str, Any] = self.model.state_dict()
         if not isinstance(self.model, PeftModel):
-            return weights
+            return dict(self.model.state_dict())
+        places = tuple(each.data_ptr() for each in self.model.parameters() if each.requires_grad)
+        if self._adapter is None or self._adapter[0] != places:
+            # Going through a thousand modules takes longer than all else of an adapter's save.
+            self._adapter = places, self._adapter_weights()
+        return dict(self._adapter[1])
+
+    def _adapter_weights(self) -> dict[str, Any]:
+        weights: dict[str, Any] = self.model.state_dict()
         kept = get_peft_model_state_dict(self.model, state_dict=weights)
         places = {tensor.data_ptr() for tensor in kept.values()}
         return {

@@ -203,3 +203,17 @@ def test_codes_of_a_4_bit_base_are_not_taken_for_numbers(is_quantized):
     else:
         with pytest.raises(NumberError, match="weight: NaN"):
             check_weights(layer, None, OneRank(), what="it", fix="")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_each_bad_tensor_among_good_ones_is_found(dtype):
+    """In one pass; large numbers, whose sum is infinite, are finite all the same."""
+    layer = torch.nn.Module()
+    for number, bad in enumerate([1.0, float("nan"), 2.0, float("inf"), -float("inf")]):
+        row = torch.ones(1000, dtype=dtype)
+        row[number * 100] = bad
+        layer.register_parameter(f"p{number}", torch.nn.Parameter(row))
+    most = torch.full((1000,), torch.finfo(dtype).max, dtype=dtype)
+    layer.register_parameter("large", torch.nn.Parameter(most))
+    with pytest.raises(NumberError, match=r"^p1, p3, p4: NaN or infinite"):
+        check_weights(layer, None, OneRank(), what="it", fix="")
