@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from lora_layers import adapted_layers
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -85,6 +86,32 @@ def test_a_trained_adapter_reloads_bit_for_bit(options, tmp_path):
     )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "targets",
+    [("q_proj", "lm_head"), ("embed_tokens",), ("embed_tokens", "lm_head"), ".*(q_proj|lm_head)"],
+)
+def test_an_adapter_on_a_tied_end_is_the_same_over_every_base(targets, dtype, tmp_path):
+    """peft's adapters of both ends share a storage in one dtype, and are apart in another."""
+    model = attach(make_model(tied=True, dtype=dtype), LoraOptions(r=4, target_modules=targets))
+    train_a_little(model)
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    for other in (torch.float32, torch.bfloat16):
+        again = load_adapter(make_model(tied=True, dtype=other), tmp_path)
+        held = get_peft_model_state_dict(again, save_embedding_layers=False)
+        assert held.keys() == saved.keys()
+        assert all(torch.equal(held[name], saved[name]) for name in saved)
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "lm_head"), ".*(q_proj|lm_head)"])
+def test_an_adapter_on_the_other_end_of_a_weight_that_trains_whole_is_refused(targets):
+    options = LoraOptions(r=4, target_modules=targets, modules_to_save=("embed_tokens",))
+    with pytest.raises(RecipeError, match="lm_head, which trains whole with its other end"):
+        attach(make_model(tied=True), options)
+    attach(make_model(tied=False), options)
 
 
 def test_tied_embeddings_stay_tied_when_one_end_is_trained():

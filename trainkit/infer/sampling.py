@@ -46,7 +46,8 @@ class SamplingOptions:
         )
         for option, is_kept, rule in rules:
             if not is_kept:
-                raise RecipeError(f"it must be {rule}", where=option)
+                fix = "give --greedy" if option == "--temperature" else None
+                raise RecipeError(f"it must be {rule}", where=option, fix=fix)
         if self.greedy and self.is_sampling_asked:
             raise RecipeError(
                 "it leaves nothing to sample",

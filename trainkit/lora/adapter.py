@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
     Args:
         options: what to adapt and how.
         targets: what of the model is adapted.
-        tied: the model ties its output weight to its embeddings, and one of them is trained.
+        tied: the model ties its output weight to its embeddings, and one of them trains whole.
     """
     own = {field.name for field in fields(LoraConfig)}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
@@ -118,19 +119,10 @@ def with_vocabulary(options: LoraOptions, model: PreTrainedModel) -> LoraOptions
     Raises:
         RecipeError: adapters are asked for on one of the two.
     """
-    targets = options.target_modules
-    wanted = [] if isinstance(targets, str) else targets
     ends = vocabulary_ends(model)
-    for end in ends:
-        is_target = any(end == name or end.endswith(f".{name}") for name in wanted)
-        if is_target or (isinstance(targets, str) and re.fullmatch(targets, end)):
-            raise RecipeError(
-                f"lora.target_modules names {end}, which trains whole with model.add_tokens",
-                where="lora.target_modules",
-                fix=f"take {end} out of it",
-            )
+    _refuse_targets(options, ends, "with model.add_tokens")
     saved = options.modules_to_save
-    missing = [e for e in ends if not any(e == name or e.endswith(f".{name}") for name in saved)]
+    missing = [end for end in ends if not _is_named(end, saved)]
     return options.replace(modules_to_save=[*saved, *(e.rpartition(".")[2] for e in missing)])
 
 
@@ -198,14 +190,39 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:
-    """Whether an end of a tied embedding is trained, so that peft must keep both ends one."""
+    """Whether a tied embedding trains whole, so that peft must keep both ends one.
+
+    An adapter is on its own end only, and merging it unties the two. peft would tie the adapters of
+    both ends as views of one storage, which the first change of dtype or device takes apart.
+
+    Raises:
+        RecipeError: one end trains whole, and an adapter is asked for on the other.
+    """
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is not embeddings.weight:
         return False
-    ends = {name for name, module in model.named_modules() if module in (head, embeddings)}
-    targets = () if isinstance(options.target_modules, str) else options.target_modules
-    wanted = (*options.modules_to_save, *targets)
-    return any(end == item or end.endswith(f".{item}") for end in ends for item in wanted)
+    ends = [name for name, module in model.named_modules() if module in (head, embeddings)]
+    if not any(_is_named(end, options.modules_to_save) for end in ends):
+        return False
+    _refuse_targets(options, ends, "with its other end (lora.modules_to_save)")
+    return True
+
+
+def _refuse_targets(options: LoraOptions, ends: Iterable[str], why: str) -> None:
+    """Stop where adapters are asked for on an end of the vocabulary that trains whole."""
+    targets = options.target_modules
+    for end in ends:
+        asked = isinstance(targets, str) and re.fullmatch(targets, end)
+        if asked or (not isinstance(targets, str) and _is_named(end, targets)):
+            raise RecipeError(
+                f"lora.target_modules names {end}, which trains whole {why}",
+                where="lora.target_modules",
+                fix=f"take {end} out of it",
+            )
+
+
+def _is_named(module: str, names: Sequence[str]) -> bool:
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _cast_trainable(model: PeftModel, dtype: torch.dtype) -> None:

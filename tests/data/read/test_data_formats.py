@@ -72,6 +72,14 @@ def test_every_conversation_format_says_the_same(name):
     assert systems == ([] if name == "belle" else ["S"])
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_keys_of_other_formats_that_are_null_change_nothing(name):
+    """Files that were put together by column have every key in every row."""
+    others = dict.fromkeys(key for row in ROWS.values() for key in row)
+    others |= dict.fromkeys(("messages", "conversations", "input_ids", "prompt", "text", "chat"))
+    assert parse_row({**others, **ROWS[name]}, "auto") == parse_row(ROWS[name], "auto")
+
+
 def test_switches_and_reasoning_are_read():
     _, _, first, _, second = parse_row(ROWS["messages"], "auto").messages
     assert (first.train, second.train, second.reasoning) == (False, True, "R")

@@ -32,7 +32,7 @@ def parse_messages(row: Mapping[str, Any]) -> Conversation:
 
 def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
     """``conversations: [{from, value}]`` with ``system`` and ``tools`` next to it."""
-    key = "conversations" if "conversations" in row else "conversation"
+    key = "conversation" if row.get("conversations") is None else "conversations"
     return _conversation(row, fields.items(row, key))
 
 
@@ -158,25 +158,26 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
 
 
 def detect(row: Mapping[str, Any]) -> str | None:
-    """The name of the format that ``row``'s keys speak for, or None."""
-    if "messages" in row:
+    """The name of the format that ``row``'s keys speak for, or None; one that is null is absent."""
+    keys = {key for key, value in row.items() if value is not None}
+    if "messages" in keys:
         return "messages"
-    if "conversations" in row or "conversation" in row:
+    if "conversations" in keys or "conversation" in keys:
         return "sharegpt"
-    if "input_ids" in row:
+    if "input_ids" in keys:
         return "tokens"
-    if "prompt" in row and "completion" in row:
+    if "prompt" in keys and "completion" in keys:
         return "prompt_completion"
-    if "instruction" in row and "output" in row:
+    if "instruction" in keys and "output" in keys:
         script = row["instruction"]
         if isinstance(script, str) and re.match(r"\s*Human[ \t]*[:：]", script):
             return "belle"
         return "alpaca"
     if isinstance(row.get("chat"), Mapping):
         return "moss"
-    if "code_with_problem" in row:
+    if "code_with_problem" in keys:
         return "leetcode"
-    return "text" if "text" in row else None
+    return "text" if "text" in keys else None
 
 
 def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> ParsedRow:
