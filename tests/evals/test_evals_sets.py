@@ -8,6 +8,7 @@ import pytest
 from set_files import PARTS, write_sets
 
 from trainkit.errors import DataError, RecipeError
+from trainkit.evals import tasks
 from trainkit.evals.sets import SETS
 from trainkit.evals.tasks import TaskChoice, load_tasks
 from trainkit.options.benchmarks import METRICS
@@ -150,6 +151,17 @@ def test_a_set_that_is_not_there_says_where_its_files_go(tmp_path, name):
 def test_what_a_set_cannot_do_is_refused(sets, names, options, word):
     with pytest.raises(RecipeError, match=word):
         load_tasks(TaskChoice(names, data=str(sets), **options))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("bool", "boolq"), ("mmlu_anatomi", "mmlu_anatomy"), ("hellaswg", "hellaswag"), ("q!", "")],
+)
+def test_an_unknown_task_is_refused_without_reading_all_definitions(monkeypatch, name, meant):
+    monkeypatch.setattr(tasks, "_all_tasks", lambda: pytest.fail("ten seconds"))
+    with pytest.raises(RecipeError, match=f"there is no task '{name}'") as refused:
+        load_tasks(TaskChoice([name]))
+    assert meant in str(refused.value.fix)
 
 
 def test_examples_that_are_missing_are_asked_for(tmp_path):

@@ -154,10 +154,11 @@ def test_the_gguf_stops_where_training_ended_and_goes_on_elsewhere(exported):
 
 
 @llama_cpp
-def test_k_quants_by_llama_cpp(exported):
+def test_k_quants_by_llama_cpp(exported, capfd):
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python, which is compiled")
     out, certificate = exported("gguf", ("--type", "q4_k_m"))
     assert (out / "model-q4_k_m.gguf").is_file()
+    assert "llama_model_loader" not in capfd.readouterr().err
     assert certificate["answers"]["required"] is None
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -58,6 +59,8 @@ def quantize(source: Path, target: Path, kind: str) -> None:
 def _by_library(source: bytes, target: bytes, number: int) -> int:
     import llama_cpp
 
+    # Its own logger; otherwise it prints a hundred lines about the file.
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)
     llama_cpp.llama_backend_init()
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype = number
