@@ -322,6 +322,16 @@ def test_rare_keys_mean_what_they_mean_there(tmp_path, tool, theirs, key, value)
     every_key_has_a_line(theirs, found)
 
 
+def test_no_two_lines_say_one_key_of_ours(tmp_path):
+    """What a later key of theirs sets is not said of the earlier one any more."""
+    file = tmp_path / "run.sh"
+    file.write_text("trl sft --model_name_or_path m --dataset_name d --use_peft --lora_r 32")
+    lines = translate(file).lines
+    assert [line.theirs for line in lines if "lora.r: " in line.ours] == ["lora_r: 32"]
+    (peft,) = [line.ours for line in lines if line.theirs == "use_peft: true"]
+    assert peft == "lora.alpha: 32, lora.dropout: 0.05"
+
+
 def test_columns_and_names_of_a_data_set_are_kept_or_named(tmp_path):
     file = tmp_path / "theirs.yaml"
     written_out = {"field_instruction": "q", "field_output": "a", "format": "[INST] {x}"}

@@ -1,7 +1,7 @@
 """A recipe in the making, and what became of each key of the other tool's."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,10 +55,21 @@ class Draft:
     def take(self, theirs: str, ours: Mapping[str, Any], note: str = "") -> None:
         """A key of theirs sets keys of ours; with a note it does not mean quite the same."""
         for key, value in ours.items():
+            if key in self.values and self.values[key] != value:
+                self._take_back(key, theirs)
             self.values[key] = value
             self.origins[key] = f"{self.tool}: {theirs}"
         text = ", ".join(f"{key}: {shown(value)}" for key, value in ours.items())
         self.lines.append(Line("changed" if note else "taken", self._named(theirs), text, note))
+
+    def _take_back(self, key: str, theirs: str) -> None:
+        """An earlier line no longer says a value that a later key of theirs sets."""
+        old = f"{key}: {shown(self.values[key])}"
+        for place, line in enumerate(self.lines):
+            left = [part for part in line.ours.split(", ") if part != old]
+            if old in line.ours.split(", "):
+                note = line.note or ("" if left else f"{theirs} says it again")
+                self.lines[place] = replace(line, ours=", ".join(left), note=note)
 
     def leave(self, theirs: str, why: str) -> None:
         """A key of theirs has nothing here."""
