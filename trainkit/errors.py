@@ -23,7 +23,8 @@ class TrainkitError(Exception):
         self.what = what
         self.where = where
         self.fix = fix
-        place = f"{where}: " if where else ""
+        # A sentence may begin with the key that it is about.
+        place = f"{where}: " if where and not what.startswith(where) else ""
         advice = f"\n  fix: {fix}" if fix else ""
         super().__init__(f"{place}{what}{advice}")
 

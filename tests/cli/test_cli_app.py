@@ -92,6 +92,15 @@ def test_known_errors_come_without_a_traceback(command, capsys, error, code):
     assert shown == f"error: {error.where}: bad\n  fix: mend it\n"
 
 
+def test_a_place_is_said_once():
+    assert (
+        str(TrainkitError("data.max_length 9 is long", where="data.max_length")).count("max_") == 1
+    )
+    assert (
+        str(TrainkitError("it is long", where="data.max_length")) == "data.max_length: it is long"
+    )
+
+
 def test_a_bug_shows_its_traceback_and_asks_for_a_report(command, capsys):
     def run() -> None:
         raise ZeroDivisionError("surprise")

@@ -121,10 +121,12 @@ def describe_new_tokens(new: NewTokens, rows: int | None) -> str:
     """
     parts = []
     if new.pieces:
-        ids = f"ids {min(new.pieces)} to {max(new.pieces)}"
+        first, last = min(new.pieces), max(new.pieces)
+        ids = f"id {first}" if first == last else f"ids {first} to {last}"
+        tokens = "token" if first == last else "tokens"
         grown = rows is not None and new.size > rows
         room = f"{rows} rows grow to {new.size}" if grown else "the embedding has rows for them"
-        parts.append(f"{len(new.pieces)} tokens added ({ids}; {room})")
+        parts.append(f"{len(new.pieces)} {tokens} added ({ids}; {room})")
     if new.known:
         first = ", ".join(new.known[:5]) + (", ..." if len(new.known) > 5 else "")
         parts.append(f"{len(new.known)} in the vocabulary already ({first})")

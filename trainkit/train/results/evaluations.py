@@ -208,7 +208,8 @@ class StopEarly(TrainerCallback):
             control.should_training_stop = True
             self._say(
                 f"stopped at step {state.global_step}: {name} was no better than "
-                f"{self._best:.4g} in {self._num_worse} evaluations"
+                f"{self._best:.4g} in {self._num_worse} "
+                f"evaluation{'' if self._num_worse == 1 else 's'}"
             )
 
     def _see(self, args: TrainingArguments, metrics: Mapping[str, float]) -> str | None:
