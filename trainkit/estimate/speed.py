@@ -6,6 +6,7 @@ on one H200; another GPU is scaled by its datasheet. T tokens of a micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainkit.estimate import activations
@@ -159,8 +160,20 @@ FETCH, FETCH_MATRICES = 1.2e-3, 3.5e-3
 at once, 7B on 2 H200s; or matrix by matrix, 7B on 2, 4 and 8."""
 AT_ONCE = 500_000_000
 """Numbers of a layer at most that are gathered at once, as in ``parallel.deepspeed``."""
-HOST_LAYER, HOST_STEP = 2.1e-3, 25e-3
-"""Seconds that Python takes to launch a layer both ways, and a step: small models wait for it."""
+HOST_LAYER: Mapping[str, float] = {
+    "full": 2.1e-3,
+    "full, fp8": 2.1e-3,
+    "lora": 2.1e-3,
+    "nf4": 2.1e-3,
+    "fp8": 2.1e-3,
+    "peft": 2.1e-3,
+    "peft, nf4": 2.1e-3,
+}
+"""Seconds that Python takes to launch a layer both ways: small steps wait for it."""
+HOST_STEP = 25e-3
+"""The same for an optimizer's step."""
+WAITING = 0.6
+"""Of the GPU's own time: where the host takes more, a slower or busier one shows."""
 HOST_BYTES = 25e9
 """Over PCIe, a second."""
 HOST_ADAM = 0.8e9
@@ -199,7 +212,16 @@ def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
         + rates.unpacking * each.unpacking / moved
         + each.exchanged / (LINK * gpu.link * 1e9)
     )
-    return micro_batch, HOST_LAYER * each.layers
+    return micro_batch, HOST_LAYER[_launched(plan)] * each.layers
+
+
+def _launched(plan: Plan) -> str:
+    """The row of `HOST_LAYER`."""
+    if plan.adapters is None:
+        return "full" if plan.fp8 is None else "full, fp8"
+    if plan.fuses_lora:
+        return {"nf4": "nf4", "fp8": "fp8"}.get(plan.base, "lora")
+    return "peft, nf4" if plan.base == "nf4" else "peft"
 
 
 def _micro_batch(plan: Plan, gpu: Gpu) -> float:
@@ -243,6 +265,8 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
         return BAND_SCALED, "from one H200's measurements: what ranks exchange was not timed"
     if plan.stage == 3 and plan.gpus > 1:
         return BAND_SCALED, "from one H200's measurements: weights in shards were not timed"
+    if any(host > WAITING * own for own, host in (_computing(p, gpu) for p in ranks_of(plan))):
+        return BAND_SCALED, "so few tokens that the GPU waits for Python, as fast as the host is"
     if gpu.name == ANCHOR:
         return BAND_ANCHORED, "measured on an H200: step, lora, fp8 and trainer of docs/benchmarks"
     if gpu.name == "h100":
