@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from trainkit.errors import ModelError
 from trainkit.estimate import head, state
 from trainkit.estimate.gpus import GPUS, gpu_named
 from trainkit.estimate.peak import OWNERS, peak
@@ -86,6 +87,19 @@ def test_parameters_are_the_models(name: str) -> None:
     assert from_config(config.to_dict(), name).parameters == pytest.approx(real, rel=1e-4)
     two = replace(find_shape(name), layers=2)
     assert from_config(config.to_dict(), two.name) == two
+
+
+def test_a_tower_for_images_is_counted_or_refused() -> None:
+    config = AutoConfig.for_model("qwen2_vl")
+    config.text_config.num_hidden_layers = 1
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    shape = from_config(config.to_dict(), "a")
+    tower = [each.numel() for name, each in model.named_parameters() if "visual" in name]
+    assert shape.tower == sum(tower)
+    assert state.weights(Plan(shape, 1, 8)) == 2 * sum(each.numel() for each in model.parameters())
+    with pytest.raises(ModelError, match="gemma3 with a tower for images"):
+        from_config(AutoConfig.for_model("gemma3").to_dict(), "b")
 
 
 @pytest.mark.parametrize(

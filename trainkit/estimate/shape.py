@@ -72,6 +72,7 @@ class ModelShape:
         family: ``model_type``.
         has_embeddings: not on a later stage of a pipeline.
         has_head: and the final norm; only on its last stage.
+        tower: weights that see images and are frozen.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ModelShape:
     qkv_bias: bool = False
     has_embeddings: bool = True
     has_head: bool = True
+    tower: int = 0
 
     @property
     def traits(self) -> Traits:
@@ -157,6 +159,9 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """
     config = {**config, **(config.get("text_config") or {})}
     family = str(config.get("model_type", "")).removesuffix("_text")
+    vision = config.get("vision_config")
+    if vision and family != "qwen2_vl":
+        family += " with a tower for images"
     if family not in TRAITS or any(config.get(key) for key in ("num_experts", "num_local_experts")):
         raise ModelError(
             f"no estimate for model_type {family!r}: its layers have not been counted",
@@ -181,7 +186,18 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         vocab=vocab,
         tied=TRAITS[family].tied if tied is None else bool(tied),
         qkv_bias=bool(config.get("attention_bias", TRAITS[family].qkv_bias)),
+        tower=_tower(vision) if vision else 0,
     )
+
+
+def _tower(vision: Mapping[str, Any]) -> int:
+    """Weights of Qwen2-VL's tower: its blocks, the patches, and what merges four of them."""
+    width, out = vision.get("embed_dim", 1280), vision.get("hidden_size", 3584)
+    inner, merged = int(vision.get("mlp_ratio", 4) * width), 4 * width
+    block = 4 * width * width + 9 * width + 2 * width * inner + inner
+    patches = 3 * 2 * vision.get("patch_size", 14) ** 2 * width
+    ends = 2 * width + merged * merged + merged + merged * out + out
+    return int(vision.get("depth", 32) * block + patches + ends)
 
 
 def _named(

@@ -90,6 +90,7 @@ def weights(plan: Plan) -> float:
     if plan.base == "fp8":
         per_layer += 4 * sum(outputs for _, outputs in shape.linears().values())
     total = shape.layers * (per_layer + plain * shape.layer_vectors) + plain * shape.outside
+    total += plain * shape.tower
     if plan.adapters is not None:
         total += plan.adapters.element * plan.trained
     elif plan.fp8 is not None:
