@@ -6,6 +6,7 @@ H hidden, F feed-forward, A query width (heads x head size), K key width, V voca
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -265,8 +266,8 @@ NAMED: Mapping[str, dict[str, Any]] = {
 }
 """Shapes that need no file and no network."""
 
-_ENDINGS = ("-instruct", "-chat", "-base", "-hf", "-it", "-v0.3", "-v0.2", "-v0.1", "-v1.0", "-4k")
-_ENDINGS += ("-2507", "-thinking")
+_ENDINGS = ("-instruct", "-chat", "-base", "-hf", "-it", "-4k", "-2507", "-thinking")
+_VERSION = re.compile(r"-v[01]\.\d$")
 
 
 def plain_name(name: str) -> str:
@@ -275,9 +276,10 @@ def plain_name(name: str) -> str:
     changed = True
     while changed:
         changed = False
+        bare = _VERSION.sub("", short)
         for ending in _ENDINGS:
-            if short.endswith(ending):
-                short, changed = short.removesuffix(ending), True
+            bare = bare.removesuffix(ending)
+        short, changed = bare, bare != short
     return short
 
 
