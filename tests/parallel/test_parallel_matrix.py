@@ -40,6 +40,14 @@ def test_the_script_walks_every_way_that_as_many_ranks_can_be_spread(ranks, pari
     assert ways == fitting
 
 
+def test_the_guide_has_the_table_of_the_rows(parity):
+    """Make it with ``python scripts/parity_table.py``."""
+    import parity_table
+
+    guide = (ROOT / "docs/guides/parallel.md").read_text(encoding="utf-8")
+    assert parity_table.table() in guide
+
+
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: f"{row.key}-{row.why[:20]}")
 def test_each_refusal_says_what_to_write_instead_and_is_in_the_guide(row):
     guide = (ROOT / "docs/guides/parallel.md").read_text(encoding="utf-8")
