@@ -27,9 +27,10 @@ def decode_row(raw: RawRow) -> Any:
             detail += "; it begins as UTF-16 or UTF-32 do: iconv -f UTF-16 -t UTF-8 converts it"
         raise RowError("not_utf8", detail) from error
     except json.JSONDecodeError as error:
-        place = f"{error.msg} at column {error.colno}"
+        what = error.msg.removesuffix(" at")  # as some of Python's sentences end
+        place = f"{what} at column {error.colno}"
         if error.lineno > 1:
-            place = f"{error.msg} at column {error.colno}, {error.lineno - 1} lines further"
+            place += f", {error.lineno - 1} lines further"
         if isinstance(raw.payload, bytes) and b"\0" in raw.payload:
             place += (
                 "; it holds NUL bytes, as UTF-16 does (iconv -f UTF-16LE -t UTF-8 converts it), "

@@ -4,62 +4,38 @@ Every change is an override of the recipe, so what helps in the replay can be ty
 ``--resume``.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import PeftModel
-
 from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import RunDirectoryError, TrainkitError
-from trainkit.models.fp8.decide import Fp8Setup
-from trainkit.objectives import OBJECTIVES
-from trainkit.options import Fp8Options
-from trainkit.recipe import Recipe, load_recipe
+from trainkit.recipe import Recipe
 from trainkit.run import RunDirectory
 from trainkit.run.files import read_json
-from trainkit.run.starts import recorded_overrides, step_of
+from trainkit.run.starts import step_of
 from trainkit.train.diagnose.replay import (
-    MicroBatch,
     Outcome,
-    micro_batches,
-    replay,
+    magnitudes,
     single_rows,
     unsound_weights,
 )
+from trainkit.train.diagnose.trials import Bench, Trial, describe, numbers
 from trainkit.train.faults.bad_batch import (
     WEIGHTS,
-    BadBatch,
     folder_of,
     read_batches,
     steps_kept,
 )
-from trainkit.train.model import BuiltModel, build_model
+from trainkit.train.model import BuiltModel
 
 PLAIN = ("kernels=false", "model.attn_implementation=eager")
+_FAR, _SMALL = 30.0, 0.01
+"""How many times larger weights must have become to be taken for blown up, and what the smallest
+count as: adapters begin at zero."""
+_DEFAULT_RATE = 5e-5  # transformers'
 _FP8 = {"fp8 base": "lora.quantize=null", "fp8 products": "model.fp8=false"}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The batch with something changed.
-
-    Attributes:
-        what: was changed; empty for the run as it was.
-        overrides: of the recipe.
-        outcome: None where the model could not be built or run so.
-        problem: why not.
-        is_bad: the step could not be taken.
-    """
-
-    what: str
-    overrides: tuple[str, ...]
-    outcome: Outcome | None = None
-    problem: str = ""
-    is_bad: bool = True
 
 
 @dataclass
@@ -71,8 +47,8 @@ class Diagnosis:
         says: what the run said of it.
         weights: the directory that was loaded.
         are_the_steps: the weights are those that met the batch, not those of a checkpoint before.
-        culprit: weights, kernel, attention, fp8, quantize, dtype, adapters, rows, model; None where
-            the batch is not bad any more.
+        culprit: weights, learning_rate, kernel, attention, fp8, quantize, dtype, adapters, rows,
+            model; None where the batch is not bad any more.
         name: of the kernel, the weight, the rows.
         because: the reason with its numbers.
         fix: what to do.
@@ -92,85 +68,6 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-class Bench:
-    """Builds the run's model with overrides, and replays the batch through it."""
-
-    def __init__(self, run: RunDirectory, kept: Sequence[BadBatch], weights: Path | None) -> None:
-        self.run, self.kept, self.weights = run, kept, weights
-        self.batches = micro_batches(kept)
-        self.limit = kept[0].limit if kept[0].kind == "spike" else float("inf")
-
-    def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
-        """The run's, with overrides."""
-        run = self.run
-        return load_recipe(
-            run.recipe, overrides, bases=run.bases, recorded=recorded_overrides(run)
-        ).recipe
-
-    def build(self, recipe: Recipe) -> BuiltModel:
-        """The model with the weights that are replayed."""
-        source, adapters = recipe.model, None
-        if recipe.lora is not None:
-            adapters = self.weights
-        elif self.weights is not None:
-            source = source.replace(
-                name_or_path=str(self.weights), revision=None, gguf_file=None, init="pretrained"
-            )
-        quantize = recipe.lora.quantize if recipe.lora else None
-        options = Fp8Options.of(recipe.model.fp8 or quantize == "fp8")
-        record = read_json(self.run.kernels) or {}
-        recorded, attention = record.get("fp8"), recipe.model.attn_implementation
-        if attention == "auto":
-            attention = record.get("attention", {}).get("name", attention)
-        samples = [
-            {key: batch.values[key] for key in ("input_ids", "labels")} for batch in self.batches
-        ]
-        fp8 = None if options is None else Fp8Setup(options, samples, 1, recorded)
-        return build_model(
-            source,
-            attention=attention,
-            packing=recipe.data.packing,
-            lora=recipe.lora,
-            quantize=quantize,
-            kernels=recipe.kernels,
-            reentrant=False,
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-            fp8=fp8,
-            adapters_from=adapters,
-            is_proved=False,
-        )
-
-    def trial(
-        self,
-        what: str,
-        overrides: Sequence[str] = (),
-        *,
-        look: Callable[[BuiltModel], None] = lambda _: None,
-        without_adapters: bool = False,
-        batches: Sequence[MicroBatch] | None = None,
-    ) -> Trial:
-        """Replay with overrides; what cannot be built so says why."""
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        try:
-            recipe = self.recipe(overrides)
-            built = self.build(recipe)
-            look(built)
-            model = built.model
-            objective = OBJECTIVES[recipe.objective]
-            chosen = self.batches if batches is None else batches
-            if without_adapters and isinstance(model, PeftModel):
-                with model.disable_adapter():
-                    outcome = replay(model, objective, chosen)
-            else:
-                outcome = replay(model, objective, chosen)
-        except (TrainkitError, torch.OutOfMemoryError) as error:
-            said = error.what if isinstance(error, TrainkitError) else "out of memory"
-            return Trial(what, tuple(overrides), problem=said)
-        return Trial(what, tuple(overrides), outcome, is_bad=outcome.is_bad(self.limit))
 
 
 def diagnose(
@@ -198,16 +95,22 @@ def diagnose(
         )
     kept = read_batches(folder_of(run.root, step))
     weights, are_the_steps = _weights_of(run, step)
+    is_own = weights is not None and weights.name == WEIGHTS
     bench = Bench(run, kept, weights)
     found = Diagnosis(step, kept[0].says, str(weights or "the base model"), are_the_steps)
     unsound: list[str] = []
+    grown: dict[str, float] = {}
+
+    def look(built: BuiltModel) -> None:
+        unsound.extend(unsound_weights(built.model))
+        grown.update(magnitudes(built.model))
 
     def tell(trial: Trial) -> Trial:
         found.trials.append(trial)
         say(describe(trial))
         return trial
 
-    first = tell(bench.trial("", look=lambda built: unsound.extend(unsound_weights(built.model))))
+    first = tell(bench.trial("", look=look))
     if first.problem:
         raise TrainkitError(
             f"the run's model cannot be built: {first.problem}", where=str(run.root)
@@ -216,9 +119,10 @@ def diagnose(
         _blame_weights(found, unsound, run)
     elif first.is_bad:
         assert first.outcome is not None
-        _bisect(found, bench, first.outcome, tell)
+        if not (is_own and _blame_rate(found, bench, grown, tell)):
+            _bisect(found, bench, first.outcome, tell)
     else:
-        found.because = "the batch is not bad here: " + _numbers(first.outcome)
+        found.because = "the batch is not bad here: " + numbers(first.outcome)
         found.fix = (
             "the fault is not in these weights and this batch alone: a device that computed wrong, "
             "other ranks' gradients, or chance (dropout). Go on with the run; "
@@ -236,12 +140,55 @@ def _weights_of(run: RunDirectory, step: int) -> tuple[Path | None, bool]:
     if own.is_dir():
         verify_directory(own)
         return own, True
+    path = _checkpoint_before(run, step)
+    return path, step == 1 if path is None else step_of(path) == step - 1
+
+
+def _checkpoint_before(run: RunDirectory, step: int) -> Path | None:
     before = [path for path in run.root.glob("checkpoint-*") if 0 <= step_of(path) < step]
     for path in sorted(before, key=step_of, reverse=True):
         if any(path.glob("*model*.safetensors")):
             verify_directory(path)
-            return path, step_of(path) == step - 1
-    return None, step == 1
+            return path
+    return None
+
+
+def _blame_rate(
+    found: Diagnosis,
+    bench: Bench,
+    grown: Mapping[str, float],
+    tell: Callable[[Trial], Trial],
+) -> bool:
+    """Whether updates have blown the weights up, and the batch is good with those before them.
+
+    Looked for first: with such weights any change of the order of sums may happen to help.
+    """
+    run, source = bench.run, _checkpoint_before(bench.run, found.step)
+    before: dict[str, float] = {}
+    place = source.name if source else "the start"
+    trial = tell(
+        Bench(run, bench.kept, source).trial(
+            f"with the weights of {place}",
+            look=lambda built: before.update(magnitudes(built.model)),
+        )
+    )
+    ratios = {name: grown[name] / max(was, _SMALL) for name, was in before.items() if name in grown}
+    farthest = max(ratios, key=lambda name: ratios[name], default=None)
+    if trial.problem or trial.is_bad or farthest is None or ratios[farthest] < _FAR:
+        return False
+    recipe = bench.recipe()
+    rate = float(recipe.training.get("learning_rate") or _DEFAULT_RATE)
+    usual = 1e-5 if recipe.lora is None else 1e-4
+    lower = rate / 10 if rate < 1000 * usual else usual
+    found.culprit, found.name = "learning_rate", f"{rate:g}"
+    found.because = (
+        f"the numbers of {farthest} are {grown[farthest]:.3g} on average, and were "
+        f"{before[farthest]:.3g} in {place}, with whose weights the batch is good: "
+        f"{numbers(trial.outcome)}"
+    )
+    command = f"trainkit sft --resume {run.root}" if source else "begin again with"
+    found.fix = f"the updates are too large: {command} training.learning_rate={lower:g}"
+    return True
 
 
 def _blame_weights(found: Diagnosis, unsound: Sequence[str], run: RunDirectory) -> None:
@@ -261,7 +208,7 @@ def _bisect(found: Diagnosis, bench: Bench, first: Outcome, tell: Callable[[Tria
         if trial.problem or trial.is_bad:
             continue
         found.culprit, found.name = kind, name
-        found.because = f"as it ran: {_numbers(first)}; {trial.what}: {_numbers(trial.outcome)}"
+        found.because = f"as it ran: {numbers(first)}; {trial.what}: {numbers(trial.outcome)}"
         typed = " ".join(trial.overrides)
         found.fix = (
             f"trainkit sft --resume {bench.run.root} {typed}"
@@ -342,33 +289,13 @@ def _blame_rows(
         found.culprit, found.name = "rows", ", ".join(names)
         found.because = (
             f"{len(names)} of {len(rows)} rows are bad by themselves, in plain torch as well: "
-            f"{_numbers(bad[0].outcome)}"
+            f"{numbers(bad[0].outcome)}"
         )
         found.fix = "look at them (trainkit data preview), correct them or take them out"
         return
     found.culprit, found.name = "model", first.first_module or first.first_gradient or "loss"
-    found.because = f"every row is bad, in plain torch as well: {_numbers(first)}"
+    found.because = f"every row is bad, in plain torch as well: {numbers(first)}"
     found.fix = (
         "the weights have gone too far: go on from an earlier checkpoint with a lower "
         "training.learning_rate"
     )
-
-
-def describe(trial: Trial) -> str:
-    """One line."""
-    what = trial.what or "as it ran"
-    if trial.problem:
-        return f"{what}: not tried: {trial.problem}"
-    return f"{what}: {'bad' if trial.is_bad else 'good'}: {_numbers(trial.outcome)}"
-
-
-def _numbers(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "not tried"
-    text = f"loss {outcome.loss:.4g}, grad_norm {outcome.grad_norm:.4g}"
-    if outcome.first_module is not None:
-        text += f"; the first output that is not finite is of {outcome.first_module}"
-        text += f", whose inputs reach {outcome.largest_input:.3g}"
-    elif outcome.first_gradient is not None:
-        text += f"; the first gradient that is not finite is of {outcome.first_gradient}"
-    return text

@@ -247,6 +247,15 @@ def single_rows(batch: MicroBatch) -> list[MicroBatch]:
     ]
 
 
+def magnitudes(model: nn.Module) -> dict[str, float]:
+    """How large the trained weights are on average, by name."""
+    return {
+        name: float(parameter.detach().float().abs().mean())
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.numel()
+    }
+
+
 def unsound_weights(model: nn.Module) -> list[str]:
     """Weights that hold NaN or infinity, by name."""
     return [name for name, tensor in numbers_of(model, None) if not bool(tensor.isfinite().all())]
