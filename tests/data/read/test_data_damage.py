@@ -11,7 +11,9 @@ from tokenizers import processors
 
 from trainkit.data import DataOptions, Source
 from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.read.messages import RowError
 from trainkit.data.read.reading import RawRow, decode, read_rows
+from trainkit.data.read.rows import decode_row
 from trainkit.errors import DataError
 
 LIMIT = 1 << 26
@@ -48,6 +50,16 @@ def test_another_unicode_encoding_is_named(write, ready, encoding):
     text = "\ufeff" * encoding.endswith("be") + json.dumps(chat("q", "a")) + "\n"
     with pytest.raises(DataError, match="UTF-16 or UTF-32"):
         ready(write(text.encode(encoding)))
+
+
+@pytest.mark.parametrize(
+    "payload", [b'{"a": "\x07"}', b'{"a": "b', b'{"a": 1,}', b'{"a": "\\x"}', b"{a}", b"{", b"1 2"]
+)
+def test_where_the_json_ends_is_a_sentence(payload):
+    """Whatever Python has to say of it; some of its sentences end with "at"."""
+    with pytest.raises(RowError, match=r"^\w+: \w.*[^:.] at column \d+$") as refused:
+        decode_row(RawRow(1, payload))
+    assert "at at" not in str(refused.value)
 
 
 def test_a_huge_element_of_an_array_is_read_in_one_pass(write):
