@@ -3,9 +3,10 @@
 
     python scripts/two_hosts.py [--kill worker,host1,host0]
 
-A worker is killed alone; or a host whole, its launcher and all, and its line is typed again, as
-a scheduler does. Losses, gradient norms and final weights are compared to the bit with those of a
-run that nobody disturbed. One JSON row for each kind; the exit status is 1 if one differs.
+A worker is killed alone; or a host whole, its launcher and all, and its line is typed again, as a
+scheduler does. Without host 0, where hosts meet, the other ends, and both lines are typed again.
+Losses, gradient norms and final weights are compared to the bit with those of a run that nobody
+disturbed. One JSON row for each kind; the exit status is 1 if one differs.
 """
 
 from __future__ import annotations
@@ -71,6 +72,9 @@ def run(root: Path, out: str, victim: str | None) -> list[int]:
             else:
                 kill([hosts[rank].pid, *workers])
                 hosts[rank].wait()
+                if rank == 0:  # it keeps the place where they meet, and the other ends, too
+                    hosts[1].wait(PATIENCE)
+                    hosts[1] = start(root, 1, out, port)
                 hosts[rank] = start(root, rank, out, port)
         return [host.wait(max(deadline - time.monotonic(), 1)) for host in hosts]
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from torch.distributed import run
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 from torch.distributed.launcher import api
 
 from trainkit.cli.app import main
@@ -99,6 +100,19 @@ def test_processes_without_gpus_share_the_cores(monkeypatch, count, gpus, thread
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setenv("NPROC_PER_NODE", count)
     assert threads_of_each(command(max(gpus, 1)), gpus) == threads
+
+
+def test_hosts_that_have_lost_host_0_say_so(monkeypatch, capsys):
+    def lost(_):
+        raise RendezvousConnectionError("The connection to the C10d store has failed.")
+
+    monkeypatch.setenv(torchrun.LAUNCHER, "")
+    monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)
+    monkeypatch.setattr(run, "main", lost)
+    assert torchrun.main([]) == 1
+    said = capsys.readouterr().err
+    assert "C10d store has failed" in said
+    assert "type the same line" in said
 
 
 def test_one_process_on_a_host_of_many_gpus_is_not_started_over_and_over(monkeypatch):

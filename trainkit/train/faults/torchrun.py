@@ -21,6 +21,10 @@ SHUTDOWN_SECONDS = 600
 _STOPPED = {PREEMPTED: signal.SIGTERM, StoppedError(signal.SIGINT, "").exit_code: signal.SIGINT}
 """Exit codes of a process that was asked to stop, and by what."""
 
+_APART = """error: the hosts have lost one another: {}
+  fix: host 0 keeps the place where they meet; where its launcher has ended, type the same line
+    again on every host, and the run goes on from its last checkpoint"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run torchrun.
@@ -43,6 +47,7 @@ def _run(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher import api
 
     class StoppableAgent(LocalElasticAgent):
@@ -81,6 +86,9 @@ def _run(arguments: Sequence[str]) -> int:
             name = signal.Signals(-failure.exitcode).name
             sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {name}\n")
         return failure.exitcode if failure.exitcode > 0 else 1
+    except RendezvousError as error:
+        sys.stderr.write(f"{_APART.format(error)}\n")
+        return 1
     return 0
 
 
