@@ -21,7 +21,7 @@ from trainkit.lora.quant import refuse_unfit_device, refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
-from trainkit.models.attention import Attention, resolve_attention
+from trainkit.models.attention import Attention, attention_heads, resolve_attention
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.checks.self_check import self_check
@@ -350,10 +350,12 @@ def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention
     if wanted not in ("auto", own_attention.NAME):
         return Attention(wanted, "named in the recipe")
     config = load_config(source).get_text_config()
-    head_size = getattr(config, "head_dim", None)
+    heads = attention_heads(config)
+    if not heads:
+        return Attention("eager", "the model has no attention")
     return resolve_attention(
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
         dtype=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
-        head_size=head_size or config.hidden_size // config.num_attention_heads,
+        head_size=max(size for _, size in heads),
     )

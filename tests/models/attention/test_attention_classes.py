@@ -13,9 +13,17 @@ import pytest
 import torch
 from tiny_classes import classes, make_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Gemma4TextConfig, MambaConfig
 
 from trainkit.errors import ModelError
-from trainkit.models.attention import Attention, blockwise, forward, proof, resolve_attention
+from trainkit.models.attention import (
+    Attention,
+    attention_heads,
+    blockwise,
+    forward,
+    proof,
+    resolve_attention,
+)
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.pattern import make_mask
 from trainkit.models.attention.small_batch import small_batches
@@ -226,3 +234,20 @@ def test_the_survey_writes_a_row_for_each_class(tmp_path):
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["packed"]["outcome"] for row in rows] == ["trainkit", "refused"]
+
+
+def test_the_heads_of_each_class_are_known():
+    """In some they differ between layers, and some have none; both stopped a run."""
+    others = ("blt", "gemma4_text", "mamba", "rwkv", "xlstm")
+    for name in (*(name for name, _ in SERVED.values()), *others):
+        config = classes()[name][0]().get_text_config(decoder=True)
+        heads = attention_heads(config)
+        assert len(heads) in (0, getattr(config, "num_hidden_layers", 1)), name
+        assert all(map(all, heads)), name
+
+
+def test_heads_that_differ_between_layers_are_each_counted():
+    config = Gemma4TextConfig(num_hidden_layers=6, head_dim=16, global_head_dim=32)
+    sizes = [size for _, size in attention_heads(config)]
+    assert sizes == [32 if kind == "full_attention" else 16 for kind in config.layer_types]
+    assert attention_heads(MambaConfig(num_hidden_layers=2)) == []

@@ -66,6 +66,23 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
+def attention_heads(config: Any) -> list[tuple[int, int]]:
+    """Heads and the size of each, layer by layer; empty for a model without attention.
+
+    Args:
+        config: of the language model. In some models (gemma4) the sizes differ between layers.
+    """
+    layers = [config] * getattr(config, "num_hidden_layers", 1)
+    if getattr(config, "is_heterogeneous", False):
+        layers = list(config.per_layer_config)
+    found = []
+    for layer in layers:
+        heads = getattr(layer, "num_attention_heads", None)
+        if heads:
+            found.append((heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads))
+    return found
+
+
 def resolve_attention(
     *,
     packed: bool,

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
 
 # Dense bf16 tensor-core peaks in FLOP/s by NVIDIA's datasheets (without sparsity). The first name
@@ -59,10 +60,7 @@ def training_flops_per_token(model: Any, max_length: int) -> float:
         size = num_weights(parameter) * (active_share if is_expert else 1.0)
         trained += size if parameter.requires_grad else 0
         frozen += 0 if parameter.requires_grad else size
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
-    )
-    attention = 6 * config.num_hidden_layers * config.num_attention_heads * head_dim * max_length
+    attention = 6 * sum(heads * size for heads, size in attention_heads(config)) * max_length
     return 6.0 * trained + 4.0 * frozen + attention
 
 
