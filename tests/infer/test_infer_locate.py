@@ -67,6 +67,16 @@ def test_what_is_no_model_says_so(tmp_path, run_directory):
         find_model(str(run_directory))
 
 
+def test_a_checkpoint_that_was_removed_is_not_sought_on_the_hub(run_directory, monkeypatch):
+    monkeypatch.chdir(run_directory.parent)
+    for step in (8, 12):
+        (run_directory / f"checkpoint-{step}").mkdir()
+    with pytest.raises(ModelError, match="nothing at this path") as refused:
+        find_model("run-1/checkpoint-4")
+    assert "checkpoint-8, checkpoint-12, final" in str(refused.value)
+    assert find_model("train_model/Qwen2").model == "train_model/Qwen2"
+
+
 def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     record = {
         "train": {

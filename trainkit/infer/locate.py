@@ -58,6 +58,7 @@ def find_model(
     if not directory.exists():
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ModelError("there is nothing at this path", where=name)
+        _check_is_no_checkpoint(directory)
         tokenizer = str(adapter) if adapter is not None and _has_tokenizer(adapter) else name
         return ModelPaths(name, adapter, tokenizer, None, None)
     directory, run = locate(directory)
@@ -71,6 +72,22 @@ def find_model(
         raise _nothing_to_load(directory)
     spots = [spot for spot in (adapter, directory) if spot is not None and _has_tokenizer(spot)]
     return ModelPaths(model, adapter, str(spots[0]) if spots else model, run, directory)
+
+
+def _check_is_no_checkpoint(directory: Path) -> None:
+    """Refuse a part of a run that is not there, or no more: only the last checkpoints are kept."""
+    run = directory.parent
+    if not (run / "status.json").is_file():
+        return  # a hub name looks like a path
+    checkpoints = sorted(
+        (each.name for each in run.glob("checkpoint-*")), key=lambda n: (len(n), n)
+    )
+    there = [name for name in (*checkpoints, "final") if (run / name).is_dir()]
+    raise ModelError(
+        "there is nothing at this path",
+        where=str(directory),
+        fix=f"this run has {', '.join(there)}" if there else "this run has no model yet",
+    )
 
 
 def weights_digest(paths: ModelPaths) -> str | None:
