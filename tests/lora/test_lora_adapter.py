@@ -1,12 +1,13 @@
 """Attaching, saving and reloading adapters."""
 
 import copy
+import json
 
 import pytest
 import torch
 from lora_layers import adapted_layers
 from peft import get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trainkit.errors import CheckpointError, ModelError, RecipeError
@@ -185,3 +186,21 @@ def test_a_directory_without_an_adapter_is_refused(tmp_path):
 def test_an_unknown_quantisation_is_refused():
     with pytest.raises(RecipeError):
         quantization_config("int3")
+
+
+@pytest.mark.parametrize(
+    ("keep", "targets", "word"),
+    [
+        ("q_proj", ["q_proj", "v_proj"], "no weights in it: model.layers.0.self_attn.v_proj"),
+        ("", ["q_proj"], "weights of 4 modules, and its configuration adapts 2"),
+    ],
+)
+def test_an_adapter_of_which_a_part_would_be_ignored_is_refused(tmp_path, keep, targets, word):
+    options = LoraOptions(r=2, target_modules=["q_proj", "v_proj"])
+    attach(make_model(), options).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if keep in name}, file)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
+    with pytest.raises(CheckpointError, match=word):
+        load_adapter(make_model(), tmp_path)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -153,9 +155,11 @@ def load_adapter(
         )
     _refuse_endless(path, model)
     try:
-        return PeftModel.from_pretrained(
-            model, str(path), adapter_name=adapter_name, is_trainable=trainable
-        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            wrapped = PeftModel.from_pretrained(
+                model, str(path), adapter_name=adapter_name, is_trainable=trainable
+            )
     except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # peft raises nearly anything on a file that is not its own
@@ -166,6 +170,37 @@ def load_adapter(
             fix="check that adapter_config.json and adapter_model.safetensors are as they were "
             "saved, and that the base is the one it was trained on",
         ) from error
+    _refuse_parts(path, wrapped, adapter_name, [str(each.message) for each in said])
+    for each in said:
+        warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    return wrapped
+
+
+def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequence[str]) -> None:
+    """Refuse weights and a configuration that are not of one adapter; peft takes what fits.
+
+    Raises:
+        CheckpointError: an adapted module has no weights, or weights go to no module.
+    """
+    missing = next((each for each in said if "missing adapter keys" in each), None)
+    wrong = "" if missing is None else "adapted modules have no weights in it"
+    file = path / "adapter_model.safetensors"
+    if file.is_file():
+        with safe_open(file, "pt") as tensors:
+            held = sum(".lora_A." in f".{name}." for name in list(tensors.keys()))
+        taken = sum(
+            f".lora_A.{adapter_name}." in f"{name}." for name, _ in model.named_parameters()
+        )
+        if held > taken:
+            wrong = f"it has weights of {held} modules, and its configuration adapts {taken}"
+    if wrong:
+        named = re.findall(r"'([^']+)\.lora_", missing or "")
+        raise CheckpointError(
+            f"a part of the adapter would be ignored: {wrong}"
+            + (f": {named[0].removeprefix('base_model.model.')}" if named else ""),
+            where=str(path),
+            fix="take adapter_config.json and adapter_model.safetensors of the same adapter, whole",
+        )
 
 
 def _refuse_endless(path: Path, model: nn.Module) -> None:
