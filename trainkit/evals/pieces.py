@@ -91,7 +91,7 @@ def cuts_between_words(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _state(part: Any) -> Mapping[str, Any]:
-    """A part of a tokenizer as it stands in ``tokenizer.json``."""
+    """A part of a tokenizer as in ``tokenizer.json``."""
     state: Mapping[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return state
 

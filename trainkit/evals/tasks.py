@@ -117,7 +117,7 @@ _NAMED = re.compile(r"""^["']?(?:task|group|tag)["']?:\s*["']?([\w.-]+)["']?\s*$
 
 
 def _check_is_written(name: str) -> None:
-    """Refuse a name that stands in none of the harness's definitions.
+    """Refuse a name that is in none of the harness's definitions.
 
     Reading them as definitions takes ten seconds, and as text a tenth of that.
     """
@@ -234,7 +234,7 @@ class _Rows:
 class _Split(list[dict[str, Any]]):
     """Rows of a split where the harness expects a table of `datasets`.
 
-    It goes over all rows several times, and a table makes each anew from its columns, which takes
+    It goes over all rows several times, and a table builds each again from its columns, which takes
     as long as everything else but the model. What only a table can do is left to one.
     """
 

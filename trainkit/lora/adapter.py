@@ -247,8 +247,8 @@ def _refuse_targets(options: LoraOptions, ends: Iterable[str], why: str) -> None
     """Stop where adapters are asked for on an end of the vocabulary that trains whole."""
     targets = options.target_modules
     for end in ends:
-        asked = isinstance(targets, str) and re.fullmatch(targets, end)
-        if asked or (not isinstance(targets, str) and _is_named(end, targets)):
+        is_wanted = isinstance(targets, str) and re.fullmatch(targets, end)
+        if is_wanted or (not isinstance(targets, str) and _is_named(end, targets)):
             raise RecipeError(
                 f"lora.target_modules names {end}, which trains whole {why}",
                 where="lora.target_modules",
