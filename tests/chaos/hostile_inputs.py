@@ -3,7 +3,17 @@
 import gzip
 import json
 
-from chaos.hostile_cases import GENERATE, SFT, adapter, case, cases, change_json, newest, vouch
+from chaos.hostile_cases import (
+    DEEP,
+    GENERATE,
+    SFT,
+    adapter,
+    case,
+    cases,
+    change_json,
+    newest,
+    vouch,
+)
 
 
 @cases(
@@ -18,6 +28,19 @@ def number_of_a_model(root, given):
 @cases(huge=10**30)
 def end_token(root, value):
     (root / "m/generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    return SFT
+
+
+@cases(list="[]", deep=DEEP, cache='{"cache_implementation": "../../x"}', torn='{"a": ')
+def settings_of_answers(root, text):
+    (root / "m/generation_config.json").write_text(text)
+    return SFT
+
+
+@cases(number=[{"name": "default", "template": 3}], text=[{"name": "default", "template": [1]}])
+def templates_of_a_tokenizer(root, value):
+    (root / "m/chat_template.jinja").unlink(missing_ok=True)
+    change_json(root / "m/tokenizer_config.json", chat_template=value)
     return SFT
 
 

@@ -127,9 +127,21 @@ def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
             where=source.name_or_path,
             fix="copy tokenizer.json and tokenizer_config.json there",
         )
+    _check_template(tokenizer.chat_template, source)
     if source.adds_tokens:
         teach(tokenizer, source)
     return tokenizer
+
+
+def _check_template(template: object, source: ModelOptions) -> None:
+    """One text, or several by name; transformers takes what the file has."""
+    texts = list(template.values()) if isinstance(template, dict) else [template or ""]
+    if not all(isinstance(text, str) for text in texts):
+        raise ModelError(
+            "the tokenizer's chat_template is neither a text nor texts by name",
+            where=source.name_or_path,
+            fix="correct chat_template in tokenizer_config.json, or remove it",
+        )
 
 
 def new_tokens(source: ModelOptions) -> NewTokens:
@@ -144,14 +156,25 @@ def new_tokens(source: ModelOptions) -> NewTokens:
 
 
 def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
-    """What the model's own generation settings stop at; empty where it has none."""
+    """What the model's own generation settings stop at; empty where it has none.
+
+    Raises:
+        ModelError: the settings cannot be read, or stop at what is no token.
+    """
     source_path, options = from_pretrained_arguments(source)
     if "gguf_file" in options:
         return ()
     try:
         settings = GenerationConfig.from_pretrained(source_path, revision=options["revision"])
-    except OSError:
-        return ()
+    except Exception as error:  # transformers looks at few of its values before it uses them
+        path = Path(source_path) / "generation_config.json"
+        if isinstance(error, OSError) and not path.is_file():
+            return ()
+        raise ModelError(
+            f"the generation settings cannot be read: {type(error).__name__}: {error}"[:400],
+            where=str(path),
+            fix="correct that file, or remove it",
+        ) from None
     stops = settings.eos_token_id
     found = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
     size = getattr(load_config(source).get_text_config(), "vocab_size", None) or _MOST
