@@ -330,6 +330,12 @@ def test_no_two_lines_say_one_key_of_ours(tmp_path):
     assert [line.theirs for line in lines if "lora.r: " in line.ours] == ["lora_r: 32"]
     (peft,) = [line.ours for line in lines if line.theirs == "use_peft: true"]
     assert peft == "lora.alpha: 32, lora.dropout: 0.05"
+    file = tmp_path / "theirs.yaml"  # a value with commas of its own
+    theirs = {"model_name_or_path": "m", "report_to": ["wandb", "mlflow"], "use_swanlab": True}
+    file.write_text(yaml.safe_dump({**theirs, "finetuning_type": "full"}))
+    lines = translate(file, "llamafactory").lines
+    said = [line.theirs for line in lines if "training.report_to: " in line.ours]
+    assert said == ["use_swanlab: true"]
 
 
 def test_columns_and_names_of_a_data_set_are_kept_or_named(tmp_path):

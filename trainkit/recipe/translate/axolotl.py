@@ -155,7 +155,8 @@ def trained_names(draft: Draft, key: str, value: Any) -> None:
         return
     names = [_as_glob(str(each)) for each in value]
     if None in names:
-        draft.leave(key, "model.frozen takes names with *, no regular expressions like these")
+        why = "here ALL weights train: model.frozen takes names with *, no expressions like these"
+        draft.leave(key, why)
     else:
         draft.take(key, {"model.frozen": ["*", *(f"!{name}" for name in names)]})
 

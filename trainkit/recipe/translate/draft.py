@@ -64,12 +64,13 @@ class Draft:
 
     def _take_back(self, key: str, theirs: str) -> None:
         """An earlier line no longer says a value that a later key of theirs sets."""
-        old = f"{key}: {shown(self.values[key])}"
+        old = f", {key}: {shown(self.values[key])}, "
         for place, line in enumerate(self.lines):
-            left = [part for part in line.ours.split(", ") if part != old]
-            if old in line.ours.split(", "):
+            said = f", {line.ours}, "
+            if old in said:
+                left = said.replace(old, ", ", 1).strip(", ")
                 note = line.note or ("" if left else f"{theirs} says it again")
-                self.lines[place] = replace(line, ours=", ".join(left), note=note)
+                self.lines[place] = replace(line, ours=left, note=note)
 
     def leave(self, theirs: str, why: str) -> None:
         """A key of theirs has nothing here."""
