@@ -11,7 +11,7 @@ Qwen2.5-0.5B's shapes and at the 392 small tensors of a 7B LoRA, of torch's fuse
 for-loop AdamW and flat_adamw. ``reuse``: full steps of Qwen2-7B's shape with Lion, whose one fp32
 moment leaves room for it, as trainkit has them and with a second fp32 copy of all gradients.
 ``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer. ``--one-process``
-starts nothing anew: for times on a quiet host; peaks are those of fresh processes.
+starts no other process: for times on a quiet host; peaks are those of fresh processes.
 """
 
 import argparse

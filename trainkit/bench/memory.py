@@ -10,7 +10,7 @@ A row also has what the estimate says of its point.
     python -m trainkit.bench.memory [--only WORD ...] [--output FILE] [--seconds N] [--not-in FILE]
                                     [--one-process]
 
-With ``--one-process`` nothing is started again: many small points take little time, and the host is
+With ``--one-process`` no other process starts: many small points take little time, and the host is
 quiet while they run.
 """
 
