@@ -56,7 +56,7 @@ def test_the_plan_follows(adapters: Adapters | None) -> None:
     none = within_budget(plan, Fp8Options(skip=list(LARGE.linears())))
     bf16 = replace(plan, base="bfloat16")
     assert seconds(every, H200) < seconds(some, H200) < seconds(none, H200)
-    assert seconds(none, H200) == pytest.approx(seconds(bf16, H200), rel=1e-6)
+    assert seconds(none, H200) == pytest.approx(seconds(bf16, H200), rel=0.02)
     assert peak(none).gib == pytest.approx(peak(bf16).gib, rel=0.002)
     with_head = within_budget(plan, Fp8Options(loss_budget=ALL, head="fp8"))
     assert seconds(with_head, H200) < seconds(every, H200)
