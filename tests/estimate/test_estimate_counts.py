@@ -16,7 +16,7 @@ from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import NAMED, TRAITS, find_shape, from_config, plain_name
 from trainkit.kernels.linear_cross_entropy import function as loss
-from trainkit.kernels.linear_cross_entropy.products import default_chunk_tokens
+from trainkit.kernels.linear_cross_entropy.products import _NUMBERS_THAT_FILL, default_chunk_tokens
 from trainkit.models.families import FAMILIES
 from trainkit.models.recompute import offload
 from trainkit.options.kernels import LORA_OPS, OPS
@@ -39,6 +39,7 @@ def test_ops_exist() -> None:
 def test_chunks_are_the_kernels(tokens: int, vocab: int) -> None:
     limit = default_chunk_tokens(vocab, 2)
     assert head.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
+    assert head.NUMBERS_THAT_FILL == _NUMBERS_THAT_FILL
 
 
 @pytest.mark.parametrize("name", SERVED)

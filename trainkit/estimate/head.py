@@ -9,7 +9,8 @@ from trainkit.estimate.plan import Plan
 
 CHUNK_BYTES = int(1.65 * 2**30)
 ROWS_MULTIPLE = 256
-"""Both as in ``kernels.linear_cross_entropy``, which a test compares."""
+NUMBERS_THAT_FILL = 112 * 128 * 128
+"""All as in ``kernels.linear_cross_entropy``, which a test compares."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,17 @@ def head(plan: Plan) -> Head:
     copy = e * shape.table if plan.upcast else 0  # autocast's copy of an fp32 head
     codes = 2 * shape.table if plan.fp8_head else 0  # of the head's weight, by rows and by columns
     if plan.fuses("linear_cross_entropy"):
-        rows = chunk_rows(tokens, shape.vocab, e, plan.chunk_tokens)
-        logits = e * rows * (-(-shape.vocab // 64) * 64)
+        a_logit = e + 1 if plan.fp8_head else e  # in fp8 their gradient has codes of its own
+        limit = plan.chunk_tokens
+        if limit is None and plan.fp8_head and not trained:
+            fill = -(-NUMBERS_THAT_FILL // (shape.hidden * ROWS_MULTIPLE)) * ROWS_MULTIPLE
+            limit = min(fill, default_chunk_tokens(shape.vocab, a_logit))
+        rows = chunk_rows(tokens, shape.vocab, a_logit, limit)
+        logits = a_logit * rows * (-(-shape.vocab // 64) * 64)
         if trained and not plan.in_backward:  # the loss's backward pass rounds the head's gradient
             logits = max(logits, e * shape.table)
-        gradients = 4 * shape.hidden * tokens + (4 * shape.table if trained else 0)
+        wide = e if plan.fp8_head else 4
+        gradients = wide * shape.hidden * tokens + (4 * shape.table if trained else 0)
         after = e * shape.hidden * tokens + (e * shape.table if trained and shape.tied else 0)
         return Head(norm * tokens, normed + copy + codes + gradients + logits, copy + after)
     # The loss in fp32: log-probabilities, their gradient, and the logits' gradient.
@@ -58,9 +65,14 @@ def head(plan: Plan) -> Head:
 def chunk_rows(tokens: int, vocab: int, element: int, limit: int | None = None) -> int:
     """Rows whose logits exist at a time in the fused loss."""
     if limit is None:
-        fitting = CHUNK_BYTES // (vocab * element)
-        limit = max(ROWS_MULTIPLE, fitting // ROWS_MULTIPLE * ROWS_MULTIPLE)
+        limit = default_chunk_tokens(vocab, element)
     if tokens <= limit:
         return tokens
     chunks = -(-tokens // limit)
     return min(-(-tokens // (chunks * ROWS_MULTIPLE)) * ROWS_MULTIPLE, limit)
+
+
+def default_chunk_tokens(vocab: int, element: int) -> int:
+    """As many rows as a chunk's bytes hold."""
+    fitting = CHUNK_BYTES // (vocab * element)
+    return max(ROWS_MULTIPLE, fitting // ROWS_MULTIPLE * ROWS_MULTIPLE)

@@ -36,9 +36,10 @@ _CALLS = 8
 """In a row."""
 _WAITING_CYCLES = 30_000_000
 """Of the GPU: about 17 ms, longer than a host takes to start the calls."""
-_HOST_CATCHES_UP = 4
+_HOST_CATCHES_UP = 8
 """The host starts a layer's kernels while attention and other layers run. Where it takes this many
-times as long as the GPU, as with few tokens, it never catches up, and its time is what counts."""
+times as long as the GPU, as with few tokens, it never catches up, and its time is what counts: that
+of its processor, since other programs may keep it busy at the start and not later."""
 
 TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Roles of layers that read the same input."""
@@ -258,10 +259,10 @@ def _milliseconds(function: Callable[[], object]) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_WAITING_CYCLES)
         begin.record()
-        start = time.perf_counter()
+        start = time.process_time()
         for _ in range(_CALLS):
             function()
-        host = 1e3 * (time.perf_counter() - start) / _CALLS
+        host = 1e3 * (time.process_time() - start) / _CALLS
         end.record()
         end.synchronize()
         own = begin.elapsed_time(end) / _CALLS
