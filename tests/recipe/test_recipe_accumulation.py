@@ -34,7 +34,7 @@ def test_steps(load, total, micro, accumulation, world_size, steps):
     ("total", "micro", "accumulation", "world_size", "message"),
     [
         (256, 16, None, 3, "not a multiple of 48"),
-        (16, 16, None, 3, "take 48 or 48"),
+        (16, 16, None, 3, "take 48, or"),
         (256, 16, 4, 8, "16 rows x 4 = 512"),
     ],
 )
