@@ -65,8 +65,6 @@ def new(
     ``--model`` fills a recipe in for a model, data and a GPU, ``--from`` translates another tool's.
     """
     from trainkit.errors import RecipeError
-    from trainkit.recipe.shipped import shipped_text, write_text
-    from trainkit.recipe.write import with_values
 
     given = [each for each in (name, model, origin) if each is not None]
     if len(given) > 1:
@@ -90,14 +88,20 @@ def new(
     elif name is None:
         _list(as_json)
     else:
-        target = output or Path(f"{name}.yaml")
-        text = shipped_text(name)
-        write_text(with_values(text, {"data.train": data}) if data else text, target)
-        if name == QUICKSTART:
-            from trainkit.quickstart import make_assets
+        _write_shipped(name, data or [], output or Path(f"{name}.yaml"), as_json)
 
-            make_assets(Path(QUICKSTART))
-        _say(target, {"recipe": str(target)}, as_json)
+
+def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> None:
+    from trainkit.recipe.shipped import shipped_text, write_text
+    from trainkit.recipe.write import with_values
+
+    text = shipped_text(name)
+    write_text(with_values(text, {"data.train": data}) if data else text, target)
+    if name == QUICKSTART:
+        from trainkit.quickstart import make_assets
+
+        make_assets(Path(QUICKSTART))
+    _say(target, {"recipe": str(target)}, as_json)
 
 
 def _refuse_idle(options: Mapping[str, tuple[object, object, str]]) -> None:

@@ -92,12 +92,10 @@ def sft(
     """Train a model as a recipe says. The last line printed is the run directory."""
     from trainkit.cli.arguments import recipe_and_overrides
     from trainkit.recipe import SftOptions, check_files
-    from trainkit.run.stages import now, process_began
     from trainkit.train.resume.given import read_command
 
     command = tuple(context.obj or sys.argv[1:])
-    # Called from Python, the command is younger than its process.
-    began = process_began() if command == tuple(sys.argv[1:]) else now()
+    began = _began(command)
     config, overrides = recipe_and_overrides(config, overrides)
     options = {
         "--deepspeed": deepspeed,
@@ -127,6 +125,13 @@ def sft(
         ),
         as_json=as_json,
     )
+
+
+def _began(command: tuple[str, ...]) -> float:
+    """When the command was given: called from Python, it is younger than its process."""
+    from trainkit.run.stages import now, process_began
+
+    return process_began() if command == tuple(sys.argv[1:]) else now()
 
 
 def _say_done(run: "Path | str | None", as_json: bool) -> None:
