@@ -1,6 +1,7 @@
 """What loads when: help, recipe errors and the record of a run never wait for torch; no circles."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -38,22 +39,26 @@ def imported_at_once(module):
     while waiting:
         name = waiting.pop()
         seen.add(name)
-        path = ROOT.joinpath(*name.split("."))
-        file = next(
-            (f for f in (path / "__init__.py", path.with_suffix(".py")) if f.exists()), None
-        )
-        for node in ast.parse(file.read_text(encoding="utf-8")).body if file else ():
-            targets = []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                targets = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-            elif isinstance(node, ast.Import):
-                targets = [each.name for each in node.names]
-            for target in targets:
-                parts = target.split(".")
-                parents = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-                waiting += sorted(parents - seen)
-                seen |= parents
+        for target in targets_of(name):
+            parts = target.split(".")
+            parents = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+            waiting += sorted(parents - seen)
+            seen |= parents
     return seen
+
+
+@functools.cache
+def targets_of(name):
+    """What the top level of one module imports; nothing for a module of another package."""
+    path = ROOT.joinpath(*name.split("."))
+    file = next((f for f in (path / "__init__.py", path.with_suffix(".py")) if f.exists()), None)
+    found = []
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if file else ():
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        elif isinstance(node, ast.Import):
+            found += [each.name for each in node.names]
+    return found
 
 
 @pytest.mark.parametrize(
