@@ -12,7 +12,7 @@ from trainkit.parallel import STRATEGIES, Layout, ProcessRank, strategy_for
 PACKAGE = Path(__file__).parents[2] / "trainkit"
 
 ENGINES = re.compile(
-    r"is_deepspeed|is_fsdp|\bds_(?!type\b)|full_tensor|deepspeed_config|integrations\.deepspeed"
+    r"is_deepspeed(?!_available)|is_fsdp|\bds_(?!type\b)|full_tensor|deepspeed_config|integrations\.deepspeed"
     r"|import deepspeed|from deepspeed|import DTensor|is_zero3|has_deepspeed|recipe\.deepspeed"
 )
 
