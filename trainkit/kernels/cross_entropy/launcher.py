@@ -81,15 +81,7 @@ def launch(
         per_multiprocessor = 1
     # Without rows there is still a scale to make.
     programs = max(1, min(num_rows, num_multiprocessors(logits) * per_multiprocessor))
-    if not isinstance(scale, Tensor):
-        kind, value = kernel.SCALE_IS_A_NUMBER, float(scale)
-    elif not make_scale:
-        kind = kernel.SCALE_A_ROW if scale.dim() else kernel.SCALE_IS_A_TENSOR
-        value = 0.0
-    else:
-        kind, value = kernel.ONE_OVER_TRAINED, 0.0
-        if num_items is not None:
-            kind = kernel.ONE_OVER_NUM_ITEMS
+    kind, value = _kind_of_scale(scale, make_scale, num_items)
     out = logits if dlogits is None else dlogits
     filler = labels
     CROSS_ENTROPY.launch(
@@ -108,7 +100,7 @@ def launch(
         (logits.stride(0), out.stride(0), codes[0].stride(0) if codes else 0),
         (num_rows, programs, options.ignore_index, value),
         (
-            kind.value,
+            kind,
             grad_output is not None,
             skip_unit_grad_output,
             losses is not None,
@@ -126,6 +118,18 @@ def launch(
         warps,
         stages,
     )
+
+
+def _kind_of_scale(
+    scale: Tensor | float, make_scale: bool, num_items: Tensor | None
+) -> tuple[int, float]:
+    """Where the kernel takes the scale from, and the number if it is one."""
+    if not isinstance(scale, Tensor):
+        return kernel.SCALE_IS_A_NUMBER.value, float(scale)
+    if make_scale:
+        made = kernel.ONE_OVER_TRAINED if num_items is None else kernel.ONE_OVER_NUM_ITEMS
+        return made.value, 0.0
+    return (kernel.SCALE_A_ROW if scale.dim() else kernel.SCALE_IS_A_TENSOR).value, 0.0
 
 
 def launch_sum(losses: Tensor, scale: Tensor | float) -> Tensor:
