@@ -163,7 +163,22 @@ def _blame_rate(
 
     Looked for first: with such weights any change of the order of sums may happen to help.
     """
-    run, source = bench.run, _checkpoint_before(bench.run, found.step)
+    last = _checkpoint_before(bench.run, found.step)
+    # What the last checkpoint holds may be blown up already.
+    return any(
+        _blame_rate_since(source, found, bench, grown, tell)
+        for source in dict.fromkeys((last, None))
+    )
+
+
+def _blame_rate_since(
+    source: Path | None,
+    found: Diagnosis,
+    bench: Bench,
+    grown: Mapping[str, float],
+    tell: Callable[[Trial], Trial],
+) -> bool:
+    run = bench.run
     before: dict[str, float] = {}
     place = source.name if source else "the start"
     trial = tell(
