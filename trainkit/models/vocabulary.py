@@ -128,6 +128,6 @@ def describe_new_tokens(new: NewTokens, rows: int | None) -> str:
         room = f"{rows} rows grow to {new.size}" if grown else "the embedding has rows for them"
         parts.append(f"{len(new.pieces)} {tokens} added ({ids}; {room})")
     if new.known:
-        first = ", ".join(new.known[:5]) + (", ..." if len(new.known) > 5 else "")
-        parts.append(f"{len(new.known)} in the vocabulary already ({first})")
+        some = ", ".join(new.known[:5]) + (", ..." if len(new.known) > 5 else "")
+        parts.append(f"{len(new.known)} in the vocabulary already ({some})")
     return f"vocabulary: {', '.join(parts)}"

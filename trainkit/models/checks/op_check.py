@@ -21,24 +21,13 @@ from trainkit.errors import PatchError
 from trainkit.kernels import contract, ops
 from trainkit.kernels.contract import OpCase, OpError, OpSpec
 from trainkit.kernels.launch import runs_kernel
-from trainkit.kernels.linear_cross_entropy.function import CountedLoss, linear_cross_entropy
-from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from trainkit.kernels.linear_cross_entropy.function import CountedLoss
 from trainkit.models.loss import loss_head
 
 _PLACES: dict[str, tuple[ModuleType, str]] = {
     "linear_cross_entropy": (loss_head, "linear_cross_entropy_counted")
 }
 """Where the forwards look an op up, if not under its own name in ``trainkit.kernels``."""
-
-_LINEAR_CROSS_ENTROPY = OpSpec(
-    name="linear_cross_entropy",
-    function=linear_cross_entropy,
-    reference=linear_cross_entropy_reference,
-    outputs=("loss",),
-    cases=(),
-    tiny=OpCase("its own tests have them", lambda draw: {}, ()),
-)
-"""Composed of matrix products and the cross-entropy kernel, so not in the registry of kernels."""
 
 _TIMED_CALLS = 5
 
@@ -118,7 +107,7 @@ def _bind(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
 ) -> Call:
     """The call with its arguments by name; options that only steer a kernel are left out."""
-    spec = {"linear_cross_entropy": _LINEAR_CROSS_ENTROPY, **ops.OPS}.get(name)
+    spec = ops.OPS.get(name)
     if spec is None:
         raise PatchError(
             f"the op {name} has no spec, so nothing can check it",
