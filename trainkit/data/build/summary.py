@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -207,3 +208,25 @@ def template_digest(tokenizer: PreTrainedTokenizerBase, options: DataOptions) ->
 def plain(values: dict[str, Any]) -> dict[str, Any]:
     """Values as JSON would give them back."""
     return json.loads(json.dumps(values, default=list))
+
+
+def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[str]:
+    """A warning where files are evaluated that are trained on: the same content, or path.
+
+    Args:
+        train: the summary of the training data; of a stream it has no digests.
+        evaluation: that of the evaluation data.
+    """
+    known = all("sha256" in file for file in train["files"])
+
+    def mark(file: Mapping[str, Any]) -> str:
+        return str(file["sha256"]) if known else os.path.realpath(file["path"])
+
+    trained = {mark(file) for file in train["files"]}
+    both = [file["path"] for file in evaluation["files"] if mark(file) in trained]
+    if not both:
+        return []
+    return [
+        f"evaluation data that is also trained on: {', '.join(both)}; eval_loss then says how much "
+        "was memorised, not how well new text goes (data.eval: 2% holds conversations out)"
+    ]

@@ -14,7 +14,7 @@ from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.prepare import Progress, prepare
 from trainkit.data.build.split import hold_out
-from trainkit.data.build.summary import notes_of, source_notes
+from trainkit.data.build.summary import files_in_both, notes_of, source_notes
 from trainkit.data.look.check import refuse_unfit
 from trainkit.data.look.first_look import first_look
 from trainkit.data.options import DataOptions
@@ -189,8 +189,10 @@ def prepare_run_data(
         notes = notes_of(summary, "training data")
         parts = parts_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
     refuse_unfit(summary)
+    warnings = list(summary["warnings"])
     if evaluation:
         kept_back = prepared(evaluation)
+        warnings += files_in_both(summary, kept_back.summary)
         notes += notes_of(kept_back.summary, "evaluation data")
     entries.close()
     return RunData(
@@ -203,7 +205,7 @@ def prepare_run_data(
         fingerprint=fingerprint_of(parts),
         parts=parts,
         notes=tuple(notes),
-        warnings=tuple(summary["warnings"]),
+        warnings=tuple(warnings),
     )
 
 
