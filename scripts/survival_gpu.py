@@ -166,6 +166,8 @@ def figures_of_saves(clock: dict[str, dict[str, float]]) -> dict[str, Any]:
     """By save: how long training stood still, and what its next steps lost while it was written."""
     seconds = seconds_of_steps(clock)
     saved = sorted(int(step) for step in clock["saved"] if int(step) in seconds)
+    if not saved:
+        raise RuntimeError(f"no save in the {len(seconds)} steps that there was time for")
     usual = statistics.median(seconds[step] for step in seconds if 3 < step < saved[0])
     ends = [*saved[1:], max(seconds) + 1]
     slowed = [
@@ -379,11 +381,11 @@ def main() -> None:
             torch.cuda.empty_cache()
 
     make(tools.small, 2048)
-    if "lora" in parts:
-        make(tools.large, 0)
     for number, turn in enumerate(turns):
         for name in turns[number + 1] if turn is not turns[-1] else ():
             measures[name] = starts[name]()  # imports while this turn measures
+        if "lora" in turn:
+            make(tools.large, 0)  # at its own time's cost, not that of the turns before it
         deadline = began + chosen.seconds * sum(shares[: number + 1]) / sum(shares)
         with ThreadPoolExecutor(len(turn)) as pool:
             list(pool.map(note, turn, [deadline] * len(turn)))
