@@ -311,3 +311,11 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     tokenizer.chat_template = endless
     with pytest.raises(DataError, match="still rendering one conversation"):
         ChatTemplate(tokenizer, DataOptions())
+
+
+def test_a_constant_that_is_not_folded_in_time_is_stopped_all_the_same():
+    # Jinja swallows whatever a constant raises while it compiles, and computes it again later.
+    folded = "{{ ('a' * 10**8)|upper|lower|length }}"
+    ask, tokenizer = [{"role": "user", "content": "q"}], make_tokenizer()
+    with pytest.raises(DataError, match="still rendering"), patience.patience(0.05):
+        tokenizer.apply_chat_template(ask, chat_template=folded, tokenize=False)

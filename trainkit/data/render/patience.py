@@ -34,7 +34,8 @@ def patience(seconds: float | None = None) -> Iterator[None]:
         )
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    # And again after: Jinja takes any error of a constant for one that it should not fold.
+    signal.setitimer(signal.ITIMER_REAL, limit, min(limit, 1.0))
     try:
         yield
     finally:
