@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import chat
 
 import trainkit.data
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.build import cache
+from trainkit.data.build import cache, workers
 from trainkit.data.build.store import ARRAYS
 from trainkit.errors import DataError
 
@@ -74,6 +75,15 @@ def test_a_killed_run_takes_its_workers_along_and_the_next_one_starts(tmp_path):
     path.write_text("\n".join([row] * 500))
     second = start(path, directory)
     assert second.communicate(timeout=60)[0] == "500\n"
+
+
+def test_a_worker_whose_run_was_killed_before_it_began_ends(monkeypatch):
+    ended = []
+    monkeypatch.setattr(workers.os, "getppid", lambda: 1)
+    monkeypatch.setattr(workers.os, "_exit", ended.append)
+    monkeypatch.setattr(workers.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    workers._die_with(os.getpid())
+    assert ended == [1]
 
 
 def refused(directory, write, tiny_tokenizer):

@@ -247,9 +247,9 @@ NO_JSON_LINES = {
     "models/attention/proof.py",
     "recipe/read/document.py",
     "run/environment.py",
-    "run/report.py",
+    "run/report/html.py",
     "train/rehearsal/rehearse.py",
-    "parallel/launch.py",
+    "parallel/launch/processes.py",
     "models/loading.py",
 }
 

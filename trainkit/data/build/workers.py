@@ -67,7 +67,7 @@ def _build_in_pool(
         return
     pending: deque[tuple[int, list[RawRow], Future[BuiltRows]]] = deque()
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(num_workers, context, _start, (builder,)) as pool:
+    with ProcessPoolExecutor(num_workers, context, _start, (builder, os.getpid())) as pool:
         try:
             for file, rows in itertools.chain([first], work):
                 pending.append((file, rows, pool.submit(_build, rows, source)))
@@ -107,23 +107,25 @@ def _take(
         ) from error
 
 
-def _start(builder: SampleBuilder) -> None:
+def _start(builder: SampleBuilder, parent: int) -> None:
     global _builder
     _builder = builder
-    _die_with_parent()
+    _die_with(parent)
     # Rows make many short-lived objects and no cycles: what the parent has loaded need not be
     # walked again and again (nor its pages be copied).
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when its parent is killed.
+def _die_with(parent: int) -> None:
+    """Ask Linux to end this process when its parent is killed; end it if that was a moment ago.
 
     It would wait for work for ever, and hold the files that it has inherited.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _build(rows: list[RawRow], source: Source) -> BuiltRows:
