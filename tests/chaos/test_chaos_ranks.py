@@ -63,6 +63,7 @@ def test_a_stopped_rank_is_found_and_all_stacks_are_written(project):
     assert "stopped by a signal" in told["reason"]
     for rank in (0, 1):
         stacks = (project.root / f"run/logs/stacks-rank{rank}.txt").read_text()
-        # "Current thread" is missing where the signal met a thread of C++
+        # "Current thread" is missing where the signal met a thread of C++; the stack of a thread
+        # that runs meanwhile may end before its outermost frames.
         assert "(most recent call first)" in stacks
-        assert "trainkit/train/session.py" in stacks
+        assert "trainkit/train/" in stacks

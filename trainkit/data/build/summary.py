@@ -210,13 +210,15 @@ def plain(values: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(values, default=list))
 
 
-def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any]) -> list[str]:
+def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[str]:
     """A warning where files are evaluated that are trained on: the same content, or path.
 
     Args:
         train: the summary of the training data; of a stream it has no digests.
-        evaluation: that of the evaluation data.
+        evaluation: that of the evaluation data, if there is any.
     """
+    if evaluation is None:
+        return []
     known = all("sha256" in file for file in train["files"])
 
     def mark(file: Mapping[str, Any]) -> str:

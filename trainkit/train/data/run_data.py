@@ -148,8 +148,7 @@ def prepare_run_data(
         ledger: the file for dropped, cut and repaired rows.
         progress: called now and then.
         objective: takes the rows and decides what a batch is.
-        held_out: how much of the training data is evaluation data: a share below 1, or a number
-            of conversations.
+        held_out: conversations to take out of the training data: a share below 1, or a number.
 
     Raises:
         DataError: the data cannot be trained on as it is.
@@ -189,23 +188,22 @@ def prepare_run_data(
         notes = notes_of(summary, "training data")
         parts = parts_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
     refuse_unfit(summary)
-    warnings = list(summary["warnings"])
     if evaluation:
         kept_back = prepared(evaluation)
-        warnings += files_in_both(summary, kept_back.summary)
         notes += notes_of(kept_back.summary, "evaluation data")
     entries.close()
+    evaluated = kept_back.summary if kept_back else None
     return RunData(
         objective=objective,
         train=training,
         eval=None if kept_back is None else batches(kept_back, None),
-        summary={"train": summary, "eval": kept_back.summary if kept_back else None},
+        summary={"train": summary, "eval": evaluated},
         ledger=ledger,
         stop_token_ids=tuple(sorted(ends)),
         fingerprint=fingerprint_of(parts),
         parts=parts,
         notes=tuple(notes),
-        warnings=tuple(warnings),
+        warnings=(*summary["warnings"], *files_in_both(summary, evaluated)),
     )
 
 
