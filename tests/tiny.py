@@ -27,6 +27,25 @@ def make_tokenizer():
     return tokenizer
 
 
+def train_bpe(texts, pre_tokenizer, *, size, special, normalizer=None):
+    """A byte-level BPE backend that splits in the given way."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizer
+    core.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        core.normalizer = normalizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    return core
+
+
 def make_qwen2(vocab_size, *, seed=0, **overrides):
     """A tiny random Qwen2 in fp32: hidden 64, two layers, grouped heads."""
     import torch

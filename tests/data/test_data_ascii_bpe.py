@@ -3,7 +3,8 @@
 import random
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tiny import train_bpe
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from trainkit.data.render.ascii_bpe import PATTERNS, find_ascii_bpe
 from trainkit.data.render.encode import Encoder
@@ -45,19 +46,8 @@ OTHERS = {
 
 
 def trained(pre_tokenizer, normalizer=None):
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizer
-    core.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        core.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        show_progress=False,
-    )
-    core.train_from_iterator(TEXT * 5, trainer)
-    return core
+    special = ["<|im_start|>", "<|im_end|>"]
+    return train_bpe(TEXT * 5, pre_tokenizer, size=600, special=special, normalizer=normalizer)
 
 
 def random_texts(count):

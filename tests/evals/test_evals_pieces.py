@@ -3,16 +3,8 @@
 import random
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    processors,
-    trainers,
-)
+from tiny import train_bpe
+from tokenizers import AddedToken, Regex, normalizers, processors
 from tokenizers import pre_tokenizers as cuts
 from transformers import PreTrainedTokenizerFast
 
@@ -67,18 +59,13 @@ def make_texts(count, seed=0):
 
 
 def make_tokenizer(pre_tokenizer, *, added=(), normalizer=None, bos=False):
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizer
-    core.decoder = decoders.ByteLevel()
-    if normalizer is not None:
-        core.normalizer = normalizer
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=["<s>", "<end>"],
-        initial_alphabet=cuts.ByteLevel.alphabet(),
-        show_progress=False,
+    core = train_bpe(
+        make_texts(20, seed=1),
+        pre_tokenizer,
+        size=400,
+        special=["<s>", "<end>"],
+        normalizer=normalizer,
     )
-    core.train_from_iterator(make_texts(20, seed=1), trainer)
     core.add_tokens(list(added))
     if bos:
         core.post_processor = processors.TemplateProcessing(
