@@ -130,9 +130,10 @@ def as_trainkit(arguments: list[str]) -> int:
     from trainkit.models.fp8 import decide
     from trainkit.models.fp8.savings import measure_savings
 
-    decide.measure_savings = lambda layers, tokens, _, trained: measure_savings(  # type: ignore[assignment]
-        layers, tokens, torch.device("cpu"), trained=trained
-    )
+    def modelled(layers: Any, tokens: int, _: Any, **given: Any) -> Any:
+        return measure_savings(layers, tokens, torch.device("cpu"), **given)
+
+    decide.measure_savings = modelled
     sys.argv[1:] = arguments
     return trainkit() or 0
 
