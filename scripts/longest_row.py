@@ -6,11 +6,12 @@
 A case is one ``trainkit sft`` for each number of GPUs, on rows of random tokens, one a step, each
 longer than the one before it by a part, until one does not fit. The last one that trained is the
 answer. The weights are random; layers are checkpointed, kernels are on. So that steps take seconds
-and not minutes, the allocator may use a part of the GPU only (``--memory-gib``, by case). With
-adapters, what a row takes grows linearly with its length, so the same ratio holds for all of the
-memory. Two short rows come first, for what a token takes. Runs on fewer GPUs than there are go side
-by side, and with ``--together`` all runs share the GPUs, each within its part of the memory: they
-take longer steps, and no more memory. One JSON row for each run.
+and not minutes, the allocator may use a part of the GPU only (``--memory-gib``, by case). What a
+row takes grows linearly with its length: a line through the later half of the rows says how long
+a row would be that fills the GPU (``by_line``); what does not depend on the row weighs less there.
+Two short rows come first, in case the range begins too high. Runs on fewer GPUs than there are go
+side by side, and with ``--together`` all runs share the GPUs, each within its part of the memory:
+they take longer steps, and no more memory. One JSON row for each run.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from runs_at_once import errors_of
 from trainkit.parallel.launch.hosts import free_port
 
 UNIT = 512
+RESERVE = 0.985
+"""Of the GPU's memory: what allocated tensors get before the allocator has no block left."""
 QWEN2_7B = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -62,6 +65,7 @@ class Case:
         memory_gib: that a GPU may use.
         shortest: tokens of the first row, for each GPU.
         longest: of the last one, likewise.
+        part: that a row is longer by.
         recipe: what it trains with, besides rows and model.
         alone: what ``model`` says of a run on one GPU.
         shard: what ``parallel.shard`` says of a run on several.
@@ -72,20 +76,22 @@ class Case:
     memory_gib: float
     shortest: int
     longest: int
+    part: float = 0.02
     recipe: dict[str, Any] = field(default_factory=dict)
     alone: dict[str, Any] = field(default_factory=dict)
     shard: str = "none"
 
 
 CASES = {
-    "lora": Case("qwen2", QWEN2_7B, 20, 21 * 1024, 26 * 1024, {"lora": {"r": 16}}),
+    "lora": Case("qwen2", QWEN2_7B, 22, 29 * 1024, 37 * 1024, recipe={"lora": {"r": 16}}),
     # One GPU has no room for fp32 masters of an 8B beside gradients and states; two share them.
     "full": Case(
         "llama",
         LLAMA_8B,
-        112,
-        10 * 1024,
-        56 * 1024,
+        108,
+        24 * 1024,
+        34 * 1024,
+        0.08,
         alone={"master_weights": False},
         shard="fsdp2",
     ),
@@ -139,10 +145,7 @@ def start(
     path.write_text(json.dumps(recipe), encoding="utf-8")
     environment = dict(os.environ)
     if not on_cpu:
-        import torch
-
-        whole = torch.cuda.get_device_properties(0).total_memory / 2**30
-        part = min(case.memory_gib / whole, 1)
+        part = min(case.memory_gib / whole_gib(), 1)
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
         environment["PYTORCH_CUDA_ALLOC_CONF"] = (
             f"expandable_segments:True,per_process_memory_fraction:{part:.4f}"
@@ -152,6 +155,13 @@ def start(
     words = [sys.executable, *launch, "--config", str(path), "--output-dir", str(folder / "run")]
     with log.open("w", encoding="utf-8") as file:
         return subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def whole_gib() -> float:
+    """Memory of a GPU."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
 @dataclass
@@ -194,9 +204,17 @@ def figures(folder: Path, lengths: list[int], log: Path) -> dict[str, Any]:
         found |= {key: last.get(key) for key in kept}
     peaks = [row["peak_memory_gib"] for row in logged if row.get("peak_memory_gib")]
     if len(peaks) > 2:
-        slope, _ = statistics.linear_regression(lengths[: len(peaks)][1:], peaks[1:])
-        found["kib_per_token"] = slope * 2**20
+        later = len(peaks) // 2  # short rows' peaks are the optimizer's step, or the loss
+        slope, fixed = statistics.linear_regression(lengths[later : len(peaks)], peaks[later:])
+        found |= {"kib_per_token": slope * 2**20, "fixed_gib": fixed}
     return found
+
+
+def by_line(row: dict[str, Any], gpu_gib: float) -> int | None:
+    """Tokens of the row that would fill a GPU, by the line through the rows that trained."""
+    if not row.get("kib_per_token"):
+        return None
+    return int((gpu_gib * RESERVE - row["fixed_gib"]) * 2**20 / row["kib_per_token"])
 
 
 def growing(first: int, last: int, part: float, unit: int) -> list[int]:
@@ -220,7 +238,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         ratio = f"  {longest / base:.2f}x one GPU" if base and row["gpus"] > 1 else ""
         lines.append(
             f"{row['case']:5} x{row['gpus']} under {row['memory_gib']} GiB: {at_least}{longest} "
-            f"tokens, {row.get('kib_per_token', 0):.0f} KiB a token{ratio}  {row.get('said', '')}"
+            f"tokens{ratio}, {row.get('kib_per_token', 0):.0f} KiB a token, by the line "
+            f"{row['by_line']} in the whole GPU  {row.get('said', '')}"
         )
     return "\n".join(lines) + "\n"
 
@@ -231,7 +250,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added here")
     parser.add_argument("--cases", default="lora,full")
     parser.add_argument("--gpus", default="1,2", help="numbers of them")
-    parser.add_argument("--part", type=float, default=0.02, help="that a row is longer by")
+    parser.add_argument("--part", type=float, help="that a row is longer by, instead")
     parser.add_argument("--memory-gib", type=float, help="instead of the case's own")
     parser.add_argument("--shortest", type=int, help="instead of the case's own")
     parser.add_argument("--longest", type=int, help="instead of the case's own")
@@ -253,13 +272,13 @@ def main() -> None:
                 gpus, free = free[:number], free if chosen.together else free[number:]
                 given = {
                     key: value
-                    for key in ("memory_gib", "shortest", "longest")
+                    for key in ("memory_gib", "shortest", "longest", "part")
                     if (value := getattr(chosen, key))
                 }
                 case = replace(CASES[name], **given)
                 case = replace(case, shape={**case.shape, **chosen.shape})
                 first, last = case.shortest * number, case.longest * number
-                lengths = growing(first, last, chosen.part, UNIT * number)
+                lengths = growing(first, last, case.part, UNIT * number)
                 folder = Path(scratch, f"{name}-{number}")
                 folder.mkdir()
                 log = chosen.output.parent / f"longest-{name}-{number}.log"
@@ -268,6 +287,8 @@ def main() -> None:
             for run in going:
                 row = run.row(deadline)
                 row["gpu"] = None if on_cpu else torch.cuda.get_device_name(0)
+                row["gpu_gib"] = None if on_cpu else whole_gib()
+                row["by_line"] = None if on_cpu else by_line(row, row["gpu_gib"])
                 rows.append(row)
                 with chosen.output.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
