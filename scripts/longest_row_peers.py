@@ -100,6 +100,7 @@ class Step:
         for name, weight in self.model.named_parameters():
             if ".layers.0." in name:
                 a_layer += weight.nbytes + 12 * weight.numel() * weight.requires_grad
+                a_layer += _scales(getattr(weight, "quant_state", None))
         self.weights = self._empty(self.others * a_layer, self.device)
         self.held_gib = self.others * a_layer / GIB
 
@@ -143,6 +144,14 @@ class Step:
         return {**found, "seconds": time.perf_counter() - started}
 
 
+def _scales(state: Any) -> int:
+    """Bytes of a packed weight's scales, which are no parameters."""
+    if state is None:
+        return 0
+    nested = getattr(state, "state2", None)
+    return int(state.absmax.nbytes) + (int(nested.absmax.nbytes) if nested is not None else 0)
+
+
 def _memory(device: Any) -> Any:
     from trainkit.train.recompute.peaks import CountedMemory, GpuMemory
 
@@ -164,8 +173,12 @@ def _count_journeys() -> list[int]:
     return sent
 
 
-def _host_gib() -> tuple[float, float]:
-    """GiB that the host has and that processes hold, by its control group where there is one."""
+def _host_gib(wanted: float) -> float:
+    """GiB of the host that tensors may take, by its control group where there is one.
+
+    Args:
+        wanted: GiB of another host, on which this process would be alone; 0 for this one.
+    """
     import psutil
 
     whole = psutil.virtual_memory()
@@ -178,7 +191,10 @@ def _host_gib() -> tuple[float, float]:
         if (group / limit).exists() and (text := (group / limit).read_text().strip()).isdecimal():
             held = dict(line.split() for line in (group / stat).read_text().splitlines())
             has, taken = min(has, int(text)), int(held[key])
-    return has / GIB, taken / GIB
+    free = (has - taken) / GIB
+    if wanted:
+        free = min(free, wanted - psutil.Process().memory_info().rss / GIB)
+    return free - HOST_RESERVE_GIB
 
 
 def longest(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
@@ -191,10 +207,9 @@ def longest(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]
         gpu = min(gpu or whole, whole)
         torch.cuda.set_per_process_memory_fraction(gpu / whole)
     step, multiple = Step(given), given["multiple"]
-    has, taken = _host_gib()
-    has = min(has, given["host_gib"] or has)
-    room = gpu * RESERVE
-    found: dict[str, Any] = {"gpu_gib": gpu, "host_gib": has, "held_weights_gib": step.held_gib}
+    host, room = _host_gib(given["host_gib"]), gpu * RESERVE
+    found: dict[str, Any] = {"gpu_gib": gpu, "held_weights_gib": step.held_gib}
+    found |= {"host_gib": given["host_gib"] or None, "host_free_gib": host}
     found |= {"loss_chunk": given["loss_chunk"], "mlp_chunk": given["mlp_chunk"]}
     found |= {"tiled_blocks": step.tiled, "layers": given["layers"], "other_layers": step.others}
     first, second = (step(tokens, holds_host=False) for tokens in given["short"])
@@ -208,9 +223,11 @@ def longest(given: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]
     if given["provider"] in OFFLOADS:
         all_layers = step.others + given["layers"]
         per_token = all_layers * step.hidden * 2 / GIB
-        found["by_host"] = int((has - taken - HOST_RESERVE_GIB) / per_token)
+        found["by_host"] = int(host / per_token)
         tokens = min(tokens, found["by_host"])
     tokens = min(tokens, given["most"])
+    if tokens < multiple:
+        return {**found, "error": f"no room: {host:.1f} GiB of the host, {room:.1f} of the GPU"}
     for _ in range(3):
         whole = int(tokens) // multiple * multiple
         if time.time() > given["until"]:
@@ -273,7 +290,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=524_288, help="tokens of a row")
     parser.add_argument("--short", default="16384,32768", help="tokens of the two short rows")
     parser.add_argument("--gpu-gib", type=float, default=0.0, help="instead of the GPU's own")
-    parser.add_argument("--host-gib", type=float, default=0.0, help="instead of the host's own")
+    parser.add_argument("--host-gib", type=float, default=0.0, help="a host of its own")
     parser.add_argument("--multiple", type=int, default=1024, help="of tokens")
     parser.add_argument("--shape", type=json.loads, default={}, help="of the model, instead")
     parser.add_argument("--chunks", default=f"{LOSS_CHUNK},{MLP_CHUNK}", help="of loss and blocks")
