@@ -202,7 +202,7 @@ class Runs:
         place = self.folder / "runs" / name.replace(" ", "_").replace(":", "").replace(",", "")
         shutil.rmtree(place, ignore_errors=True)
         place.parent.mkdir(exist_ok=True)
-        recipe = place.with_suffix(".yaml")
+        recipe = place.parent / f"{place.name}.yaml"  # a budget in it is no suffix
         recipe.write_text(json.dumps(recipe_of(CASES[name], self.folder, self.size)))
         command = [sys.executable, __file__, "--as-trainkit", "sft", "--config", str(recipe)]
         command += ["--output-dir", str(place), "--force"]
@@ -212,7 +212,7 @@ class Runs:
         if self.args.gpus:
             self.turn = (self.turn + 1) % self.args.gpus
             env["CUDA_VISIBLE_DEVICES"] = str(self.turn)
-        log = place.with_suffix(".log").open("wb")
+        log = (place.parent / f"{place.name}.log").open("wb")
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
         self.now[name] = process, self.seconds
 
@@ -225,7 +225,7 @@ class Runs:
             took = self.seconds - started
             place = Path(str(process.args[process.args.index("--output-dir") + 1]))  # type: ignore[union-attr]
             if process.returncode:
-                log = place.with_suffix(".log").read_text(errors="replace")
+                log = (place.parent / f"{place.name}.log").read_text(errors="replace")
                 print(name, "FAILED", log[-1500:], flush=True)
                 continue
             self.slowest = max(self.slowest, took / CASES[name].times)

@@ -15,7 +15,7 @@ from trainkit.models.fp8.budget import Increase, Probe, probe_batches
 from trainkit.models.fp8.choice import BACKWARD, BOTH, PLAIN, Fp8Choice, choose
 from trainkit.models.fp8.decide import Fp8Setup, decide, train_in_fp8
 from trainkit.models.fp8.groups import Candidates, find_candidates, group_layers
-from trainkit.models.fp8.savings import Saving
+from trainkit.models.fp8.savings import Saving, Timed, Took
 from trainkit.models.fp8.trained import swap_in
 from trainkit.options import Fp8Options
 
@@ -113,12 +113,12 @@ def test_layers_of_one_input_are_timed_together(trained, monkeypatch):
     layers = find_candidates(make_qwen2(32), Fp8Options()).layers
     calls = []
 
-    def milliseconds(function):
+    def took(function):
         calls.append(function.__name__)
         function()
-        return 8.0 if "bf16" in function.__name__ else 4.0
+        return Took(8.0 if "bf16" in function.__name__ else 4.0, 0.5)
 
-    monkeypatch.setattr(savings, "_milliseconds", milliseconds)
+    monkeypatch.setattr(savings, "_took", took)
     real = savings._measured
     monkeypatch.setattr(
         savings, "_measured", lambda shape, tokens, _, given: real(shape, tokens, CPU, given)
@@ -140,6 +140,82 @@ def test_layers_of_one_input_are_timed_together(trained, monkeypatch):
     assert first["up_proj"] == (first["down_proj"] if trained else Saving(2.0, 2.0))
 
 
+def wide_and_narrow(monkeypatch, clocks, tokens=2**15):
+    """What is chosen of a model, as GPU and host take so long for a token or a call."""
+    layers = {
+        f"layers.{number}.{role}": nn.Linear(size, size, bias=False, device="meta")
+        for number in range(4)
+        for role, size in {"o_proj": 128, "down_proj": 2048}.items()
+    }
+
+    def measured(shape, num_tokens, *_):
+        (output,), width = shape
+        work = output * width * num_tokens / 2**35
+        plain, in_fp8 = (
+            Took(work * gpu + start, host) for gpu, start, host in (clocks["plain"], clocks["fp8"])
+        )
+        return (Timed(plain, in_fp8),) * 2
+
+    monkeypatch.setattr(savings, "_measured", measured)
+    found, timing = savings.measure_savings(
+        layers, tokens, SimpleNamespace(type="cuda"), trained=False
+    )
+    options = Fp8Options(loss_budget="all")
+    choice = choose(Candidates(layers, {}), options, found, timing, None, frozen=True)
+    return sorted({name.rpartition(".")[2] for name in choice.directions}), timing
+
+
+def test_a_busy_host_changes_no_choice(monkeypatch):
+    """Layers whose kernels take the host many times as long to start as the GPU to run are fp8 all
+    the same, where the step as a whole leaves the host time; and however busy it is just then."""
+    for busy in (0.001, 0.03, 0.3):
+        clocks = {"plain": (8.0, 0.0, busy), "fp8": (4.0, 0.002, 3 * busy)}
+        roles, timing = wide_and_narrow(monkeypatch, clocks)
+        assert (roles, timing) == (["down_proj", "o_proj"], savings.MEASURED), busy
+
+
+def test_a_step_that_waits_for_the_host_gets_nothing_in_fp8(monkeypatch):
+    clocks = {"plain": (8.0, 0.0, 0.1), "fp8": (4.0, 0.002, 0.3)}
+    roles, timing = wide_and_narrow(monkeypatch, clocks, tokens=64)
+    assert (roles, timing) == ([], savings.MEASURED_BY_HOST)
+
+
+def test_a_layer_that_the_gpu_runs_no_faster_stays_in_16_bits(monkeypatch):
+    """Quantising takes a narrow layer longer than its products take less."""
+    clocks = {"plain": (8.0, 0.0, 0.1), "fp8": (4.0, 0.1, 0.3)}
+    assert wide_and_narrow(monkeypatch, clocks)[0] == ["down_proj"]
+
+
+def test_a_gpu_that_waited_for_the_host_is_timed_again(monkeypatch):
+    """The GPU's own time is between two marks in its queue, all of which has to be there first."""
+    # Seconds that the host takes for each call: one before the tries, eight in each of them.
+    slow = iter([0.0, *[0.0] * 4, 0.05, *[0.0] * 100])
+    now, waited = [0.0], []
+
+    class Event:
+        def __init__(self, **_):
+            pass
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, other):
+            return 17.0 if other.at == self.at else 8.0  # the waiting, then eight calls
+
+        def synchronize(self):
+            pass
+
+    def call():
+        now[0] += next(slow)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", waited.append)
+    monkeypatch.setattr(savings.time, "perf_counter", lambda: now[0])
+    savings._took(call)
+    assert waited == [30_000_000] + [60_000_000] * 3
+
+
 def test_an_output_layer_is_timed_with_its_loss(monkeypatch):
     """Its gradient is quantised by the loss; a layer alone would pay for that."""
     head = torch.nn.Linear(32, 64, bias=False, dtype=torch.bfloat16)
@@ -152,9 +228,9 @@ def test_an_output_layer_is_timed_with_its_loss(monkeypatch):
     real = savings.linear_cross_entropy
     monkeypatch.setattr(savings, "linear_cross_entropy", linear_cross_entropy)
     times = iter((9.0, 8.0, 6.5))
-    monkeypatch.setattr(savings, "_milliseconds", lambda call: (call(), next(times))[1])
+    monkeypatch.setattr(savings, "_took", lambda call: (call(), Took(next(times), 0.1))[1])
     found = savings._measured_head(head, 16, CPU, trained=False)
-    assert found == Saving(1.0, 2.5)
+    assert [each.saved(by_host=False) for each in found] == [1.0, 2.5]
     assert seen == [(False, None), (False, (True, False)), (False, (False, True))]
 
 

@@ -3,12 +3,15 @@
 Layers that read the same input are timed together, as they run: its rows are quantised once for all
 of them, and dx is one product. So are the layers of a feed-forward block that trains, which in fp8
 are one function, and the output layer with its loss. A layer's part of what they save is its part
-of the products. The GPU's own time counts: in training the host runs ahead of it, and a layer alone
-would wait for each kernel's start.
+of the products.
+
+The GPU's own time counts, since in training the host runs ahead of it. Whether it does is a matter
+of the whole step and not of a layer: only where all layers together take the host longer than the
+GPU, as with few tokens, is it the host's time that counts, for all of them.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +25,7 @@ from trainkit.kernels.fp8.trained import Codes, Directions, fp8_linears, quantiz
 
 MODELLED = "modelled: products at an H200's rates, 0.66 PFLOP/s in bf16 and 1.29 in fp8"
 MEASURED = "measured here, layers of one input together"
+MEASURED_BY_HOST = "measured here by the host's clock: it takes longer than the GPU"
 _BF16_FLOPS = 0.66e15
 _FP8_FLOPS = 1.29e15
 
@@ -35,11 +39,9 @@ _REPEATS = 3
 _CALLS = 8
 """In a row."""
 _WAITING_CYCLES = 30_000_000
-"""Of the GPU: about 17 ms, longer than a host takes to start the calls."""
-_HOST_CATCHES_UP = 8
-"""The host starts a layer's kernels while attention and other layers run. Where it takes this many
-times as long as the GPU, as with few tokens, it never catches up, and its time is what counts: that
-of its processor, since other programs may keep it busy at the start and not later."""
+"""Of the GPU: about 17 ms, longer than a host takes to start the calls; doubled where it is not."""
+_LONGEST_WAITS = 4
+"""Times that it is doubled at most: a quarter of a second."""
 
 TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Roles of layers that read the same input."""
@@ -60,6 +62,31 @@ class Saving:
     forward: float
     backward: float
 
+
+@dataclass(frozen=True)
+class Took:
+    """Milliseconds of a call: of the GPU, and of the host's own processor."""
+
+    gpu: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Calls that do the same, in 16 bits and in fp8."""
+
+    plain: Took
+    fp8: Took
+
+    def saved(self, by_host: bool) -> float:
+        """Milliseconds, by one of the clocks."""
+        clock = "host" if by_host else "gpu"
+        saved: float = getattr(self.plain, clock) - getattr(self.fp8, clock)
+        return saved
+
+
+Both = tuple[Timed, Timed]
+"""The forward and the backward products of layers that are timed together."""
 
 Shape = tuple[tuple[int, ...], int]
 """Of layers that read the same input: their outputs, and its width."""
@@ -89,36 +116,70 @@ def measure_savings(
             )
             for name, each in layers.items()
         }, MODELLED
-    known: dict[Shape, Saving] = {}
-    savings = {}
+    known: dict[Shape, Both] = {}
+    parts: dict[str, _Part] = {}
     for names in blocks(layers) if trained else ():
         width, hidden = layers[names[0]].weight.shape
         timed = max(16, min(num_tokens, MAX_TOKENS) // 16 * 16)
         shape: Shape = (width, width, hidden), hidden
         if shape not in known:
             known[shape] = _measured_block(width, hidden, timed, device)
-        part, one = num_tokens / timed / len(names), known[shape]
-        each = Saving(_two_digits(one.forward * part), _two_digits(one.backward * part))
-        savings.update(dict.fromkeys(names, each))
-    alone = {name: layer for name, layer in layers.items() if name not in savings}
+        each = _Part(known[shape], 1 / len(names), num_tokens / timed)
+        parts.update(dict.fromkeys(names, each))
+    alone = {name: layer for name, layer in layers.items() if name not in parts}
     for names in readers(alone):
         outputs = tuple(layers[name].out_features for name in names)
         shape = (outputs, layers[names[0]].in_features)
         most = min(num_tokens, MAX_TOKENS, MAX_NUMBERS // sum(outputs))
         timed = max(16, most // 16 * 16)
+        if names == (head,):
+            timed = min(timed, MAX_HEAD_TOKENS)
         if shape not in known:
-            if names == (head,):
-                timed = min(timed, MAX_HEAD_TOKENS)
-                known[shape] = _measured_head(layers[head], timed, device, trained)
-            else:
-                known[shape] = _measured(shape, timed, device, trained)
-        for name, output in zip(names, outputs, strict=True):
-            part = num_tokens / timed * output / sum(outputs)
-            one = known[shape]
-            savings[name] = Saving(
-                _two_digits(one.forward * part), _two_digits(one.backward * part)
+            known[shape] = (
+                _measured_head(layers[head], timed, device, trained)
+                if names == (head,)
+                else _measured(shape, timed, device, trained)
             )
-    return savings, MEASURED
+        for name, output in zip(names, outputs, strict=True):
+            parts[name] = _Part(known[shape], output / sum(outputs), num_tokens / timed)
+    by_host = _waits_for_host(parts.values())
+    savings = {name: part.saving(by_host) for name, part in parts.items()}
+    return savings, MEASURED_BY_HOST if by_host else MEASURED
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer's part of what it is timed with.
+
+    Attributes:
+        timed: all of it, forward and backward.
+        share: of the products.
+        times: as many tokens as were timed. The host starts as many kernels for more.
+    """
+
+    timed: Both
+    share: float
+    times: float
+
+    def saving(self, by_host: bool) -> Saving:
+        """What fp8 saves."""
+        part = self.share * (1.0 if by_host else self.times)
+        forward, backward = (_two_digits(each.saved(by_host) * part) for each in self.timed)
+        return Saving(forward, backward)
+
+
+def _waits_for_host(parts: Iterable[_Part]) -> bool:
+    """Whether all layers in fp8 would take longer than in 16 bits: the host, or the GPU."""
+    host, gpu = {"plain": 0.0, "fp8": 0.0}, {"plain": 0.0, "fp8": 0.0}
+    for part in parts:
+        for timed in part.timed:
+            for name in host:
+                took = getattr(timed, name)
+                host[name] += took.host * part.share
+                gpu[name] += took.gpu * part.share * part.times
+    if host["fp8"] <= gpu["fp8"]:
+        return False
+    return host["fp8"] >= max(host["plain"], gpu["plain"])
 
 
 def readers(layers: Mapping[str, nn.Linear]) -> Sequence[tuple[str, ...]]:
@@ -149,7 +210,7 @@ def _modelled(shape: tuple[int, int], num_tokens: int, trained: bool) -> Saving:
     return Saving(one, one * (2 if trained else 1))
 
 
-def _measured(shape: Shape, num_tokens: int, device: torch.device, trained: bool) -> Saving:
+def _measured(shape: Shape, num_tokens: int, device: torch.device, trained: bool) -> Both:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -186,13 +247,13 @@ def _measured(shape: Shape, num_tokens: int, device: torch.device, trained: bool
             for dy in dys:
                 torch.mm(dy.t(), rows)
 
-    return Saving(
-        _milliseconds(forward_in_bf16) - _milliseconds(forward),
-        _milliseconds(backward_in_bf16) - _milliseconds(backward),
+    return (
+        Timed(_took(forward_in_bf16), _took(forward)),
+        Timed(_took(backward_in_bf16), _took(backward)),
     )
 
 
-def _measured_block(width: int, hidden: int, num_tokens: int, device: torch.device) -> Saving:
+def _measured_block(width: int, hidden: int, num_tokens: int, device: torch.device) -> Both:
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -218,13 +279,13 @@ def _measured_block(width: int, hidden: int, num_tokens: int, device: torch.devi
     def backward_in_bf16() -> None:
         torch.autograd.grad(plain, [x, *weights], dy, retain_graph=True)
 
-    return Saving(
-        _milliseconds(forward_in_bf16) - _milliseconds(forward),
-        _milliseconds(backward_in_bf16) - _milliseconds(backward),
+    return (
+        Timed(_took(forward_in_bf16), _took(forward)),
+        Timed(_took(backward_in_bf16), _took(backward)),
     )
 
 
-def _measured_head(head: nn.Linear, num_tokens: int, device: torch.device, trained: bool) -> Saving:
+def _measured_head(head: nn.Linear, num_tokens: int, device: torch.device, trained: bool) -> Both:
     generator = torch.Generator(device).manual_seed(0)
     shape, width = (head.out_features, head.in_features), head.in_features
     weight = torch.randn(shape, generator=generator, device=device).bfloat16() / width**0.5
@@ -234,40 +295,46 @@ def _measured_head(head: nn.Linear, num_tokens: int, device: torch.device, train
     weight.requires_grad_(trained)
     labels = torch.randint(len(weight), (num_tokens,), generator=generator, device=device)
 
-    def taken(forward: bool, backward: bool) -> float:
+    def taken(forward: bool, backward: bool) -> Took:
         in_fp8 = Directions(forward, backward, _keeping(codes)) if forward or backward else None
         # All gradients are made together with the loss.
-        return _milliseconds(lambda: linear_cross_entropy(x, weight, labels, in_fp8=in_fp8))
+        return _took(lambda: linear_cross_entropy(x, weight, labels, in_fp8=in_fp8))
 
     plain = taken(False, False)
-    return Saving(plain - taken(True, False), plain - taken(False, True))
+    return Timed(plain, taken(True, False)), Timed(plain, taken(False, True))
 
 
 def _keeping(codes: Codes) -> Callable[[Tensor], Codes]:
     return lambda _: codes
 
 
-def _milliseconds(function: Callable[[], object]) -> float:
-    """Of one of several calls in a row, the fastest of a few times.
+def _took(function: Callable[[], object]) -> Took:
+    """One of several calls in a row, by either clock the fastest of a few times.
 
-    The GPU is kept waiting until all of them are in its queue: what it takes then is its own time.
+    The GPU is kept waiting until all of them are in its queue: what it takes then is its own time,
+    however slow or busy the host is. The host's is that of its processor.
     """
     function()
-    times = []
-    for _ in range(_REPEATS):
+    tries: list[Took] = []
+    cycles, doubled = _WAITING_CYCLES, 0
+    while len(tries) < _REPEATS:
         torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_WAITING_CYCLES)
+        waits, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        waits.record()
+        torch.cuda._sleep(cycles)
         begin.record()
-        start = time.process_time()
+        clock, start = time.perf_counter(), time.process_time()
         for _ in range(_CALLS):
             function()
         host = 1e3 * (time.process_time() - start) / _CALLS
         end.record()
+        started = 1e3 * (time.perf_counter() - clock)
         end.synchronize()
-        own = begin.elapsed_time(end) / _CALLS
-        times.append(own if host < _HOST_CATCHES_UP * own else max(own, host))
-    return min(times)
+        if started > waits.elapsed_time(begin) and doubled < _LONGEST_WAITS:
+            cycles, doubled = 2 * cycles, doubled + 1  # the GPU has waited for the host
+            continue
+        tries.append(Took(begin.elapsed_time(end) / _CALLS, host))
+    return Took(min(each.gpu for each in tries), min(each.host for each in tries))
 
 
 def _two_digits(value: float) -> float:
