@@ -53,6 +53,27 @@ def differ_early(facts):
     return found[0]
 
 
+def differ_at_own_store(facts):
+    """The same, where rank 0 keeps the store itself; where they agree, the group shares it."""
+    import torch
+
+    from trainkit.errors import RecipeError
+    from trainkit.parallel import ProcessRank
+    from trainkit.parallel.agreement import refuse_early_disagreement
+
+    process = ProcessRank.from_environment()
+    own = {"training.seed": 1, **(facts if process.dist_rank else {})}
+    try:
+        refuse_early_disagreement(process, own)
+    except RecipeError as error:
+        return str(error)
+    torch.distributed.init_process_group("gloo")
+    number = torch.tensor(process.dist_rank + 1)
+    torch.distributed.all_reduce(number)
+    assert number == 3
+    return None
+
+
 def restart():
     """As torchrun starts a process the second time; all ranks add up their numbers, from 1."""
     import torch

@@ -254,7 +254,7 @@ def test_lines_to_run_are_printed(monkeypatch, capsys):
     assert printed["hostfile"].endswith("HOST0 slots=8\nHOST1 slots=8\n")
 
 
-COMPARE = ["differ", "differ_early"]
+COMPARE = ["differ", "differ_early", "differ_at_own_store"]
 
 
 @pytest.mark.parametrize("compare", COMPARE)

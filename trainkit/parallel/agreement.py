@@ -16,6 +16,7 @@ Decision = TypeVar("Decision")
 _NUM_NAMED = 4
 _PATIENCE = timedelta(minutes=10)
 """For the slowest process to come as far; all were started together."""
+_KEPT: list[Any] = []  # the store that rank 0 has opened, for the process group to share
 
 
 def refuse_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
@@ -43,10 +44,11 @@ def refuse_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
 
 
 def refuse_early_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
-    """Compare what is known before anything but torch is loaded, at torchrun's own store.
+    """Compare what is known before anything but torch is loaded.
 
-    Where processes meet elsewhere (after restarts on several hosts, or under another launcher),
-    `refuse_disagreement` is the first to compare.
+    Processes meet at torchrun's own store where it has one for all of them. Else (each attempt of
+    a launch with restarts on several hosts, other launchers) they meet where the process group will
+    be formed: rank 0 opens the store there already.
 
     Args:
         process: this process.
@@ -55,27 +57,55 @@ def refuse_early_disagreement(process: ProcessRank, facts: Mapping[str, Any]) ->
     Raises:
         RecipeError: as of `refuse_disagreement`.
     """
-    variables = os.environ
-    if process.world_size == 1 or variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if process.world_size == 1 or not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return
-    from torch.distributed import DistError, PrefixStore, TCPStore
+    from torch.distributed import DistError
 
-    address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
-    attempt = variables.get("TORCHELASTIC_RESTART_COUNT") or "0"
     with suppress(DistError):  # who is not there is missed again, and named, when a group is formed
-        meeting = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-        store = PrefixStore(f"trainkit/agreement/{attempt}", meeting)
-        flat = json.loads(json.dumps(dict(_flattened(facts)), default=str))
-        if process.is_main:
-            store.set("first", json.dumps(flat))
-        problem = _problem(_name_of(process), json.loads(store.get("first")), flat)
-        if problem is not None:
-            store.set(f"problem_{store.add('num_problems', 1)}", problem)
-        if store.add("number", 1) == process.world_size:
-            store.set("all", "are here")
-        store.wait(["all"], _PATIENCE)
-        numbers = range(1, store.add("num_problems", 0) + 1)
-        _refuse(sorted(store.get(f"problem_{each}").decode() for each in numbers))
+        _compare_at(_meeting_place(process), process, facts)
+
+
+def _meeting_place(process: ProcessRank) -> Any:
+    """A store that all processes of this attempt reach, and none of another attempt."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    variables = os.environ
+    address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        attempt = variables.get("TORCHELASTIC_RESTART_COUNT") or "0"
+        store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+        return PrefixStore(f"trainkit/agreement/{attempt}", store)
+    # multi_tenant: the process group opens a store at this port once more, and shares its server.
+    store = TCPStore(
+        *address,
+        is_master=process.is_main,
+        wait_for_workers=False,
+        timeout=_PATIENCE,
+        multi_tenant=True,
+    )
+    if process.is_main:
+        _KEPT.append(store)
+    return PrefixStore("trainkit/agreement", store)
+
+
+def _compare_at(store: Any, process: ProcessRank, facts: Mapping[str, Any]) -> None:
+    """All leave together: rank 0 may be the one that keeps the store."""
+    flat = json.loads(json.dumps(dict(_flattened(facts)), default=str))
+    if process.is_main:
+        store.set("first", json.dumps(flat))
+    problem = _problem(_name_of(process), json.loads(store.get("first")), flat)
+    if problem is not None:
+        store.set(f"problem_{store.add('num_problems', 1)}", problem)
+    if store.add("number", 1) == process.world_size:
+        store.set("all", "are here")
+    store.wait(["all"], _PATIENCE)
+    numbers = range(1, store.add("num_problems", 0) + 1)
+    problems = sorted(store.get(f"problem_{each}").decode() for each in numbers)
+    if store.add("left", 1) == process.world_size:
+        store.set("none", "is left")
+    if process.is_main:
+        store.wait(["none"], _PATIENCE)
+    _refuse(problems)
 
 
 def _name_of(process: ProcessRank) -> str:
