@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.objectives.batches import BatchCounts
 from trainkit.objectives.objective import Loss
 
@@ -53,22 +54,20 @@ class Evaluation:
         Returns:
             ``PREFIX_loss``, ``PREFIX_num_trained_tokens``, and the objective's own figures.
         """
-        was_training = model.training
-        model.eval()
         # Losses and their items; routers' losses and the batches that have them; trained tokens.
         totals = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
-        for batch in batches:
-            counts = self.take_counts(batch)
-            inputs = self.prepare(batch)
-            with self.autocast():
-                found = self.loss.evaluate(model, inputs, counts.num_items)
-            totals[0] += found.loss_sum.double() * self.counts_losses
-            totals[1] += counts.num_items * self.counts_rows
-            if found.router_loss is not None:
-                totals[2] += found.router_loss.double()
-                totals[3] += 1
-            totals[4] += counts.num_trained_tokens * self.counts_rows
-        model.train(was_training)
+        with evaluation_mode(model):
+            for batch in batches:
+                counts = self.take_counts(batch)
+                inputs = self.prepare(batch)
+                with self.autocast():
+                    found = self.loss.evaluate(model, inputs, counts.num_items)
+                totals[0] += found.loss_sum.double() * self.counts_losses
+                totals[1] += counts.num_items * self.counts_rows
+                if found.router_loss is not None:
+                    totals[2] += found.router_loss.double()
+                    totals[3] += 1
+                totals[4] += counts.num_trained_tokens * self.counts_rows
         own = self.loss.eval_metrics
         if own is not None:
             mine = own.take(totals.device).flatten()

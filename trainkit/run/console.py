@@ -141,7 +141,7 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _write(self, text: Text) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, TrainkitError
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.attention.choice import NAME, Attention, Installed, install
 from trainkit.models.attention.layer_proof import EagerCalls, LayerError
 from trainkit.models.attention.packable import decoder_of, state_of
@@ -216,7 +217,7 @@ class _Reference:
         parameter = next(each for each in model.parameters() if each.is_floating_point())
         eps, floor = roundings(parameter.dtype, parameter.device)
         _apply(model, Attention("eager", ""))
-        with _quiet(model), _narrowed(model):
+        with evaluation_mode(model), _narrowed(model):
             for name, batch in self.batches.items():
                 self.layers[name] = EagerCalls(model, batch, floor * eps / 2)
                 with self.layers[name].recorded():
@@ -242,7 +243,7 @@ def _prove(model: PreTrainedModel, attention: Attention, reference: _Reference) 
             layers = (
                 contextlib.nullcontext(no_layers) if is_truth else reference.layers[name].compared()
             )
-            with _quiet(model), _narrowed(model), layers as worst:
+            with evaluation_mode(model), _narrowed(model), layers as worst:
                 found = batch.chosen(model)
             error = distance(found, reference.logits[name], has_experts(model))
             limit = reference.allowed[name]
@@ -307,18 +308,6 @@ def has_experts(model: nn.Module) -> bool:
     """Whether something is chosen by its score: experts for a token, or keys by an indexer."""
     choosing = {"experts", "indexer"}
     return any(name.rpartition(".")[2] in choosing for name, _ in model.named_modules())
-
-
-@contextlib.contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, as it was afterwards."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in training.items():
-            module.training = flag
 
 
 @contextlib.contextmanager

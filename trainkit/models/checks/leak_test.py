@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import TrainkitError
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.parallel.rows import RowSplit
 
 _ROW_LENGTH = 64
@@ -50,9 +51,7 @@ def leak_test(
     tokens = torch.randint(0, vocab_size, shape, generator=generator)
     others = torch.randint(0, vocab_size, shape, generator=generator)
     documents = _documents()
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         before = _logits(model, tokens, device, split)
         seen = 0.0
         for changed in (documents[0], documents[2]):  # the first and the last of a row
@@ -73,8 +72,6 @@ def leak_test(
                         where=f"attention {attention}",
                         fix="set model.attn_implementation to auto, or data.packing to false",
                     )
-    finally:
-        model.train(was_training)
     if not seen > 0.0:
         raise TrainkitError(
             "the leak test saw no change where it made one; the model ignores its input",

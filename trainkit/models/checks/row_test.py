@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainkit.errors import ModelError
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.attention.choice import NAME
 from trainkit.models.attention.packable import state_of
 from trainkit.models.attention.proof import allowed, distance, has_experts, rounded, roundings
@@ -80,21 +81,16 @@ def row_test(model: nn.Module, split: RowSplit, *, vocab_size: int, dtype: torch
     """
     device = next(model.parameters()).device
     eps, floor = roundings(dtype, device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            batch = _batch(split, vocab_size)
-            whole = _run(model, batch, device)
-            with rounded(model, eps):
-                moved = _run(model, batch, device)
-            with split.at_work():
-                logits, loss = _run(model, split.part(batch), device)
-            torch.distributed.all_reduce(loss, group=split.group)
-            found = split.whole(logits), loss
-    finally:
-        model.train(was_training)
-        take_counts(model, training=False)  # nobody evaluated
+    with evaluation_mode(model), torch.no_grad():
+        batch = _batch(split, vocab_size)
+        whole = _run(model, batch, device)
+        with rounded(model, eps):
+            moved = _run(model, batch, device)
+        with split.at_work():
+            logits, loss = _run(model, split.part(batch), device)
+        torch.distributed.all_reduce(loss, group=split.group)
+        found = split.whole(logits), loss
+    take_counts(model, training=False)  # nobody evaluated
     experts = has_experts(model)
     far = [_apart(found, whole, experts), _apart(moved, whole, experts)]
     for name, error, noise in zip(("logits", "loss"), *far, strict=True):

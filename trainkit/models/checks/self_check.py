@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import PatchError
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.kernels import contract
 from trainkit.models.checks import op_check
 from trainkit.models.checks.op_check import Call
@@ -254,16 +255,10 @@ def _check_model(model: nn.Module, report: PatchReport, tokens: Mapping[str, Ten
             reason = "its weights are sharded: only the engine's own forward gathers them"
             return CheckRow("model", family, "", None, None, None, "skipped", reason)
     dtype = next(each.dtype for each in model.parameters() if each.is_floating_point())
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            patched = _loss(model, tokens).item()
-            with report.suspended():
-                plain = _loss(model, tokens).item()
-    finally:
-        for module, flag in training.items():
-            module.training = flag
+    with evaluation_mode(model), torch.no_grad():
+        patched = _loss(model, tokens).item()
+        with report.suspended():
+            plain = _loss(model, tokens).item()
     error = abs(patched - plain) / max(abs(plain), 1.0)
     # Rounding moves each token's loss by about an eps of the dtype, and a mean by less; in fp32
     # the sums behind it leave a few dozen eps.

@@ -1,7 +1,7 @@
 """From ``model.fp8`` to the layers that run in fp8: measured, agreed over ranks, recorded."""
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.kernels.fp8.trained import quantize_weight
 from trainkit.models.fp8.budget import Increase, Probe, probe_batches
@@ -135,7 +136,7 @@ def decide(
     if setup.options.loss_budget == ALL:
         return choose(candidates, setup.options, savings, timing, None, frozen=frozen)
     gaining = _any_gain(savings)
-    with _evaluated(model), setup.gathering(model), torch.no_grad():
+    with evaluation_mode(model), setup.gathering(model), torch.no_grad():
         probe = _AgreedProbe(model, _text(setup, model, device), agree=setup.agree)
         if gaining:
             probe.begin()
@@ -183,18 +184,6 @@ def _text(setup: Fp8Setup, model: nn.Module, device: torch.device) -> list[Mappi
             fix="write model.fp8: all, or look at the data with trainkit data check",
         )
     return batches
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Any:
-    """Within, the model is in evaluation mode."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in training.items():
-            module.training = flag
 
 
 def _checked(name: str, layer: Any) -> Fp8Errors:

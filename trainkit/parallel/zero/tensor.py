@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainkit.errors import ModelError, TrainkitError
+from trainkit.evaluation_mode import evaluation_mode
 from trainkit.parallel.zero.engine import DeepSpeed
 
 _PARSED = "ds_autotp_parsed"
@@ -147,12 +148,8 @@ def _small_step(model: Any, device: torch.device) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (2, 16), generator=generator).to(device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         logits = model(input_ids=tokens, use_cache=False).logits.float()
-    finally:
-        model.train(was_training)
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     vectors = {n: p for n, p in model.named_parameters() if p.requires_grad and p.dim() == 1}
     found = torch.autograd.grad(loss, list(vectors.values()), allow_unused=True)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainkit.evaluation_mode import evaluation_mode
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -133,19 +135,14 @@ def evaluation_rows(samples: Any, args: TrainingArguments) -> Any:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Within, the model is in evaluation mode; afterwards all is as before.
 
-    Random states of Python, numpy, torch and every GPU; the mode of each module by itself, since
-    some may be held in evaluation mode.
+    Also the random states of Python, numpy, torch and every GPU.
     """
-    modes = [(module, module.training) for module in model.modules()]
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             yield
     finally:
-        for module, mode in modes:
-            module.training = mode
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
