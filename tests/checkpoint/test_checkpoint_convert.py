@@ -176,6 +176,17 @@ def test_other_geometries(overrides, tmp_path):
     assert_same_bits(tensors_of(tmp_path / "source"), tensors_of(tmp_path / "back"))
 
 
+@pytest.mark.parametrize("theta", [500000.0, 123456.7, 61017490.0, 10000 / 3, 1e4 * 1.1])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 2), (32, 8), (32, 16), (32, 32)])
+def test_any_base_comes_back_as_it_was(theta, head_dim, rotary_dim):
+    """Not the nearest whole number: the config of the source would not be found again."""
+    from trainkit.checkpoint.convert.partial_rope import full_base, read_back, rope_scaling
+
+    scaling = rope_scaling(theta, head_dim, rotary_dim, FAR)
+    base = full_base(theta, head_dim, rotary_dim)
+    assert read_back(base, scaling, head_dim) == (theta, rotary_dim)
+
+
 def test_legacy_pickle_source(glm, converted, tmp_path):
     tensors = chatglm_tensors(glm)
     names = sorted(tensors)

@@ -24,6 +24,8 @@ from trainkit.errors import CheckpointError
         ({"add_bias_linear": True}, "no such bias"),
         ({"add_qkv_bias": False}, "would not use them"),
         ({"add_qkv_bias": 1}, "not a switch"),
+        ({"original_rope": False}, "in neighbours"),
+        ({"interleaved_qkv": True}, "all heads apart"),
         ({"num_layers": "many"}, "not a number"),
         ({"ffn_hidden_size": 81}, "does not fit the sizes"),
         ({"padded_vocab_size": 97}, "would have shape"),

@@ -166,7 +166,7 @@ def _write_chatglm_rope(geometry: Geometry) -> dict[str, Any]:
     if geometry.rotary_dim * 2 != geometry.head_dim:
         raise CheckpointError("the chatglm layout rotates exactly half of each head")
     ratio = geometry.rope_theta / 10000
-    return {"rope_ratio": int(ratio) if ratio.is_integer() else ratio, "original_rope": True}
+    return {"rope_ratio": int(ratio) if ratio.is_integer() else ratio}
 
 
 def _read_glm_rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, int]:
@@ -238,6 +238,8 @@ FORMATS: Mapping[str, Format] = {
             ),
             "add_bias_linear": (False, False, _NO_BIAS),
             "multi_query_attention": (True, False, "only grouped key-value heads are known here"),
+            "original_rope": (True, True, "GLM-4 rotates the dimensions of a head in neighbours"),
+            "interleaved_qkv": (False, False, "GLM-4 keeps q, k and v of all heads apart"),
         },
         read_rope=_read_chatglm_rope,
         write_rope=_write_chatglm_rope,

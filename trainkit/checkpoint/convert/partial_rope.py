@@ -49,8 +49,8 @@ def longrope_factors(theta: float, head_dim: int, rotary_dim: int) -> list[float
         rotary_dim: how many of them GLM rotates, even.
 
     Raises:
-        CheckpointError: no float32 factor gives GLM's frequency exactly. Not seen for any base
-            from 1e4 to 1e8 with heads of 16 to 128. Or the base is beyond float32.
+        CheckpointError: no float32 factor gives GLM's frequency exactly, as for one in thirty of
+            random bases from 1e4 to 1e8; or the base is beyond float32.
     """
     goal = 1.0 / wavelengths(theta, rotary_dim)
     full = wavelengths(full_base(theta, head_dim, rotary_dim), head_dim)
@@ -99,10 +99,19 @@ def read_back(base: float, scaling: dict[str, object], head_dim: int) -> tuple[f
         is_turning = [abs(factor - 1) < _ROUNDING for factor in short]
         rotary_dim = 2 * (is_turning.index(False) if False in is_turning else len(short))
         if 0 < rotary_dim <= head_dim:
-            theta = base ** (rotary_dim / head_dim)
-            for candidate in (float(round(theta)), theta):  # the power may have lost the last bit
-                if longrope_factors(candidate, head_dim, rotary_dim) == short:
-                    return candidate, rotary_dim
+            theta = _theta_of(base, head_dim, rotary_dim)
+            if longrope_factors(theta, head_dim, rotary_dim) == short:
+                return theta, rotary_dim
     raise CheckpointError(
         "its rotary embedding is not that of a converted GLM-4, so the way back is not defined"
     )
+
+
+def _theta_of(base: float, head_dim: int, rotary_dim: int) -> float:
+    """The base that ``full_base`` was given, of those that give ``base`` the shortest to write."""
+    theta = base ** (rotary_dim / head_dim)  # may have lost the last bits
+    for digits in range(1, 17):
+        candidate = float(f"{theta:.{digits}g}")
+        if full_base(candidate, head_dim, rotary_dim) == base:
+            return candidate
+    return theta
