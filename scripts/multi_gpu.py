@@ -26,13 +26,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from multi_gpu_cells import Cell, batches_of_cells, choose
+from multi_gpu_cells import (
+    LENGTH,
+    Cell,
+    batches_of_cells,
+    choose,
+    estimated,
+    recipe_of,
+    written,
+)
 from runs_at_once import errors_of
 
 from trainkit.parallel.launch.hosts import free_port
 
 Row = dict[str, Any]
-LENGTH = 2048
 IMPORT_SECONDS = 120.0
 VOCABULARY = 50_000
 HERE = Path(__file__).resolve().parent
@@ -92,28 +99,12 @@ def command(cell: Cell, folder: Path, run: Path, steps: int, total: int) -> list
             "checkpointing": bool(cell.overrides.get("training.gradient_checkpointing")),
         }
         return [*start, str(HERE / "multi_gpu_peer.py"), json.dumps(settings)]
-    recipe = {
-        "name": "multi-gpu",
-        "model": {"name_or_path": str(folder / cell.model), "dtype": "bfloat16"},
-        "data": {"train": [str(folder / "rows.jsonl")], "max_length": LENGTH, "packing": False},
-        "kernels": True,
-        "parallel": {"shard": cell.shard},
-        "global_batch_size": cell.global_batch(total),
-        "training": {
-            "per_device_train_batch_size": cell.micro_batch,
-            "learning_rate": 1e-4,
-            "lr_scheduler_type": "constant",
-            "max_steps": steps,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "max_grad_norm": 1.0,
-        },
-    }
+    model, rows = str(folder / cell.model), str(folder / "rows.jsonl")
+    recipe = recipe_of(cell, total, model, rows, steps)
     path = run.with_name(run.name + ".json")
     path.write_text(json.dumps(recipe), encoding="utf-8")
-    overrides = [f"{key}={json.dumps(value)}" for key, value in cell.overrides.items()]
     words = ["trainkit.cli.app", "sft", "--config", str(path), "--output-dir", str(run)]
-    return [*start, *words, *overrides]
+    return [*start, *words, *written(cell)]
 
 
 def gate(run: Path) -> Path:
@@ -215,7 +206,7 @@ def wait_for_imports(started: list[Started], total: int) -> None:
             time.sleep(0.2)
 
 
-def measure(started: list[Started], steps: int, total: int, deadline: float) -> list[Row]:
+def measure(started: list[Started], steps: int, total: int, deadline: float, gpu: str) -> list[Row]:
     """Let cells go on side by side, and read their figures."""
     found = []
     for each in started:
@@ -232,6 +223,8 @@ def measure(started: list[Started], steps: int, total: int, deadline: float) -> 
             "checkpointing": bool(cell.overrides.get("training.gradient_checkpointing")),
             "overrides": cell.overrides,
         }
+        if cell.provider == "trainkit":
+            row |= estimated(cell, total, gpu)
         try:
             wait_for_steps(each.process, each.run / "metrics.jsonl", steps, deadline)
             row |= figures(cell, each.run, total)
@@ -271,11 +264,19 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="of the code that runs")
     parser.add_argument("--deadline-seconds", type=float, default=3600.0, help="of measuring")
     parser.add_argument("--wait-for", type=Path, help="a file; until it is there, only import")
+    parser.add_argument("--estimate", type=int, metavar="GPUS", help="run nothing, say beforehand")
     chosen = parser.parse_args()
 
     import torch
 
     from trainkit.bench.measure.record import environment
+
+    if chosen.estimate:
+        with chosen.output.open("a", encoding="utf-8") as file:
+            for cell in choose(chosen.cells.split(","), chosen.estimate):
+                said = {"case": cell.name, **estimated(cell, chosen.estimate, "NVIDIA H200")}
+                file.write(json.dumps(said) + "\n")
+        return
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
@@ -300,7 +301,7 @@ def main() -> None:
             if time.monotonic() > deadline - 30:
                 break
             limit = min(deadline, time.monotonic() + chosen.cell_seconds)
-            rows = measure(group, chosen.steps, total, limit)
+            rows = measure(group, chosen.steps, total, limit, common["gpu"])
             found += rows
             with chosen.output.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({**row, **common}) + "\n" for row in rows)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -139,6 +141,70 @@ CELLS = (
     Cell("glm4-9b", "trainkit", 2, "none", 8, 1, {**LORA, "parallel.pipeline": 2}, 2),
 )
 """In the order in which they run; neighbours on fewer GPUs than the host has, side by side."""
+
+
+LENGTH = 2048
+"""Tokens of a row."""
+
+
+def recipe_of(cell: Cell, total: int, model: str, rows: str, steps: int) -> dict[str, Any]:
+    """What trainkit runs for a cell, without its overrides.
+
+    Args:
+        cell: of trainkit.
+        total: GPUs of the host.
+        model: directory or name.
+        rows: the file of rows.
+        steps: of the run.
+    """
+    return {
+        "name": "multi-gpu",
+        "model": {"name_or_path": model, "dtype": "bfloat16"},
+        "data": {"train": [rows], "max_length": LENGTH, "packing": False},
+        "kernels": True,
+        "parallel": {"shard": cell.shard},
+        "global_batch_size": cell.global_batch(total),
+        "training": {
+            "per_device_train_batch_size": cell.micro_batch,
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "constant",
+            "max_steps": steps,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "max_grad_norm": 1.0,
+        },
+    }
+
+
+def estimated(cell: Cell, total: int, gpu: str) -> dict[str, float]:
+    """What `trainkit estimate` says of a cell's run, GiB and tokens per second of a GPU.
+
+    Args:
+        cell: of trainkit.
+        total: GPUs of the host.
+        gpu: as the driver names it; one that nobody knows counts as an H200.
+    """
+    from tempfile import TemporaryDirectory
+
+    from trainkit.estimate.estimate import estimate
+    from trainkit.estimate.gpus import GPUS, gpu_named
+    from trainkit.estimate.recipe import plan_of
+    from trainkit.recipe import load_recipe
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "recipe.json")
+        path.write_text(json.dumps(recipe_of(cell, total, cell.model, "rows.jsonl", 4)))
+        recipe = load_recipe(path, written(cell)).recipe
+    found = estimate(plan_of(recipe, cell.gpus(total)), gpu_named(gpu) or GPUS["h200"])
+    return {
+        "estimated_gib": found.peak.gib,
+        "estimated_tokens_per_second_per_gpu": found.tokens_per_second / cell.gpus(total),
+    }
+
+
+def written(cell: Cell) -> list[str]:
+    """A cell's overrides, as a command has them."""
+    return [f"{key}={json.dumps(value)}" for key, value in cell.overrides.items()]
 
 
 def choose(patterns: list[str], total: int) -> list[Cell]:

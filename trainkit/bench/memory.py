@@ -8,7 +8,7 @@ backward, and AdamW where there are adapters. Weights and tokens are random.
 A row also has what the estimate says of its point.
 
     python -m trainkit.bench.memory [--only WORD ...] [--output FILE] [--seconds N] [--not-in FILE]
-                                    [--one-process]
+                                    [--one-process] [--estimate]
 
 With ``--one-process`` no other process starts: many small points take little time, and the host is
 quiet while they run.
@@ -224,15 +224,21 @@ def imports() -> None:
             importlib.import_module(name)
 
 
-def row_of(point: Point) -> dict[str, Any]:
-    """What the estimate says of a point, and what was measured or its error."""
+def estimated(point: Point) -> dict[str, float]:
+    """What the estimate says of a point, on the GPU at hand or else on an H200."""
     on_gpu = torch.cuda.is_available()
     gpu = (gpu_named(torch.cuda.get_device_name()) if on_gpu else None) or GPUS["h200"]
     plan = plan_of(point)
-    said = {
+    return {
         "estimated_gib": peak(plan).gib,
         "estimated_tokens_per_second": plan.tokens * plan.accumulation / step_seconds(plan, gpu),
     }
+
+
+def row_of(point: Point) -> dict[str, Any]:
+    """What the estimate says of a point, and what was measured or its error."""
+    on_gpu = torch.cuda.is_available()
+    said = estimated(point)
     try:
         values = measure(point, torch.device("cuda" if on_gpu else "cpu"))
     except Exception as error:  # whatever it is, it is this point's row
@@ -259,11 +265,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no point after these")
     parser.add_argument("--not-in", type=Path, help="leave out points that have a peak there")
     parser.add_argument("--one-process", action="store_true", help="for all points")
+    parser.add_argument("--estimate", action="store_true", help="run nothing, say beforehand")
     options = parser.parse_args()
     chosen = [p for p in POINTS if not options.only or any(w in p.name for w in options.only)]
     if options.not_in is not None:
         done = measured_in(options.not_in)
         chosen = [point for point in chosen if point.name not in done]
+    if options.estimate:
+        for point in chosen:
+            sys.stdout.write(json.dumps({"case": point.name, **estimated(point)}) + "\n")
+        return
     for row in run(chosen, options.seconds, one_process=options.one_process):
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()
