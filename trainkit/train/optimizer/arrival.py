@@ -5,11 +5,34 @@ So nothing is clipped, and a gradient that is NaN or infinite holds back its own
 follow; those before it were taken with sound gradients. The run then ends as it always does.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.kernels.adamw.function import add_square_sum_
+
+
+def on_gradient(parameter: torch.Tensor, method: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call a method with a parameter whenever its gradient is complete.
+
+    The hook does not keep the method's owner alive: Python's garbage collector cannot look into
+    hooks, so an optimizer that one holds would never be freed, nor would its masters and states.
+
+    Args:
+        parameter: a leaf.
+        method: of an object.
+    """
+    known = weakref.WeakMethod(method)
+
+    def arrived(parameter: torch.Tensor) -> None:
+        method = known()
+        if method is not None:
+            method(parameter)
+
+    return parameter.register_post_accumulate_grad_hook(arrived)
 
 
 class Arrivals:

@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 
 from trainkit.errors import ModelError
 from trainkit.kernels.adamw.function import adamw_, square_sum
+from trainkit.train.optimizer.arrival import on_gradient
 from trainkit.train.optimizer.optim import HALF_DTYPES
 
 _KEY = "training.optim"
@@ -118,13 +119,13 @@ class FlatAdamW(torch.optim.Optimizer):
         self._buckets: list[_Bucket] = []
         self._lay_out(accumulates)
         self._unseen: set[nn.Parameter] = set(self.parameters())
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._unseen.discard)
-            for parameter in self._unseen
-        ]
+        self._hooks = [on_gradient(parameter, self._see) for parameter in self._unseen]
         device = next(self.parameters()).device
         self._factor = torch.ones((), device=device)
         self._taken = torch.zeros((), device=device)
+
+    def _see(self, parameter: torch.Tensor) -> None:
+        self._unseen.discard(parameter)  # type: ignore[arg-type]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All of them."""

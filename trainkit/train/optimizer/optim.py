@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.errors import ModelError
-from trainkit.train.optimizer.arrival import Arrivals
+from trainkit.train.optimizer.arrival import Arrivals, on_gradient
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -58,9 +58,9 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
             inner_groups.append({**group, "params": masters})
             for parameter in parameters:
                 if arrivals is not None:
-                    parameter.register_post_accumulate_grad_hook(self._step_at_once)
+                    on_gradient(parameter, self._step_at_once)
                 elif parameter.dtype in HALF_DTYPES:
-                    parameter.register_post_accumulate_grad_hook(self._take_gradient)
+                    on_gradient(parameter, self._take_gradient)
         self.inner = make_inner(inner_groups)
         # Schedulers and loggers read and write these; sharing them keeps one learning rate.
         self.param_groups = self.inner.param_groups
