@@ -267,14 +267,15 @@ def measured_in(file: Path) -> set[str]:
 def main() -> None:
     """Measure and print one JSON object a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="points whose name has one of these words")
+    parser.add_argument("--only", nargs="*", help="words of names: those points, in this order")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no point after these")
     parser.add_argument("--not-in", type=Path, help="leave out points that have a peak there")
     parser.add_argument("--one-process", action="store_true", help="for all points")
     parser.add_argument("--estimate", action="store_true", help="run nothing, say beforehand")
     options = parser.parse_args()
-    chosen = [p for p in POINTS if not options.only or any(w in p.name for w in options.only)]
+    words = options.only or [""]
+    chosen = list(dict.fromkeys(p for word in words for p in POINTS if word in p.name))
     if options.not_in is not None:
         done = measured_in(options.not_in)
         chosen = [point for point in chosen if point.name not in done]
