@@ -1,13 +1,25 @@
 """e4m3 made where numbers are made: the bits of quantising them afterwards."""
 
+import math
+
 import pytest
 import torch
 
 from trainkit import kernels
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.fp8.function import fp8_quantize, fp8_quantize_both, fp8_quantize_joint
-from trainkit.kernels.fp8.linear import SharedInput, carry_rows, take_rows
-from trainkit.kernels.lora import gate, products
+from trainkit.kernels.fp8.linear import (
+    Fp8Gradient,
+    Fp8Weight,
+    SharedInput,
+    carry_rows,
+    take_rows,
+)
+from trainkit.kernels.launch import runs_kernel
+from trainkit.kernels.lora import gate, mlp, products
+from trainkit.kernels.lora.mlp import lora_mlp
+from trainkit.kernels.lora.projection import Projection
+from trainkit.models.fp8.errors import PRODUCT_LIMIT
 
 BF16 = torch.bfloat16
 
@@ -105,6 +117,48 @@ def test_codes_of_what_comes_back_through_the_gate(num_rows, width, lora_rank, d
         return
     exact = torch.cat([pair[i].double() @ b[i].double() for i in range(2)], dim=1)
     assert (products_.double() - exact).norm() <= 2.0**-8 * exact.norm()  # rounded once, to bf16
+
+
+def test_a_block_with_gradients_in_fp8_quantises_them_behind_the_gate(monkeypatch, device):
+    """Of gate and up one may be kept in fp8 and the other in 16 bits: their gradients are one
+    product of codes all the same, and those come from the gate's kernels."""
+    draw, taken, real = Draw.seeded(BF16, device, 0), [], mlp.codes_of_gradients
+    monkeypatch.setattr(
+        mlp, "codes_of_gradients", lambda *given: (taken.append(1), real(*given))[1]
+    )
+    shapes = [(96, 64), (96, 64), (64, 96)]
+    weights = [draw.normal(n, k) / 8 for n, k in shapes]
+    factors = [(draw.normal(4, k) / 8, draw.normal(n, 4) / 8) for n, k in shapes]
+    x, dy = draw.normal(33, 64), draw.normal(33, 64)
+
+    def results(unpack, *, kept=False):
+        storages, unpacks = list(weights), [unpack] * 3
+        if kept:
+            codes, scales = fp8_quantize(weights[0])
+            storages[0], unpacks[0] = codes.view(torch.uint8), Fp8Weight(scales)
+        leaves = [each.clone().requires_grad_() for pair in factors for each in pair]
+        pairs = zip(leaves[::2], leaves[1::2], strict=True)
+        layers = [
+            Projection(storage, None, a, b, 2.0, how)
+            for storage, (a, b), how in zip(storages, pairs, unpacks, strict=True)
+        ]
+        rows = x.clone().requires_grad_()
+        y = lora_mlp(rows, *layers)
+        y.backward(dy)
+        return [y, rows.grad, *(leaf.grad for leaf in leaves)]
+
+    plain = results(None)
+    assert not taken
+    for kept in (False, True):
+        found = results(Fp8Gradient(), kept=kept)
+        errors = [
+            ((one - two).double().norm() / two.double().norm()).item()
+            for one, two in zip(found, plain, strict=True)
+        ]
+        assert kept or errors[0] == 0
+        # Up to three products behind each other, whose errors are independent.
+        assert 0.005 < max(errors) < math.sqrt(3) * PRODUCT_LIMIT
+    assert len(taken) == (2 if runs_kernel(x) else 0)
 
 
 @pytest.mark.parametrize("lora_rank", [1, 16, 48])

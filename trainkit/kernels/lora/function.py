@@ -16,7 +16,7 @@ M tokens, K inputs, N outputs, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,6 +106,13 @@ class Layer:
     def read(self, dtype: torch.dtype) -> Tensor:
         """The frozen weight (N, K)."""
         return read_weight(self.weight, self.fixed.unpack, dtype)
+
+    def for_gradients(self) -> Layer:
+        """Itself as the backward pass multiplies with it: in e4m3 where only that does."""
+        if not isinstance(self.fixed.unpack, Fp8Gradient):
+            return self
+        codes, reader = self.fixed.unpack.quantized(self.weight)
+        return replace(self, weight=codes, fixed=replace(self.fixed, unpack=reader))
 
     def base(self, shared: SharedInput) -> Tensor:
         """The frozen layer alone, x W^T + b."""
@@ -198,11 +205,10 @@ def input_gradient(
         quantized: codes and scales of all dys, of layers in fp8; see `fp8_input_gradient`.
     """
     in_fp8, plain = [], []
-    for dy, layer in terms:
+    for dy, given in terms:
+        layer = given.for_gradients()
         if isinstance(layer.fixed.unpack, Fp8Weight):
             in_fp8.append((dy, layer.weight, layer.fixed.unpack))
-        elif isinstance(layer.fixed.unpack, Fp8Gradient):
-            in_fp8.append((dy, *layer.fixed.unpack.quantized(layer.weight)))
         else:
             plain.append((dy, layer))
     dx = fp8_input_gradient(in_fp8, out, quantized) if in_fp8 else None

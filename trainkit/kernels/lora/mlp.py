@@ -175,6 +175,8 @@ class _UpToDown(torch.autograd.Function):
         if dtoken is None:
             return tuple(result)
         with no_autocast(x):
+            if ctx.needs_input_grad[0]:
+                first = [layer.for_gradients() for layer in first]
             dy = as_rows(dtoken).to(settings.dtype)
             p_down = None if down.b is None else products.rows(dy, down.b.t())
             if xa_down is not None:
