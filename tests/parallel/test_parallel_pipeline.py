@@ -11,15 +11,14 @@ from commands import trainkit
 from ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import make_qwen2, make_tokenizer
-from torch.distributed.pipelining._backward import stage_backward_input
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models.loading import load_model
 from trainkit.options.model import ModelOptions
 from trainkit.options.parallel import ParallelOptions
-from trainkit.parallel.pipeline import late_weights
 from trainkit.parallel.pipeline.engine import Pipeline
+from trainkit.parallel.pipeline.late_weights import LateWeights
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     STAGED,
@@ -262,43 +261,28 @@ def test_random_weights_are_drawn_for_this_ranks_layers_only(tied, tmp_path):
         assert not model.model.rotary_emb.inv_freq.is_meta
 
 
-class TwoOutputs(torch.autograd.Function):
-    """As rotary embeddings of q and k: the outputs differ in shape."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight, x.sum(-1)
-
-    @staticmethod
-    def backward(ctx, first, second):
-        x, weight = ctx.saved_tensors
-        return first * weight + second[..., None], (first * x).sum(0)
-
-
-def test_a_backward_pass_in_two_parts_is_the_whole_one():
-    """For versions of torch that take the sum of all outputs' gradients for that of the first."""
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_backward_pass_in_two_parts_is_the_whole_one(frozen):
+    """Twice over, one weight used twice; the second part forms products and nothing else."""
     torch.manual_seed(0)
-    weights = [torch.nn.Parameter(torch.randn(4, dtype=torch.float64)) for _ in range(3)]
-    weights.append(torch.nn.Parameter(torch.randn(4, 4, dtype=torch.float64)))
-
-    def net(x):
-        first, second = TwoOutputs.apply(x, weights[0])
-        x = (first * torch.tanh(second)[..., None]) @ weights[3]
-        x = x + torch.tanh(x) @ weights[3]  # one weight twice
-        first, second = TwoOutputs.apply(x, weights[1])
-        return TwoOutputs.apply(first * second[..., None], weights[2])[0]
-
-    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    wanted = torch.autograd.grad(net(x).square().sum(), [x, *weights])
-    out = net(x)
-    alive, gradient = late_weights.keep_alive([out]), 2 * out.detach()
-    _, groups = stage_backward_input([out], [gradient], [x], iter(weights))
-    del out
-    late_weights.add_weight_gradients(weights, groups)
-    assert alive
-    for each, value in zip([x, *weights], wanted, strict=True):
-        torch.testing.assert_close(each.grad, value, rtol=1e-12, atol=0)
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4, bias=False)
+    ).double()
+    net.append(net[0])
+    net[2].weight.requires_grad_(not frozen)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=not frozen)
+    wanted = [each for each in (x, *net.parameters()) if each.requires_grad]
+    twice = torch.autograd.grad(2 * net(x).square().sum(), wanted)
+    late = LateWeights()
+    for _ in range(2):
+        with late.of(net.modules()):
+            net(x).square().sum().backward()
+        assert all(type(each) in (torch.nn.Linear, torch.nn.Tanh) for each in net)
+        before = None if net[0].weight.grad is None else net[0].weight.grad.clone()
+        late.take()()
+        assert before is None or not torch.equal(before, net[0].weight.grad)
+    for each, value in zip(wanted, twice, strict=True):
+        torch.testing.assert_close(each.grad, value, rtol=1e-12, atol=1e-14)
 
 
 def test_what_cannot_be_cut_is_refused():

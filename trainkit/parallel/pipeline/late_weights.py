@@ -1,75 +1,103 @@
-"""The weights' part of a backward pass split by ``zbv``, where torch itself gets it wrong.
+"""The weights' part of a backward pass, put off: ``zbv`` fills with it the time others wait.
 
-Before 2.13, torch adds up the gradients of all outputs of an autograd function and takes the sum
-for that of the first output. Where a function has several outputs (rotary embeddings of q and k,
-the norm of a sum and the sum itself) that is an error at best, and other gradients at worst.
+torch.distributed.pipelining can split a backward pass itself. It walks over autograd's graph in
+Python for each stage and micro-batch, and then asks for the weights' gradients group by group,
+which takes the host longer than the device computes; before 2.13 the gradients are wrong where a
+function has several outputs. Here the backward pass is an ordinary one, in which linear maps keep
+what their weights' gradients are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc
-
-IS_WRONG = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
-"""Of this version of torch."""
+from torch import nn
 
 
-def keep_alive(outputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[GradientEdge, ...]:
-    """What holds a stage's graph, whose outputs ``stage_backward_input`` lets go of.
+class LateWeights:
+    """Products that are not formed yet."""
 
-    Before 2.13, the node of an autograd function in Python is gone with them.
-    """
-    listed = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-    return tuple(get_gradient_edge(each) for each in listed if each.requires_grad)
+    def __init__(self) -> None:
+        self._waiting: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
 
+    def put(self, weight: nn.Parameter, given: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep what makes a weight's gradient.
 
-def add_weight_gradients(
-    weights: Sequence[torch.nn.Parameter], groups: Sequence[dict[str, Any]]
-) -> None:
-    """Add to the gradients of a stage's weights what ``stage_backward_input`` has left out.
+        Args:
+            weight: (O, I).
+            given: (..., I), what the linear map was given.
+            gradient: (..., O), of what it returned.
+        """
+        self._waiting.append((weight, given, gradient))
 
-    Args:
-        weights: all of the stage.
-        groups: as that function returns them: ``params``, the nodes that gather the gradients of
-            some weights; ``intermediates``, the nodes from which both these weights and the
-            stage's input are reached; ``grads``, of each intermediate's outputs.
-    """
-    owners: Mapping[Any, torch.nn.Parameter] = {
-        _get_grad_fn_or_grad_acc(weight): weight for weight in weights
-    }
-    for group in groups:
-        nodes, grads = list(group.pop("intermediates")), group.pop("grads", None)
-        if grads is None:
-            continue
-        pairs = [(node, given) for node, given in zip(nodes, grads, strict=True) if given]
-        found = [
-            (GradientEdge(node, output), grad)
-            for node, given in pairs
-            for output, grad in enumerate(given)
-            if grad is not None
+    def take(self) -> Callable[[], None]:
+        """What forms the products that were put here since the last call, and adds them up."""
+        waiting, self._waiting = self._waiting, []
+
+        def form() -> None:
+            for weight, given, gradient in waiting:
+                left, right = gradient.flatten(0, -2).mT, given.flatten(0, -2).to(gradient.dtype)
+                if weight.grad is None:
+                    weight.grad = (left @ right).to(weight.dtype)
+                elif weight.dtype == left.dtype:
+                    weight.grad.addmm_(left, right)
+                else:
+                    weight.grad += left @ right
+            waiting.clear()
+
+        return form
+
+    @contextmanager
+    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Have linear maps whose weights are trained put their products here."""
+        maps = [
+            each
+            for each in dict.fromkeys(modules)
+            if type(each) is nn.Linear and each.weight.requires_grad
         ]
-        if not found:
-            continue
-        # What reaches a node through another one has been counted in its gradients already.
-        handles = [node.register_prehook(_instead(given)) for node, given in pairs]
-        edges, values = zip(*found, strict=True)
-        wanted = tuple(GradientEdge(node, 0) for node in group["params"])
+        for each in maps:
+            each.__class__, each.__dict__["late_weights"] = _Linear, self
         try:
-            made = torch.autograd.grad(edges, wanted, grad_outputs=values)
+            yield
         finally:
-            for handle in handles:
-                handle.remove()
-        for node, grad in zip(group["params"], made, strict=True):
-            weight = owners[node]
-            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            for each in maps:
+                each.__class__ = nn.Linear
+                del each.__dict__["late_weights"]
 
 
-def _instead(given: tuple[Any, ...]) -> Any:
-    def replace(_: tuple[Any, ...]) -> tuple[Any, ...]:
-        return given
+class _Linear(nn.Linear):
+    """What a linear map is meanwhile."""
 
-    return replace
+    late_weights: LateWeights
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Product.apply(given, self.weight, self.bias, self.late_weights)
+        return found
+
+
+class _Product(torch.autograd.Function):
+    """``given @ weight.T + bias``, whose weight gets its gradient elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        weight: nn.Parameter,
+        bias: torch.Tensor | None,
+        late: LateWeights,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(given)
+        ctx.weight, ctx.late = weight, late
+        return nn.functional.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (given,) = ctx.saved_tensors
+        ctx.late.put(ctx.weight, given, gradient)
+        wants_given, _, wants_bias, _ = ctx.needs_input_grad
+        back = (gradient @ ctx.weight.to(gradient.dtype)).to(given.dtype) if wants_given else None
+        bias = gradient.flatten(0, -2).sum(0).to(ctx.weight.dtype) if wants_bias else None
+        return back, None, bias, None

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainkit.parallel.pipeline import late_weights
 from trainkit.parallel.pipeline.clock import Clock
+from trainkit.parallel.pipeline.late_weights import LateWeights
 from trainkit.parallel.pipeline.share import Schedule, Share
 from trainkit.parallel.pipeline.stage import RunLoss, Stage
 from trainkit.parallel.pipeline.whole_stages import TwiceRun, layers_kept
@@ -76,7 +76,6 @@ class _Timed(PipelineStage):
     """Knows how long it computes; waiting for others is no part of it."""
 
     clock: Clock
-    gather: Callable[[], object]
     twice: TwiceRun
 
     @property
@@ -107,24 +106,6 @@ class _Timed(PipelineStage):
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.running():
             super().backward_weight_one_chunk(*args, **kwargs)
-        self.gather()  # it adds to gradients without autograd, and so without autograd's hooks
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        """As torch's, with the gradients of weights made right where torch gets them wrong."""
-        is_wrong = late_weights.IS_WRONG
-        if is_wrong and backward_type == "weight":
-            weights = list(self.submod.parameters())
-            late_weights.add_weight_gradients(weights, bwd_kwargs["param_groups"])
-            return (), None
-        alive = late_weights.keep_alive(bwd_kwargs["stage_output"]) if is_wrong else ()
-        gradients, groups = super().backward_maybe_with_nosync(
-            backward_type, bwd_kwargs, last_backward
-        )
-        for group in groups or ():
-            group["alive"] = alive
-        return gradients, groups
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Not with itself: torch before 2.13 has a rank with two neighbouring stages try that."""
@@ -146,6 +127,7 @@ class Steps:
         self._sent = [_Sent(stage, wire) for stage in stages]
         self._share, self._row, self._wire = share, row, wire
         self.busy, self.whole = Clock(wire.device), Clock(wire.device)
+        self._late = LateWeights()
         self._gather: Callable[[], object] = lambda: None
         self._schedule: Any = None
         self._made_for = (0, 0)
@@ -169,7 +151,10 @@ class Steps:
         self._gather = gather
         if not self._row.splits_backward:
             return self._run(batches, loss)
-        with layers_kept([sent.stage for sent in self._sent]) as recomputes:
+        stages = [sent.stage for sent in self._sent]
+        # The head's product would keep the gradients of all logits.
+        inner = [each for stage in stages for layer in stage.layers() for each in layer.modules()]
+        with layers_kept(stages) as recomputes, self._late.of(inner):
             for sent in self._sent:
                 sent.recomputes = recomputes
             return self._run(batches, loss)
@@ -195,8 +180,15 @@ class Steps:
         torch.distributed.broadcast(found, src=self._wire.last, group=self._wire.group)
         return found
 
-    def _take(self) -> None:
-        self._gather()
+    def _put_off(self) -> Callable[[], None]:
+        """The weights' part of the backward pass that has just been."""
+        form = self._late.take()
+
+        def run() -> None:
+            form()
+            self._gather()  # it adds to gradients past autograd, and so past autograd's hooks
+
+        return run
 
     def _prepare(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """Have a schedule for as many micro-batches, and buffers for the largest of them."""
@@ -225,9 +217,9 @@ class Steps:
                 input_args=(number if sent.stage.is_first else states,),
                 output_args=(loss if sent.stage.is_last else states,),
                 group=wire.group,
+                dw_builder=self._put_off if self._row.splits_backward else None,
             )
-            one.clock, one.gather = self.busy, self._take
-            one.twice = TwiceRun()
+            one.clock, one.twice = self.busy, TwiceRun()
             made.append(one)
         kind = get_schedule_class(self._row.engine)
         is_multi = issubclass(kind, PipelineScheduleMulti)

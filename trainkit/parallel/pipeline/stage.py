@@ -55,7 +55,12 @@ class Stage(nn.Module):
             changed["embed_tokens"] = Elsewhere()
         body = _twin(inner, changed)
         self.body = _twin(base, {base.base_model_prefix: body}) if self.is_last else body
+        self._layers = kept
         self._autocast = autocast
+
+    def layers(self) -> list[nn.Module]:
+        """Of the model; those of other stages have an empty module here."""
+        return self._layers
 
     def run(self, states: torch.Tensor, batch: Mapping[str, Any], loss: RunLoss) -> Any:
         """The stage's part of a forward pass.
