@@ -13,6 +13,7 @@ _Copies = dict[Any, tuple[torch.Tensor, torch.Tensor]]
 made of may be made for the asking, and once let go of, its place is another's."""
 
 
+@torch.no_grad()
 def snapshot(value: Any) -> Any:
     """Copy every tensor of a nested state to the host; other values are copied shallowly.
 
@@ -85,7 +86,7 @@ def is_composed(tensor: torch.Tensor) -> bool:
 
 def _copy(value: Any, copies: _Copies) -> Any:
     if isinstance(value, torch.Tensor):
-        return _copy_tensor(value.detach(), copies)
+        return _copy_tensor(value, copies)
     if isinstance(value, dict):
         items = {key: _copy(item, copies) for key, item in value.items()}
         if type(value) is dict:

@@ -4,11 +4,13 @@ A step waits only for the copy to host memory: of the weights that are saved, an
 part of the optimizer. So a host needs, besides, as much memory as its ranks' parts of a checkpoint.
 """
 
+import random
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import DeepSpeedSchedulerWrapper
 from peft import PeftModel, get_peft_model_state_dict
@@ -34,6 +36,7 @@ class BackgroundSaves(Trainer):
     _staging: Path | None = None
     _saving: Save | None = None
     _has_pinned = False
+    _trained: list[nn.Parameter] | None = None
     _adapter: tuple[tuple[int, ...], dict[str, Any]] | None = None
 
     def write_own_state(self, directory: Path) -> None:
@@ -137,9 +140,11 @@ class BackgroundSaves(Trainer):
         """What ``save_pretrained`` writes of the model's state; of a frozen base, nothing."""
         if not isinstance(self.model, PeftModel):
             return dict(self.model.state_dict())
-        places = tuple(each.data_ptr() for each in self.model.parameters() if each.requires_grad)
-        if self._adapter is None or self._adapter[0] != places:
+        if self._trained is None:
             # Going through a thousand modules takes longer than all else of an adapter's save.
+            self._trained = [each for each in self.model.parameters() if each.requires_grad]
+        places = tuple(each.data_ptr() for each in self._trained)
+        if self._adapter is None or self._adapter[0] != places:
             self._adapter = places, self._adapter_weights()
         return dict(self._adapter[1])
 
@@ -177,8 +182,14 @@ class BackgroundSaves(Trainer):
         self._small(partial(super()._save_scaler, output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Of every rank, a file."""
-        self._small(partial(super()._save_rng_state, output_dir))
+        """Of every rank, a file; as transformers reads it."""
+        if self._saving is None:
+            super()._save_rng_state(output_dir)
+            return
+        is_alone = self.args.world_size <= 1
+        state = _random_state(all_gpus=not is_alone)
+        path = Path(output_dir, f"rng_state{'' if is_alone else f'_{self.args.process_index}'}.pth")
+        self._saving.defer(path, partial(torch.save, state, path))
 
     def _small(self, job: Any) -> None:
         if self._saving is None:
@@ -190,3 +201,16 @@ class BackgroundSaves(Trainer):
         """When it is written."""
         self.checkpoints.wait()
         super()._load_best_model()
+
+
+def _random_state(*, all_gpus: bool) -> dict[str, Any]:
+    """Of every generator that a run draws from, as transformers sets it again."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        of_gpus = torch.cuda.get_rng_state_all if all_gpus else torch.cuda.get_rng_state
+        state["cuda"] = of_gpus()
+    return state

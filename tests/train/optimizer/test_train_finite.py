@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.optimizer.finite import NumberError, NumberGuard, hold_back
-from trainkit.train.optimizer.finite_weights import check_weights
+from trainkit.train.optimizer.finite_weights import Walk, check_weights
 from trainkit.train.optimizer.optim import MasterWeightOptimizer
 
 SAYS = {
@@ -217,3 +217,24 @@ def test_each_bad_tensor_among_good_ones_is_found(dtype):
     layer.register_parameter("large", torch.nn.Parameter(most))
     with pytest.raises(NumberError, match=r"^p1, p3, p4: NaN or infinite"):
         check_weights(layer, None, OneRank(), what="it", fix="")
+
+
+@pytest.mark.parametrize("place", ["weight", "running_mean", "exp_avg"])
+def test_a_model_that_is_gone_through_once_is_read_anew_each_time(place):
+    """Its places are kept from check to check, and not what was in them."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    walk = Walk(model)
+    options = {"what": "it", "fix": "", "walk": walk}
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    check_weights(model, optimizer, OneRank(), **options)
+    nan = torch.full((4,), float("nan"))
+    if place == "exp_avg":
+        optimizer.state[model[0].weight][place] = nan
+    elif place == "weight":
+        model[0].weight.data = nan
+    else:
+        model[0].running_mean = nan
+    with pytest.raises(NumberError, match=place):
+        check_weights(model, optimizer, OneRank(), **options)

@@ -15,8 +15,42 @@ from trainkit.parallel.snapshot import is_composed
 from trainkit.train.optimizer.finite import NumberError
 
 
+class Walk:
+    """The places of a model that hold numbers: found once, as a thousand modules take a while.
+
+    Each place is read anew, so what is in it may change; the model's modules may not.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: dict[int, str] = {}
+        self.weights: list[tuple[str, nn.Parameter]] = []
+        self._buffers: list[tuple[str, nn.Module, str]] = []
+        is_adapter = isinstance(model, PeftModel)
+        for name, parameter in model.named_parameters():
+            self.names[id(parameter)] = name
+            if is_adapter and not parameter.requires_grad:
+                continue  # nothing changes them, and an adapter's checkpoint leaves them out
+            if not is_packed(parameter):  # codes may be kept in storage of a floating dtype
+                self.weights.append((name, parameter))
+        for prefix, module in model.named_modules():
+            for key in module._buffers:
+                if key not in module._non_persistent_buffers_set:
+                    self._buffers.append((f"{prefix}.{key}".removeprefix("."), module, key))
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Those that are saved, with their names."""
+        return ((name, module._buffers[key]) for name, module, key in self._buffers)
+
+
+@torch.no_grad()
 def check_weights(
-    model: nn.Module, optimizer: Any, accelerator: Accelerator, *, what: str, fix: str
+    model: nn.Module,
+    optimizer: Any,
+    accelerator: Accelerator,
+    *,
+    what: str,
+    fix: str,
+    walk: Walk | None = None,
 ) -> None:
     """Refuse to go on with weights or optimizer states that are NaN or infinite, on any rank.
 
@@ -28,12 +62,13 @@ def check_weights(
         accelerator: knows the ranks.
         what: would have been written, for the message.
         fix: for the message.
+        walk: of this model, from an earlier check.
 
     Raises:
         NumberError: naming the first tensors.
     """
     names, tensors = [], []
-    for name, tensor in numbers_of(model, optimizer):
+    for name, tensor in numbers_of(model, optimizer, walk):
         names.append(name)
         tensors.append(tensor)
     bad = [number for number in not_finite_sums(tensors) if not _is_finite(tensors[number])]
@@ -73,20 +108,16 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 
-def numbers_of(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def numbers_of(
+    model: nn.Module, optimizer: Any, walk: Walk | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of numbers that a checkpoint holds, with its name."""
-    names = {}
-    is_adapter = isinstance(model, PeftModel)
-    for name, parameter in model.named_parameters():
-        names[id(parameter)] = name
-        if is_adapter and not parameter.requires_grad:
-            continue  # nothing changes them, and an adapter's checkpoint leaves them out
-        if not is_packed(parameter):  # codes may be kept in storage of a floating dtype
-            yield from _numbers(name, parameter)
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                yield from _numbers(name, buffer)
+    walk = walk or Walk(model)
+    names = walk.names
+    for name, parameter in walk.weights:
+        yield from _numbers(name, parameter)
+    for name, buffer in walk.buffers():
+        yield from _numbers(name, buffer)
     while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, and DeepSpeed's within
         optimizer = optimizer.optimizer
     if optimizer is None:
@@ -110,6 +141,6 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     if isinstance(value, torch.Tensor) and value.dtype in kinds:
-        part = own_part(value).detach()  # a detached tensor has no part any more
+        part = own_part(value)
         if part.numel():
             yield name, part

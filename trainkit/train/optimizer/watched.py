@@ -15,7 +15,7 @@ from trainkit.train.faults.bad_numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.log.meter import Meter
 from trainkit.train.optimizer.finite import NumberError, NumberGuard, hold_back, number_advice
-from trainkit.train.optimizer.finite_weights import check_weights
+from trainkit.train.optimizer.finite_weights import Walk, check_weights
 from trainkit.train.optimizer.make import GradientHolder
 
 
@@ -29,6 +29,7 @@ class WatchedNumbers(Trainer):
     _tr_loss: torch.Tensor
     _masters: GradientHolder | None = None
     _loss_before: torch.Tensor | None = None
+    _walk: Walk | None = None
 
     def watch_numbers(
         self,
@@ -98,8 +99,11 @@ class WatchedNumbers(Trainer):
         """Raise a NumberError if a loss, gradient, weight or optimizer state is not finite."""
         self._guard.flush()
         fix = number_advice(self.args)
+        self._walk = walk = self._walk or Walk(self.model)
         try:
-            check_weights(self.model, self.optimizer, self.accelerator, what=what, fix=fix)
+            check_weights(
+                self.model, self.optimizer, self.accelerator, what=what, fix=fix, walk=walk
+            )
         except NumberError as error:
             error.step = self.state.global_step
             self._guard.keep_latest(error)
