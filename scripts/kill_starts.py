@@ -60,6 +60,9 @@ class Starts:
     def _program(self, arguments: list[str], num_ranks: int, environment: Any, log: Any) -> int:
         path = [str(self.folder / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
         own = {"TRAINKIT_PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(path)}
+        # As on a user's machine, all but the first find the modules compiled.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(self.folder.parent / "pycache"))
         command = [sys.executable, "-m", "trainkit", "launch", *arguments]
         if num_ranks == 1:
             own["CUDA_VISIBLE_DEVICES"] = "0"  # else a process for each GPU

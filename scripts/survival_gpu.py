@@ -94,15 +94,8 @@ def start(
     words += ["--output-dir", str(run), *overrides]
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(len(gpus))]
     launch = [*launch, "--master_port", str(free_port())] if len(gpus) > 1 else []
-    settings = {
-        "block": 0,
-        "waits": False,
-        "looked_into": 0,
-        "profile": f"{run}.profile",
-        "clock": f"{run}.clock",
-        **settings,
-    }
-    settings["gate"] = str(gate_of(run))
+    settings = {"block": 0, "waits": False, "looked_into": 0, **settings}
+    settings |= {"profile": f"{run}.profile", "clock": f"{run}.clock", "gate": str(gate_of(run))}
     environment = {**os.environ, SETTINGS: json.dumps(settings)}
     # As on a user's machine, all but the first find the modules compiled.
     environment["PYTHONPYCACHEPREFIX"] = str(folder.resolve() / "pycache")
@@ -142,12 +135,16 @@ def clock_of(run: Run, deadline: float) -> dict[str, dict[str, float]]:
         print(f"{folder.name} was cut short by the time", flush=True)
     else:
         if process.returncode != 0:
-            said = " ".join(folder.with_suffix(".log").read_text(errors="replace").split()[-99:])
-            raise RuntimeError(f"{folder.name} ended with {process.returncode}: {said}")
+            raise RuntimeError(f"{folder.name} ended with {process.returncode}: {last_words(run)}")
     if not clock.exists():
-        raise RuntimeError(f"{folder.name} had no time to measure anything")
+        raise RuntimeError(f"{folder.name} had no time to measure anything: {last_words(run)}")
     read: dict[str, dict[str, float]] = json.loads(clock.read_text())
     return read
+
+
+def last_words(run: Run) -> str:
+    """What it printed last."""
+    return " ".join(run[0].with_suffix(".log").read_text(errors="replace").split()[-99:])
 
 
 def profile_of(run: Run) -> list[str]:
@@ -200,7 +197,9 @@ def stall(tools: "Tools") -> Measure:
 
     def measure(deadline: float) -> dict[str, Any]:
         go(run)
-        return {"model": what.model, "shard": "zero2", **figures_of_saves(clock_of(run, deadline))}
+        clock = clock_of(run, deadline)
+        figures = {"pinned_after_seconds": clock["pinned"].get("0"), **figures_of_saves(clock)}
+        return {"model": what.model, "shard": "zero2", **figures}
 
     return measure
 

@@ -6,6 +6,7 @@ import json
 import os
 import pstats
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +19,17 @@ def train() -> None:
 
     import trainkit.train.build  # all that a run imports, before its turn
     from trainkit.cli.app import main as trainkit
+    from trainkit.train import saves
     from trainkit.train.checkpoints import CheckpointWriter
     from trainkit.train.trainer import ObjectiveTrainer
 
     settings = json.loads(os.environ["TRAINKIT_SURVIVAL"])
-    found: dict[str, dict[int, float]] = {"begun": {}, "saved": {}, "written": {}}
+    found: dict[str, dict[int, float]] = {"begun": {}, "saved": {}, "written": {}, "pinned": {}}
     synchronize = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     plain_begin, plain_save = ObjectiveTrainer.get_batch_samples, ObjectiveTrainer._save_checkpoint
-    plain_finish = CheckpointWriter._finish
+    plain_finish, plain_pin = CheckpointWriter._finish, saves.pin_ahead
     block, gate, clock = settings["block"], Path(settings["gate"]), Path(settings["clock"])
+    is_saved = [False]
     is_first = int(os.environ.get("RANK") or 0) == 0
     while not gate.exists():
         time.sleep(0.05)
@@ -44,7 +47,9 @@ def train() -> None:
         if switch is None or step % block == 0:
             synchronize()
             found["begun"][step] = time.perf_counter()
-            if step % 20 == 0:
+            # The step after a save too: what a cut leaves has each save's whole stall.
+            if step % 20 == 0 or is_saved[0]:
+                is_saved[0] = False
                 write_clock()
         if switch is not None:
             switch(step // block % 2 == 1)
@@ -59,13 +64,26 @@ def train() -> None:
         if settings["waits"] and len(found["saved"]) % 2:
             self.checkpoints.wait()
         found["saved"][self.state.global_step] = time.perf_counter() - began
+        is_saved[0] = True
 
     def finish(self: Any, save: Any, target: Path, *arguments: Any) -> None:
         began = time.perf_counter()
         plain_finish(self, save, target, *arguments)
         found["written"][int(target.name.partition("-")[2])] = time.perf_counter() - began
 
+    def pin_ahead(*arguments: Any) -> Any:
+        began, thread = time.perf_counter(), plain_pin(*arguments)
+
+        def watch() -> None:
+            thread.join()
+            found["pinned"][0] = time.perf_counter() - began
+
+        if thread is not None:
+            threading.Thread(target=watch, daemon=True).start()
+        return thread
+
     ObjectiveTrainer.get_batch_samples = begin
+    saves.pin_ahead = pin_ahead
     ObjectiveTrainer._save_checkpoint = save
     CheckpointWriter._finish = finish
     code = trainkit(sys.argv[1:])

@@ -393,6 +393,7 @@ def _svg(figure: Any, name: str) -> str:
 
 def _save(figure: Any, path: Path) -> Path:
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
+    # Lightly packed: a fifth larger, and drawn in three quarters of the time.
+    figure.savefig(buffer, format="png", pil_kwargs={"compress_level": 1})
     write_bytes_atomic(path, buffer.getvalue())
     return path
