@@ -4,14 +4,12 @@
 
 A row is written as soon as it is measured, each in a process of its own. ``8b``: peak GiB and
 tokens/s of full steps of Llama-3.1-8B's shape, 2 x 2048 tokens, random weights, of the shipped
-recipe's parts and of a stand-in for torchtune's single-device recipe, its technique from plain
-transformers and bitsandbytes: PagedAdamW8bit in the backward pass, no masters, full recompute, the
-loss in eight chunks of the sequence. ``flat``: milliseconds of clip, step and clear at
-Qwen2.5-0.5B's shapes and at the 392 small tensors of a 7B LoRA, of torch's fused AdamW, its
-for-loop AdamW and flat_adamw. ``reuse``: full steps of Qwen2-7B's shape with Lion, whose one fp32
-moment leaves room for it, as trainkit has them and with a second fp32 copy of all gradients.
-``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer. ``--one-process``
-starts no other process: for times on a quiet host; peaks are those of fresh processes.
+recipe's parts and of torchtune's technique (`optimizer_8b.py`). ``flat``: milliseconds of clip,
+step and clear at Qwen2.5-0.5B's shapes and at the 392 small tensors of a 7B LoRA, of torch's fused
+AdamW, its for-loop AdamW and flat_adamw. ``reuse``: full steps of Qwen2-7B's shape with Lion, whose
+one fp32 moment leaves room for it, as trainkit has them and with a second fp32 copy of all
+gradients. ``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer. ``--one-
+process`` starts no other process: for times on a quiet host; peaks are those of fresh processes.
 """
 
 import argparse
@@ -19,7 +17,6 @@ import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from optimizer_8b import DEVICE, TINY, big, milliseconds, wait
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from trainkit.bench import memory, memory_points
 from trainkit.bench.measure.processes import Fresh
@@ -67,29 +64,6 @@ SHAPES = {
     "tiny": [(8, 4), (4,)],
 }
 PROVIDERS = ("torch fused", "torch for-loop", "flat_adamw")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TINY = {
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512,
-}  # fmt: skip
-
-
-def wait() -> None:
-    """Until the GPU is done."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def milliseconds(call: Any, repeats: int = 20) -> float:
-    """Median time of a call on the GPU."""
-    times = []
-    for _ in range(repeats + 5):
-        wait()
-        begun = time.perf_counter()
-        call()
-        wait()
-        times.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(times[5:])
 
 
 def flat(case: str, provider: str) -> dict[str, Any]:
@@ -128,145 +102,6 @@ def flat(case: str, provider: str) -> dict[str, Any]:
     found["host_milliseconds"] = 1e3 * (time.perf_counter() - begun)
     wait()
     return {"bench": "flat", "case": case, "provider": provider, **found}
-
-
-def llama(tiny: bool) -> Any:
-    """The 8B shape with random weights in bfloat16, on the GPU, checkpointed."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=8192,
-        use_cache=False,
-    )  # fmt: skip
-    if tiny:
-        config.update(TINY)
-    torch.set_default_dtype(torch.bfloat16)
-    with DEVICE:
-        model = LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
-
-
-def ours(model: Any) -> Any:
-    """The shipped recipe's parts; what ends a step."""
-    from transformers import TrainingArguments
-
-    import trainkit
-    from trainkit.models.loss.loss_head import LossOptions, configure
-    from trainkit.models.recompute.layers import Recomputed, every
-    from trainkit.train.optimizer.make import OptimizerPlan, make_optimizer
-
-    trainkit.patch(model)
-    configure(model, LossOptions(chunk_tokens=512, keeps_gradient=False))
-    layers = Recomputed(model)
-    layers.apply(every(len(layers.layers), 1, "offload"))
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder, optim="paged_adamw_8bit", learning_rate=1e-5, weight_decay=0.0,
-            report_to="none", use_cpu=DEVICE.type == "cpu",
-        )  # fmt: skip
-    plan = OptimizerPlan(in_backward=True, keeps_masters=False)
-    return make_optimizer(
-        model, arguments, plan, decay_names=set(), engine_keeps_masters=False
-    ).step
-
-
-def torchtunes(model: Any) -> Any:
-    """An optimizer for each weight that steps in the backward pass."""
-    import bitsandbytes
-
-    for parameter in model.parameters():
-        own = bitsandbytes.optim.PagedAdamW8bit([parameter], lr=1e-5)
-
-        def take(which: Any, own: Any = own) -> None:
-            own.step()
-            which.grad = None
-
-        parameter.register_post_accumulate_grad_hook(take)
-    return lambda: None
-
-
-def chunked_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """As torchtune's: logits of an eighth of the sequence at a time, their loss in fp32."""
-    hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-    total = torch.zeros((), device=ids.device)
-    for states, labels in zip(hidden.chunk(8, 1), ids[:, 1:].chunk(8, 1), strict=True):
-        logits = model.lm_head(states).float().flatten(0, 1)
-        total = total + cross_entropy(logits, labels.flatten(), reduction="sum")
-    return total / ids[:, 1:].numel()
-
-
-def phases(forward: Any, end: Any, model: Any) -> dict[str, Any]:
-    """Where a step's time goes: forward, with the backward pass, with updates; and its kernels.
-
-    The backward pass alone is taken by letting go of gradients as they arrive.
-    """
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    found: dict[str, Any] = {"forward": milliseconds(lambda: forward().detach(), 3)}
-    found["step"] = milliseconds(lambda: (forward().backward(), end()), 3)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if DEVICE.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        forward().backward()
-        end()
-        wait()
-    totals = profiler.key_averages()
-    on_device = sorted(totals, key=lambda each: -each.self_device_time_total)[:40]
-    found["on_device"] = {e.key[:90]: [e.self_device_time_total / 1e3, e.count] for e in on_device}
-    on_host = sorted(totals, key=lambda each: -each.self_cpu_time_total)[:25]
-    found["on_host"] = {e.key[:90]: [e.self_cpu_time_total / 1e3, e.count] for e in on_host}
-    for parameter in model.parameters():
-        parameter._post_accumulate_grad_hooks = None
-        parameter.register_post_accumulate_grad_hook(drop)
-    found["forward and backward"] = milliseconds(lambda: forward().backward(), 3)
-    return found
-
-
-def big(provider: str, steps: int, tiny: bool) -> dict[str, Any]:
-    """Peak memory and speed of full steps at 8B."""
-    model = llama(tiny)
-    end = ours(model) if provider == "trainkit" else torchtunes(model)
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    size = (2, 2048) if not tiny else (2, 64)
-    ids = torch.randint(model.config.vocab_size, size, device=DEVICE, generator=generator)
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-    def forward() -> torch.Tensor:
-        if provider == "trainkit":
-            loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-            return loss
-        return chunked_loss(model, ids)
-
-    times, losses = [], []
-    for _ in range(steps):
-        wait()
-        begun = time.perf_counter()
-        loss = forward()
-        loss.backward()
-        end()
-        wait()
-        times.append(time.perf_counter() - begun)
-        losses.append(loss.detach())
-    row = {
-        "bench": "8b", "provider": provider, "losses": torch.stack(losses).tolist(),
-        "seconds": times, "tokens_per_second": ids.numel() / statistics.median(times[2:]),
-    }  # fmt: skip
-    row |= {"milliseconds": phases(forward, end, model)}
-    if DEVICE.type == "cuda":
-        free, total = torch.cuda.mem_get_info()
-        row |= {
-            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-            "with_pages_gib": (total - free) / 2**30,
-        }
-    return row
 
 
 class SecondCopy(MasterWeightOptimizer):
@@ -334,11 +169,11 @@ def reuse(way: str, steps: int, tiny: bool) -> dict[str, Any]:
 
 
 FIRST = (
-    "flat_adamw", "adamw_8bit", "adafactor", "muon", "lion_8bit", "galore_adamw",
-    "apollo_adamw", "ademamix_8bit", "stable_adamw", "lion_32bit", "adamw_torch_8bit",
-    "adamw_torch_4bit",
+    "adamw_8bit", "muon", "lion_8bit", "apollo_adamw", "adafactor", "flat_adamw", "lion_32bit",
+    "ademamix_8bit", "stable_adamw", "paged_adamw_8bit", "rmsprop", "sgd", "paged_adamw_32bit",
 )  # fmt: skip
-"""What is measured first, in case that time ends."""
+LAST = ("adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "galore_adafactor")
+"""What is measured first and last, in case that time ends: the last compile, or decompose."""
 
 
 def points() -> Iterator[memory_points.Point]:
@@ -347,13 +182,22 @@ def points() -> Iterator[memory_points.Point]:
     same = {plain.optim, "adamw_torch", "adamw_bnb_8bit", "rmsprop_bnb", "paged_ademamix_32bit"}
     yield plain
     yield replace(plain, optim="paged_adamw_8bit", keeps_masters=False, in_backward=True)
-    for name in dict.fromkeys([*FIRST, *SERVED]):
+    for name in dict.fromkeys([*FIRST, *(n for n in SERVED if n not in LAST), *LAST]):
         if name not in same and not OPTIMIZERS[name].name.startswith(("paged_lion", "rmsprop_bnb")):
             yield replace(plain, optim=name)
     for name in ("adamw_torch_fused", "paged_adamw_8bit", "adafactor"):
         yield replace(plain, optim=name, keeps_masters=False)
         if name != "paged_adamw_8bit":
             yield replace(plain, optim=name, keeps_masters=False, in_backward=True)
+
+
+def each(point: memory_points.Point, tiny: bool) -> dict[str, Any]:
+    """What a point's steps need and take."""
+    if tiny:
+        shape = memory.SHAPES[point.model]
+        memory.SHAPES[point.model] = Shape(shape.family, {**shape.config, **TINY}, 1, 64)
+        point = replace(point, length=64)
+    return {"bench": "each", "case": point.name, **memory.row_of(point)}
 
 
 def calls(wanted: set[str], steps: int, tiny: bool) -> Iterator[tuple[Any, ...]]:
@@ -368,9 +212,9 @@ def calls(wanted: set[str], steps: int, tiny: bool) -> Iterator[tuple[Any, ...]]
     if "reuse" in wanted:
         for way in ("trainkit", "second copy"):
             yield reuse, way, 2 * steps, tiny
-    if "each" in wanted and not tiny:
+    if "each" in wanted:
         for point in points():
-            yield memory.row_of, point
+            yield each, point, tiny
 
 
 KINDS = ("8b", "flat", "reuse", "each")
@@ -389,7 +233,7 @@ def main() -> None:
     end = time.monotonic() + given.seconds
     listed = list(calls(set(given.only), given.steps, given.tiny))
     number = 0 if given.one_process else len(listed)
-    with given.rows.open("a", encoding="utf-8") as file, Fresh(number, memory.imports) as each:
+    with given.rows.open("a", encoding="utf-8") as file, Fresh(number, memory.imports) as fresh:
         for function, *arguments in listed:
             left = end - time.monotonic()
             if left < 0:
@@ -399,9 +243,7 @@ def main() -> None:
                 gc.collect()
                 torch.cuda.empty_cache()
             else:
-                row = each.call(function, *arguments, seconds=min(left, 100.0))
-            if function is memory.row_of:
-                row = {"bench": "each", "case": arguments[0].name, **row}
+                row = fresh.call(function, *arguments, seconds=min(left, 100.0))
             asked = [str(argument) for argument in arguments if isinstance(argument, str)]
             line = json.dumps({"asked": asked, **row, **environment()})
             file.write(line + "\n")

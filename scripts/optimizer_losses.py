@@ -1,6 +1,6 @@
 """Train a small model with every optimizer and compare the losses with AdamW's with fp32 masters.
 
-    python scripts/optimizer_losses.py ROWS.jsonl [--model DIR] [--steps 300] [--together 6]
+    python scripts/optimizer_losses.py ROWS.jsonl [--model DIR] [--against ROWS] [--together 6]
 
 DIR holds a model in Hugging Face's format or one .gguf file; SmolLM2-135M is a good one. Without it
 a small Llama is first trained from scratch, as long again, and all cases start from that. The text
@@ -10,20 +10,24 @@ through the real Trainer with a cosine schedule and clipping, which steps in the
 without: ``adamw unclipped`` is theirs to be held against. ``adamw again`` is AdamW from weights
 that are moved by less than bf16 resolves: what the difference of two runs is worth.
 
-Cases run side by side on one GPU, so that their times mean nothing. A JSON row each: the losses of
-all steps, the mean of the last 50, the held-out loss, and both less AdamW's.
+Some processes share one GPU and the cases, so that times mean nothing. A JSON row each, written as
+soon as the case is done: the losses of all steps, the mean of the last 50, the held-out loss, and
+both less AdamW's. AdamW need not run again where ``--against`` names rows that have it, of the same
+model and text: its first loss, before any step, has to be the same.
 """
 
 import argparse
 import contextlib
+import gc
+import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import sys
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.bench.measure.processes import Fresh
 from trainkit.bench.measure.record import environment
 from trainkit.bench.memory import imports
 from trainkit.bench.providers import Shape
@@ -78,8 +81,6 @@ class Case:
 _LOW_RANK = "rank=128,update_proj_gap=50"
 CASES = (
     Case("adamw"),
-    Case("adamw again", is_moved=True),
-    Case("adamw unclipped", clips=False),
     Case(
         "paged_adamw_8bit without masters in backward",
         "paged_adamw_8bit",
@@ -87,23 +88,26 @@ CASES = (
         in_backward=True,
         clips=False,
     ),
-    Case("adamw_torch_8bit", "adamw_torch_8bit"),  # early, since they are compiled
-    Case("adamw_torch_4bit", "adamw_torch_4bit"),
-    Case("flat_adamw", "flat_adamw"),
-    Case("adamw without masters", keeps_masters=False),
+    Case("adamw unclipped", clips=False),
+    Case("adamw_torch_8bit", "adamw_torch_8bit"),  # early: it is compiled, and launches the most
+    Case("muon", "muon"),
+    Case("lion_8bit", "lion_8bit", rate=0.2),
+    Case("apollo_adamw", "apollo_adamw", optim_args=f"{_LOW_RANK},scale=1.0"),
     Case("adamw_8bit", "adamw_8bit"),
+    Case("lion_32bit", "lion_32bit", rate=0.2),
+    Case("ademamix_8bit", "ademamix_8bit"),
+    Case("stable_adamw", "stable_adamw"),
+    Case("adamw_torch_4bit", "adamw_torch_4bit"),
+    Case("rmsprop", "rmsprop", rate=0.3),
+    Case("flat_adamw", "flat_adamw"),
+    Case("adamw again", is_moved=True),
+    Case("adamw without masters", keeps_masters=False),
     Case("adamw_8bit without masters", "adamw_8bit", keeps_masters=False),
     Case("adafactor", "adafactor"),
     Case("adafactor without masters", "adafactor", keeps_masters=False),
-    Case("muon", "muon"),
-    Case("lion_8bit", "lion_8bit", rate=0.2),
-    Case("lion_32bit", "lion_32bit", rate=0.2),
-    Case("ademamix_8bit", "ademamix_8bit"),
-    Case("galore_adamw", "galore_adamw", optim_args=f"{_LOW_RANK},scale=1.0"),
-    Case("apollo_adamw", "apollo_adamw", optim_args=f"{_LOW_RANK},scale=1.0"),
-    Case("stable_adamw", "stable_adamw"),
-    Case("rmsprop", "rmsprop", rate=0.3),
+    Case("galore_adamw", "galore_adamw", optim_args=f"{_LOW_RANK},scale=1.0"),  # many SVDs
 )
+"""What is worth most comes first, in case that time ends."""
 
 
 # ---------------------------------------------------------------------------------- the text
@@ -223,9 +227,12 @@ def trained(case: Case, model: Any, rows: np.ndarray, rate: float) -> list[float
 
 
 def run(case: Case, folder: str, rate: float, steps: int) -> dict[str, Any]:
-    """A case's losses, in a process of its own."""
+    """A case's losses."""
     from transformers import AutoModelForCausalLM
 
+    begun = time.monotonic()
+    if DEVICE.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.config.use_cache = False
     if case.is_moved:
@@ -247,57 +254,142 @@ def run(case: Case, folder: str, rate: float, steps: int) -> dict[str, Any]:
     found["held_out"] = total / (HELD_OUT // BATCH)
     if DEVICE.type == "cuda":
         found["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return found
+    return {**found, "seconds": time.monotonic() - begun}
+
+
+def answer(work: tuple[Case, str, float, int]) -> tuple[Case, dict[str, Any]]:
+    """A case and its losses, or its error, in a process that has had others before."""
+    try:
+        found = run(*work)
+    except Exception as error:  # the other cases go on
+        found = {"error": f"{type(error).__name__}: {error}"[:800]}
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+    return work[0], found
+
+
+def answers(pool: Any, work: Iterable[Any], end: float) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """What comes before the time ends, as it comes."""
+    waiting = pool.imap_unordered(answer, work)
+    while True:
+        try:
+            yield waiting.next(timeout=max(end - time.monotonic(), 0.0))
+        except StopIteration:
+            return
+        except multiprocessing.TimeoutError:
+            sys.stdout.write("the time has ended\n")
+            return
+
+
+# ---------------------------------------------------------------------------------- the rows
+REFERENCE, UNCLIPPED = "adamw", "adamw unclipped"
+SAME = 2e-3
+"""By how much first losses of the same weights and rows may differ: kernels sum in other orders."""
+
+
+class Table:
+    """Rows of a file, less AdamW's losses; they wait for these where AdamW runs as well."""
+
+    def __init__(self, path: Path, about: dict[str, Any], cases: Iterable[Case]) -> None:
+        self._path, self._about = path, about
+        self._awaited = {each.name for each in cases} & {REFERENCE, UNCLIPPED}
+        self._references: dict[str, dict[str, Any]] = {}
+        self._held: list[tuple[Case, dict[str, Any]]] = []
+
+    def hold_against(self, path: Path) -> None:
+        """Take AdamW's losses of the same length and rate from other rows."""
+        same = ("bench", "length", "learning_rate")
+        for line in path.read_text("utf-8").splitlines():
+            row = json.loads(line)
+            is_same = all(row.get(key) == self._about[key] for key in same)
+            if is_same and "losses" in row and row["name"] in (REFERENCE, UNCLIPPED):
+                self._references[row["name"]] = row
+        self._awaited -= set(self._references)
+
+    def add(self, case: Case, values: dict[str, Any]) -> None:
+        """Write a row, or keep it until AdamW's is there."""
+        if "losses" in values and case.name in (REFERENCE, UNCLIPPED):
+            self._references[case.name] = values
+        self._awaited.discard(case.name)
+        self._held.append((case, values))
+        if not self._awaited:
+            self.write_held()
+
+    def write_held(self) -> None:
+        """Write what was kept."""
+        for case, values in self._held:
+            self._write(case, values)
+        self._held.clear()
+
+    def _write(self, case: Case, values: dict[str, Any]) -> None:
+        row = {**self._about, **asdict(case), **values}
+        for name, ending in ((REFERENCE, "adamw"), (UNCLIPPED, "adamw_unclipped")):
+            reference = self._references.get(name)
+            if reference is None or "losses" not in row or (name == UNCLIPPED and case.clips):
+                continue
+            apart = abs(row["losses"][0] - reference["losses"][0])
+            is_as_long = len(row["losses"]) == len(reference["losses"])
+            if not is_as_long or (apart > SAME and not case.is_moved):
+                row[f"not_over_{ending}"] = f"other steps, or rows: first losses {apart:.4f} apart"
+                continue
+            for key in ("last_50", "held_out"):
+                row[f"{key}_over_{ending}"] = row[key] - reference[key]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **environment()}) + "\n")
+        said = {k: v for k, v in row.items() if k not in asdict(case) and k != "losses"}
+        sys.stdout.write(f"{case.name:48s} {said}\n")
+        sys.stdout.flush()
+
+
+def arguments() -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--against", type=Path, help="rows that have AdamW's losses")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=1e-4, help="AdamW's")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--together", type=int, default=6, help="processes")
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after these all ends")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
+    given = parser.parse_args()
+    if given.model is not None and not given.model.is_dir():
+        parser.error(f"--model: there is no directory {given.model}")
+    known = {case.name for case in CASES}
+    if not set(given.only or ()) <= known:
+        parser.error(f"--only: {sorted(set(given.only) - known)} are not among {sorted(known)}")
+    is_packed = given.model is not None and any(given.model.glob("*.gguf"))
+    if is_packed and importlib.util.find_spec("gguf") is None:
+        parser.error("--model: a .gguf file is read by the package gguf: pip install gguf")
+    return given
 
 
 def main() -> None:
     """Write the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rate", type=float, default=1e-4, help="AdamW's")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--together", type=int, default=6)
-    parser.add_argument("--only", nargs="*", help="names of cases")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after these")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to check the script")
-    given = parser.parse_args()
+    given = arguments()
     end = time.monotonic() + given.seconds
     cases = [case for case in CASES if not given.only or case.name in given.only]
-    has_model = given.model is not None and given.model.is_dir()
-    with tempfile.TemporaryDirectory() as folder:
-        source = given.model if has_model else None
-        prepare(source, Path(folder), given.steps, given.length, given.tiny)
-        origin = given.model.name if has_model else "from scratch"
-        reference: dict[str, Any] = {}
-        has_reference = threading.Event()
-
-        def of(case: Case) -> None:
-            left = end - time.monotonic()
-            if left < 10:
-                return
-            with Fresh(1, imports) as process:
-                values = process.call(run, case, folder, given.rate, given.steps, seconds=left)
-            if case.name == "adamw":
-                reference.update(values)
-                has_reference.set()
-            elif any(each.name == "adamw" for each in cases):
-                has_reference.wait(max(0.0, end - time.monotonic()))
-            about = {"bench": "losses", "model": origin, "length": given.length}
-            row = {**about, "learning_rate": given.rate, **asdict(case)}
-            for key in ("last_50", "held_out"):
-                if key in values and key in reference:
-                    values[f"{key}_over_adamw"] = values[key] - reference[key]
-            line = json.dumps({**row, **values, **environment()})
-            with given.rows.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-            values.pop("losses", None)
-            sys.stdout.write(f"{case.name:48s} {values}\n")
-            sys.stdout.flush()
-
-        with ThreadPoolExecutor(given.together) as pool:
-            list(pool.map(of, cases))
+    about = {
+        "bench": "losses",
+        "model": given.model.name if given.model else "from scratch",
+        "length": given.length,
+        "learning_rate": given.rate,
+    }
+    table = Table(given.rows, about, cases)
+    if given.against is not None:
+        table.hold_against(given.against)
+    context = multiprocessing.get_context("spawn")
+    number = min(given.together, len(cases))
+    with context.Pool(number, imports) as pool, tempfile.TemporaryDirectory() as folder:
+        # while the others import
+        prepare(given.model, Path(folder), given.steps, given.length, given.tiny)
+        work = [(case, folder, given.rate, given.steps) for case in cases]
+        for case, values in answers(pool, work, end):
+            table.add(case, values)
+        table.write_held()
 
 
 if __name__ == "__main__":
