@@ -134,6 +134,16 @@ def test_what_was_asked_for_stays_as_it_was_written(key, end):
     assert options == before
 
 
+def test_the_saved_configuration_has_its_names_in_order(tmp_path):
+    """Sets have another order in every process, and a continued run ends with the same bytes."""
+    names = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
+    options = LoraOptions(r=2, target_modules=names[:5], exclude_modules=names[5:])
+    attach(make_model(), options).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert saved["target_modules"] == sorted(names[:5])
+    assert saved["exclude_modules"] == sorted(names[5:])
+
+
 def test_a_resized_vocabulary_trains_and_reloads(tmp_path):
     base = make_model()
     base.save_pretrained(tmp_path / "base")

@@ -37,6 +37,26 @@ def test_a_process_of_torchrun_is_started_by_torchrun_again(tmp_path):
     assert "export" not in script
 
 
+def test_a_process_of_a_launch_is_launched_again(tmp_path):
+    """It must not take the launcher of before for its own, which is gone."""
+    environ = {
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "TRAINKIT_LAUNCHER": "4711",
+        "OMP_NUM_THREADS": "1",
+    }
+    argv = ["python", "-u", "-m", "trainkit.cli.app", "sft", "--config", "a b.yaml"]
+    script = command_script(argv, environ, tmp_path)
+    assert script.splitlines()[-2:] == [
+        "export OMP_NUM_THREADS=1",
+        "exec python -m trainkit launch --nproc_per_node 2 --max_restarts 3 "
+        "--config 'a b.yaml' \"$@\"",
+    ]
+
+
 def test_git_state_and_machine(tmp_path):
     def git(*words):
         identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]

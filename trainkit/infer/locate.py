@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.run.going_on import resume_command
 
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (
@@ -211,7 +212,7 @@ def _model_in(run: Path) -> Path:
         raise ModelError(
             f"this run has no final model and no complete checkpoint{damaged}",
             where=str(run),
-            fix="continue the run with: trainkit sft --resume",
+            fix=f"continue the run with: {resume_command(run)}",
         )
     return newest.path
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
@@ -37,6 +38,15 @@ from trainkit.options import LoraOptions
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
+class SortedConfig(LoraConfig):
+    """Written the same by every process: sets of names have another order in each."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As peft does, with sets in order."""
+        values: dict[str, Any] = super().to_dict()
+        return {key: sorted(v) if isinstance(v, set) else v for key, v in values.items()}
+
+
 def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> LoraConfig:
     """Build peft's configuration: every key of ``lora:`` that peft has goes there.
 
@@ -57,7 +67,7 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
         "init_lora_weights": changes_base(options.init_lora_weights) or options.init_lora_weights,
     }
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
-    return LoraConfig(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
+    return SortedConfig(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
 
 
 def attach(

@@ -28,7 +28,7 @@ from trainkit.run.files import (
 )
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.redact import redact, redact_text
-from trainkit.run.status import Status, exit_reason, launch_id, read_status
+from trainkit.run.status import Status, exit_reason, launch_id, read_status, spread
 
 State = Literal["running", "done", "failed", "interrupted"]
 
@@ -319,6 +319,7 @@ class RunDirectory:
             total_steps: of the whole run; None keeps the number recorded.
         """
         before = self.status()
+        num_ranks, num_hosts = spread()
         self._save(
             before.updated_with(
                 state=state,
@@ -328,6 +329,8 @@ class RunDirectory:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 launch=launch_id(),
+                num_ranks=num_ranks,
+                num_hosts=num_hosts,
             )
         )
 

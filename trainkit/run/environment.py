@@ -27,9 +27,10 @@ _RELEVANT_VARIABLE = re.compile(
     r"|^(?:MASTER_ADDR|MASTER_PORT|NNODES|NODE_RANK|NPROC_PER_NODE|WORLD_SIZE|LOCAL_WORLD_SIZE"
     r"|CUBLAS_WORKSPACE_CONFIG|PYTHONHASHSEED)$"
 )
-# Set by torchrun for one process of one launch: exporting them again would pin the wrong process.
+# Set for one process of one launch: exporting them again would pin the wrong process.
+_OWN_LAUNCHER = "TRAINKIT_LAUNCHER"
 _SET_BY_LAUNCHER = re.compile(
-    r"^(?:TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|WORLD_SIZE$|LOCAL_WORLD_SIZE$"
+    rf"^(?:{_OWN_LAUNCHER}$|TORCH_DISABLE_SHARE_RDZV_TCP_STORE$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|WORLD_SIZE$|LOCAL_WORLD_SIZE$"
     r"|MASTER_ADDR$|MASTER_PORT$|NNODES$|NODE_RANK$|NPROC_PER_NODE$)"
 )
 _COMMAND_TIMEOUT_SECONDS = 20
@@ -97,23 +98,28 @@ def command_script(
             lines.append(f"# {name} was set; it is a secret: export it yourself")
         elif not _SET_BY_LAUNCHER.match(name):
             lines.append(f"export {name}={shlex.quote(value)}")
-    lines.append(f'exec {shlex.join([*_launcher(environ), *arguments])} "$@"')
+    lines.append(f'exec {shlex.join(_started_again(arguments, environ))} "$@"')
     return "\n".join(lines) + "\n"
 
 
-def _launcher(environ: Mapping[str, str]) -> list[str]:
-    """The torchrun words that started this process, [] when there were none."""
+def _started_again(arguments: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The command of this process; of the launch, where it is one process of several."""
     if "TORCHELASTIC_RUN_ID" not in environ:
-        return []
+        return list(arguments)
     per_node = int(environ.get("LOCAL_WORLD_SIZE", "1"))
     num_nodes = int(environ.get("WORLD_SIZE", "1")) // per_node
-    words = ["torchrun", "--nproc_per_node", str(per_node)]
+    words = ["--nproc_per_node", str(per_node)]
     if num_nodes > 1:
         words += ["--nnodes", str(num_nodes), "--node_rank", environ.get("GROUP_RANK", "0")]
         words += ["--master_addr", environ.get("MASTER_ADDR", "127.0.0.1")]
         words += ["--master_port", environ.get("MASTER_PORT", "29500")]
+    if _OWN_LAUNCHER in environ and "sft" in arguments:
+        restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        words += [] if restarts == "0" else ["--max_restarts", restarts]
+        options = arguments[arguments.index("sft") + 1 :]
+        return [arguments[0], "-m", "trainkit", "launch", *words, *options]
     # The child's own command line starts with its interpreter.
-    return [*words, "--no_python"]
+    return ["torchrun", *words, "--no_python", *arguments]
 
 
 def _packages() -> dict[str, str]:

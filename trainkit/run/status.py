@@ -38,6 +38,8 @@ class Status:
         pid: the main process.
         host: the machine it runs on.
         launch: the torchrun that started it; the same after one of its restarts.
+        num_ranks: its processes, on all hosts.
+        num_hosts: the machines that they run on.
     """
 
     state: str = "running"
@@ -50,6 +52,8 @@ class Status:
     pid: int | None = None
     host: str | None = None
     launch: str | None = None
+    num_ranks: int | None = None
+    num_hosts: int | None = None
 
     def updated_with(self, **changes: Any) -> Status:
         """A copy with these fields changed and ``updated`` set to now."""
@@ -72,6 +76,13 @@ def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
     is_one_host = variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE")
     # The port may be another one after a restart; torchrun itself is the same process.
     return f"{host}/{os.getppid()}" if is_one_host else f"{host}:{variables.get('MASTER_PORT')}"
+
+
+def spread(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """How many processes this one is of, and on how many hosts, as torchrun says."""
+    variables = os.environ if environ is None else environ
+    num_ranks = int(variables.get("WORLD_SIZE") or 1)
+    return num_ranks, max(num_ranks // int(variables.get("LOCAL_WORLD_SIZE") or num_ranks), 1)
 
 
 def is_restarted(environ: Mapping[str, str] | None = None) -> bool:
@@ -122,7 +133,10 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
         ("state", "reason", "started", "updated", "host", "launch"),
         lambda value: value is None or isinstance(value, str),
     ),
-    **dict.fromkeys(("last_step", "pid"), lambda value: value is None or _is_whole(value)),
+    **dict.fromkeys(
+        ("last_step", "pid", "num_ranks", "num_hosts"),
+        lambda value: value is None or _is_whole(value),
+    ),
     "resumed_at_steps": lambda value: (
         value is None or (isinstance(value, list) and all(map(_is_whole, value)))
     ),

@@ -24,6 +24,7 @@ from trainkit.models.checks.row_test import refuse_unsplittable
 from trainkit.parallel import Layout
 from trainkit.parallel.agreement import decided_by_main
 from trainkit.run import Console, RunDirectory
+from trainkit.run.going_on import resume_command
 from trainkit.run.metrics import read_metrics
 from trainkit.run.model_card import model_card, write_model_card
 from trainkit.run.report.redraw import draw_all
@@ -207,7 +208,7 @@ class Session:
             )
         if stop.has_saved:
             self.console.stop()
-            self.console.note(f"continue with: trainkit sft --resume {self.run.root}")
+            self.console.note(f"continue with: {resume_command(self.run.root)}")
             raise StoppedError(stop.agreed, stop.why)
         self._finish(trainer, seconds)
         return None

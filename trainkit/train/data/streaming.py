@@ -7,6 +7,7 @@ names each row once.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -125,7 +126,8 @@ class StreamState:
                 "the position of the stream is not one that this version of trainkit reads",
                 where=str(file),
                 fix="continue with the version that wrote it (environment.json names it), or "
-                f"begin a new run from the weights: trainkit merge {directory} DIR",
+                "begin a new run from the weights: "
+                + shlex.join(["trainkit", "merge", str(directory), "DIR"]),
             ) from error
         if len(positions) != len(self.positions):
             raise CheckpointError(

@@ -14,6 +14,7 @@ from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.recipe import Recipe
 from trainkit.run import RunDirectory
 from trainkit.run.files import read_json
+from trainkit.run.going_on import resume_command
 from trainkit.run.starts import step_of
 from trainkit.train.diagnose.replay import (
     Outcome,
@@ -201,7 +202,7 @@ def _blame_rate_since(
         f"{before[farthest]:.3g} in {place}, with whose weights the batch is good: "
         f"{numbers(trial.outcome)}"
     )
-    command = f"trainkit sft --resume {run.root}" if source else "begin again with"
+    command = resume_command(run.root) if source else "begin again with"
     found.fix = f"the updates are too large: {command} training.learning_rate={lower:g}"
     return True
 
@@ -212,7 +213,7 @@ def _blame_weights(found: Diagnosis, unsound: Sequence[str], run: RunDirectory) 
     found.because = f"{unsound[0]}{more}: NaN or infinite numbers in the weights themselves"
     found.fix = (
         f"an update before step {found.step} made them: go on from the last checkpoint with a "
-        f"lower rate (trainkit sft --resume {run.root} training.learning_rate=...), or, where the "
+        f"lower rate ({resume_command(run.root)} training.learning_rate=...), or, where the "
         "base model itself has them, load it again"
     )
 
@@ -224,10 +225,9 @@ def _bisect(found: Diagnosis, bench: Bench, first: Outcome, tell: Callable[[Tria
             continue
         found.culprit, found.name = kind, name
         found.because = f"as it ran: {numbers(first)}; {trial.what}: {numbers(trial.outcome)}"
-        typed = " ".join(trial.overrides)
         found.fix = (
-            f"trainkit sft --resume {bench.run.root} {typed}"
-            if typed
+            resume_command(bench.run.root, *trial.overrides)
+            if trial.overrides
             else (
                 "the trained adapters have grown too large: go on from the last checkpoint with a "
                 "lower training.learning_rate"

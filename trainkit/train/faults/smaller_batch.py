@@ -21,6 +21,7 @@ from trainkit.errors import TrainkitError
 from trainkit.models.loss.loss_head import take_counts as take_correct
 from trainkit.parallel import Layout
 from trainkit.run import RunDirectory
+from trainkit.run.going_on import resume_command
 from trainkit.run.starts import Start, append_start, read_starts
 from trainkit.train.faults.shortage import MemoryShortageError, is_shortage
 
@@ -92,7 +93,7 @@ class BatchFinder:
         found = MemoryShortageError(
             error.what,
             where=error.where,
-            fix=f"trainkit sft --resume {self.run.root}: it goes on with {size} rows at a time "
+            fix=f"{resume_command(self.run.root)}: it goes on with {size} rows at a time "
             f"instead of {self.args.per_device_train_batch_size} "
             f"(training.auto_find_batch_size); or {error.fix}",
         )

@@ -24,6 +24,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.processes import Process
 from trainkit.run.files import PRIVATE_FILE_MODE
+from trainkit.run.going_on import resume_command
 from trainkit.terminal import visible
 
 _LINE_BYTES = 8192
@@ -143,7 +144,9 @@ class Watch:
             if lost is not None:
                 if self._is_first():
                     self._record(lost)
-                raise LostRankError(lost, where=str(self._folder.parent), fix=_FIX) from error
+                raise LostRankError(
+                    lost, where=str(self._folder.parent), fix=self._fix()
+                ) from error
             raise
         finally:
             self._done.set()
@@ -247,7 +250,7 @@ class Watch:
         if self._is_first():
             with contextlib.suppress(Exception):
                 self._record(reason)
-            message = visible(f"error: {reason}\n  fix: {_FIX}")
+            message = visible(f"error: {reason}\n  fix: {self._fix()}")
             os.write(sys.stderr.fileno(), f"{message}\n".encode())
         self._line.ended = f"ended, because {reason}"[:_SAID_AT_MOST]
         self._write()
@@ -280,10 +283,9 @@ class Watch:
     def _stacks(self, rank: int) -> Path:
         return self._folder.parent / f"stacks-rank{rank}.txt"
 
-
-_FIX = (
-    "look at what that rank says (logs/ of the run), and continue with: trainkit sft --resume RUN"
-)
+    def _fix(self) -> str:
+        go_on = resume_command(self._folder.parent.parent)
+        return f"look at what that rank says (logs/ of the run), and continue with: {go_on}"
 
 
 class MarkProgress(TrainerCallback):

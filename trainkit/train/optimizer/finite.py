@@ -9,6 +9,7 @@ A loss that spikes is made NaN before its gradients are taken: whatever holds ba
 (a fused optimizer, a loss scaler, DeepSpeed) then holds back this one too.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from transformers import TrainingArguments
 from trainkit.errors import TrainkitError
 from trainkit.parallel.parameters import all_ranks
 from trainkit.places import checkpoints_in
+from trainkit.run.going_on import resume_command
 from trainkit.train.faults.bad_batch import BadBatch, split
 from trainkit.train.faults.bad_numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
@@ -348,12 +350,12 @@ def number_advice(args: TrainingArguments) -> str:
     """What to do about a number that is none, as commands."""
     lower = f"training.learning_rate={args.learning_rate / 2:g}"
     run = Path(str(args.output_dir))
-    resume = f"trainkit sft --resume {run} {lower}"
+    resume = resume_command(run, lower)
     start = resume if checkpoints_in(run) else f"there is no checkpoint yet: {lower}"
     return (
-        f"trainkit diagnose {run} names what is at fault; look at the rows that are named, or go "
-        f"on with a lower learning rate ({start}); faults.on_bad_numbers=skip goes on without such "
-        "a step"
+        f"{shlex.join(['trainkit', 'diagnose', str(run)])} names what is at fault; look at the "
+        f"rows that are named, or go on with a lower learning rate ({start}); "
+        "faults.on_bad_numbers=skip goes on without such a step"
     )
 
 

@@ -6,6 +6,7 @@ order, processes, versions) needs ``--allow-changed``.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -312,8 +313,9 @@ def _consent_key(key: str) -> str:
 
 
 def _from_the_weights(point: ResumePoint) -> str:
+    merge = shlex.join(["trainkit", "merge", str(point.checkpoint), "DIR"])
     return (
-        f"begin a new run from the weights reached: trainkit merge {point.checkpoint} DIR, and "
+        f"begin a new run from the weights reached: {merge}, and "
         "then sft with model.name_or_path: DIR (merge also makes one plain model of ZeRO's shards)"
     )
 

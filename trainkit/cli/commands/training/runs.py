@@ -1,6 +1,7 @@
 """``trainkit runs``, ``show`` and ``watch``: what became of runs, from any terminal."""
 
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -149,6 +150,7 @@ def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
 
 
 def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
+    from trainkit.run.going_on import resume_command
     from trainkit.terminal import visible
 
     name, state, step, loss, speed, age = _cells(run)
@@ -171,6 +173,6 @@ def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
         if (path / file).exists():
             yield file, str(path / file)
     if run.has_final:
-        yield "talk to it", f"trainkit chat {path}"
+        yield "talk to it", shlex.join(["trainkit", "chat", str(path)])
     elif run.checkpoints and run.state != "running":
-        yield "go on", f"trainkit sft --resume {path}"
+        yield "go on", resume_command(path)
