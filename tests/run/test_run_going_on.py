@@ -43,5 +43,5 @@ def test_no_command_has_a_path_as_it_is():
     """Directories have blanks in their names; what a shell would split is quoted everywhere."""
     sources = Path(trainkit.__file__).parent.rglob("*.py")
     bare = re.compile(rf"trainkit (?:{'|'.join(COMMANDS)}) (?:--resume )?\{{")
-    found = {path.name: bare.findall(path.read_text(encoding="utf-8")) for path in sources}
+    found = {str(path): bare.findall(path.read_text(encoding="utf-8")) for path in sources}
     assert {name: words for name, words in found.items() if words} == {}
