@@ -153,3 +153,25 @@ def test_the_display_says_what_comes_next(width):
     # Beyond the end there is no checkpoint but the last one.
     assert ("checkpoint at 100" in said.get()) == (width == 100)
     assert ("loss/chat 1.5000" in said.get()) == (width == 100)
+
+
+def test_behind_the_last_step_the_display_says_what_is_done_and_no_time_to_go(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    console = Console(interactive=True, stream=_Terminal())
+    said = []
+    console.start(4, first_step=2)
+    for step in (3, 4):
+        console.step(step)
+        said.append(_shown(console))
+    console.doing("answering questions")
+    said.append(_shown(console))
+    console.finish()
+    assert ["eta" in each for each in said] == [True, False, False]
+    assert "finishing" in said[1]
+    assert "answering questions" in said[2]
+
+
+def _shown(console):
+    stream = io.StringIO()
+    rich.console.Console(file=stream, width=60).print(console._render())
+    return stream.getvalue()

@@ -105,6 +105,10 @@ class Console:
         """Move the progress bar without a row of metrics, for steps that are not logged."""
         self._progress.advance(step)
 
+    def doing(self, what: str) -> None:
+        """Name what comes behind the last step, where the time to go stood."""
+        self._progress.doing = what
+
     def note(self, text: str) -> None:
         """Say something in passing."""
         self._write(Text(redact_text(text)))
@@ -162,6 +166,7 @@ class _Progress:
         self.total_steps = total_steps
         self._due = due or {}
         self.step = step
+        self.doing = "finishing"
         self._latest: dict[str, float | int | str | None] = {}
         self._sources: dict[str, float | int | str | None] = {}
         self._losses: deque[float] = deque(maxlen=240)
@@ -184,8 +189,15 @@ class _Progress:
         if isinstance(loss, int | float):
             self._losses.append(float(loss))
 
+    @property
+    def _is_last(self) -> bool:
+        return 0 < self.total_steps <= self.step
+
     def eta_seconds(self) -> float | None:
-        return self._seconds_until(self.total_steps) if self.total_steps else None
+        """None where the end is not known, or only the work behind the last step is left."""
+        if not self.total_steps or self._is_last:
+            return None
+        return self._seconds_until(self.total_steps)
 
     def _seconds_until(self, step: int) -> float | None:
         (first, began), (last, ended) = self._pace[0], self._pace[-1]
@@ -238,6 +250,8 @@ class _Progress:
         eta = self.eta_seconds()
         count = f"{self.step}/{self.total_steps or '?'}"
         remaining = f"eta {format_duration(eta)}" if eta is not None else "eta -"
+        if self._is_last:
+            remaining = self.doing
         head = Table.grid(padding=(0, 1), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)

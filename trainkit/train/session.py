@@ -348,6 +348,7 @@ class Session:
 
     def _finish(self, trainer: ObjectiveTrainer, seconds: float) -> None:
         """The final model first, then everything that only describes it."""
+        self.console.doing("writing the model")
         save_final(
             trainer,
             self.run.final,
@@ -359,6 +360,7 @@ class Session:
         summary: dict[str, object] = {}
         questions = self.after.questions
         if questions.generation is not None:
+            self.console.doing("answering questions")
             stop_token_ids = self.data.stop_token_ids
             result = answer_held_out(
                 trainer, self.run.final, self.tokenizer, stop_token_ids, questions
@@ -370,6 +372,7 @@ class Session:
                 self.run.write_json(self.run.generation_eval, result.to_dict())
         if not self.is_main:
             return
+        self.console.doing("drawing the report")
         write_model_card(self.run, **self._card_facts())
         draw_all(self.run)
         rows = [row for row in trainer.state.log_history if "loss" in row]
