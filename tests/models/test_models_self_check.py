@@ -51,6 +51,20 @@ def test_a_small_vocabulary_whose_labels_all_round_alike_passes(size):
     assert rows["linear_cross_entropy"]["status"] in ("ok", "reference")
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's kernels are checked at the model's sizes")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_cpu_checks_a_part_of_a_large_vocabulary_and_says_so(dtype):
+    model = make("llama", dtype=dtype, vocab_size=20_000, pad_token_id=19_999)
+    tokens = {"input_ids": torch.arange(100)[None] * 199, "labels": torch.arange(100)[None] * 199}
+    tokens["labels"][:, :50] = -100
+    rows = {row["op"]: row for row in self_check(model, patch_kernels(model), tokens)}
+    assert "weight (4096, " in rows["linear_cross_entropy"]["detail"]
+    assert "labels (1, 64)" in rows["linear_cross_entropy"]["detail"]
+    assert "4,096 tokens" in rows["replica"]["detail"]
+    assert rows["model"]["status"] == "ok"
+    assert model.config.vocab_size == 20_000
+
+
 def broken_rms_norm(x, weight, eps, **options):
     return kernels.rms_norm(x, weight, 2 * eps + 1e-3, **options)
 

@@ -1,9 +1,10 @@
 """Proves a patched model before it trains: each op at the model's shapes, then the whole.
 
 The ops and their composition are checked on a one-layer replica: the model's own classes, sizes,
-dtype and device, random weights. That works however the model itself is held (sharded by ZeRO-3,
-quantised, offloaded), needs no memory for a second model, and lets every gradient be compared. The
-model itself, with its weights, then makes one forward pass patched and one plain.
+dtype and device, random weights; on a CPU a short row and a part of the vocabulary. That works
+however the model itself is held (sharded by ZeRO-3, quantised, offloaded), needs no memory for a
+second model, and lets every gradient be compared. The model itself, with its weights, then makes
+one forward pass patched and one plain.
 """
 
 import copy
@@ -28,6 +29,10 @@ from trainkit.parallel.parameters import is_whole, where_it_computes
 
 MAX_TOKENS = 512
 """Tokens of the batch that the check reads: kernels see full rows, logits stay small."""
+
+CPU_TOKENS, CPU_VOCABULARY = 64, 4096
+"""On a CPU the ops run their references, whatever the size, and a vocabulary of 150,000 in fp64
+takes minutes: there the check reads so many tokens, and the replica knows so many."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ def self_check(
         model: the patched model, on the device where it will train if that is to be proved.
         report: what ``patch`` returned for it.
         batch: ``input_ids`` and, if there are any, ``labels``, each (B, S); the first
-            ``MAX_TOKENS`` tokens of the first row are read as one document.
+            ``MAX_TOKENS`` tokens of the first row (``CPU_TOKENS`` on a CPU) are read as one
+            document.
 
     Returns:
         The rows of kernels.json, one op each, then "replica" and "model".
@@ -94,7 +100,7 @@ def self_check(
     Raises:
         SelfCheckError: an op, or their composition, is less exact than plain torch.
     """
-    tokens = _tokens_of(batch)
+    tokens = _tokens_of(batch, where_it_computes(model)[0])
     rows = [
         CheckRow(row.op, report.family.name, "", None, None, None, "off", row.reason)
         for row in report.rows
@@ -102,8 +108,9 @@ def self_check(
     ]
     if report.active:
         replica = make_replica(model, report.family)
-        rows += _check_ops(replica, report, tokens)
-        rows.append(_check_replica(replica, report, tokens))
+        known = {key: _known(ids, replica) for key, ids in tokens.items()}
+        rows += _check_ops(replica, report, known)
+        rows.append(_check_replica(replica, report, known))
         del replica
         rows.append(_check_model(model, report, tokens))
     results = [asdict(row) for row in rows]
@@ -123,6 +130,9 @@ def make_replica(model: nn.Module, family: Family) -> PreTrainedModel:
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):  # not every family has them
         text.layer_types = text.layer_types[:1]
+    if device.type == "cpu":
+        text.vocab_size = min(text.vocab_size, CPU_VOCABULARY)
+        text.pad_token_id = None  # it may be beyond
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
@@ -151,12 +161,18 @@ def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def _tokens_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    input_ids = batch["input_ids"][:1, :MAX_TOKENS]
-    labels = batch.get("labels", batch["input_ids"])[:1, :MAX_TOKENS]
+def _tokens_of(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    most = CPU_TOKENS if device.type == "cpu" else MAX_TOKENS
+    input_ids = batch["input_ids"][:1, :most]
+    labels = batch.get("labels", batch["input_ids"])[:1, :most]
     if not (labels[:, 1:] >= 0).any():
         labels = input_ids
     return {"input_ids": input_ids, "labels": labels}
+
+
+def _known(ids: Tensor, replica: PreTrainedModel) -> Tensor:
+    """Tokens that the replica knows; labels of tokens that are not trained stay."""
+    return ids.where(ids < 0, ids % replica.config.get_text_config().vocab_size)
 
 
 def _check_ops(
@@ -240,7 +256,8 @@ def _check_replica(
         if not ours / allowed <= worst[3]:
             worst = (name, ours, eager, ours / allowed)
     name, ours, eager, ratio = worst
-    detail = f"{name} of a one-layer replica in {dtype}".replace("torch.", "")
+    size = replica.config.get_text_config().vocab_size
+    detail = f"{name} of a one-layer replica in {dtype}, {size:,} tokens".replace("torch.", "")
     if not ratio <= 1.0:
         detail = f"is off by {ours:.2e} where the plain one is off by {eager:.2e}: {detail}"
     status = "ok" if ratio <= 1.0 else "failed"
