@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from chatml_tokenizer import chatml_tokenizer
-
 WAYS: dict[str, dict[str, Any]] = {
     **{shard: {"shard": shard} for shard in ("none", "zero1", "zero2", "zero3", "fsdp2")},
     **{
@@ -99,11 +97,15 @@ def _fitting(ranks: int, switches: list[tuple[bool, bool, bool]]) -> Iterator[Ce
 def prepare(root: Path) -> None:
     """A model of three layers with a tied head, and rows that nothing is alike in."""
     import torch
-    from tokenizers import pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from trainkit.quickstart import chatml_tokenizer
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = chatml_tokenizer({c: i for i, c in enumerate(alphabet)}, [])
+    core = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = chatml_tokenizer(core)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -26,8 +26,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from chatml_tokenizer import chatml_tokenizer
-
 from trainkit.bench.measure.record import append, environment, records
 from trainkit.run.stages import FILE
 
@@ -187,7 +185,9 @@ def _make_project(root: Path, small: bool) -> None:
 
 def _make_tokenizer(size: int):  # type: ignore[no-untyped-def]
     """Byte-level BPE with as many tokens and merges as Qwen2's: it takes as long to load."""
-    from tokenizers import pre_tokenizers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from trainkit.quickstart import chatml_tokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(alphabet)}
@@ -202,7 +202,9 @@ def _make_tokenizer(size: int):  # type: ignore[no-untyped-def]
                     merges.append((first, second))
                     longer.append(first + second)
         left = longer
-    return chatml_tokenizer(vocabulary, merges)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return chatml_tokenizer(core)
 
 
 if __name__ == "__main__":

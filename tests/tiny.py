@@ -1,30 +1,17 @@
 """Makers of tiny models and tokenizers for tests; nothing is fetched."""
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
-    " + '<|im_end|>' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-
 
 def make_tokenizer():
     """A byte-level tokenizer (every string round-trips) with a ChatML template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from trainkit.quickstart import chatml_tokenizer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>"],
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    return chatml_tokenizer(core)
 
 
 def train_bpe(texts, pre_tokenizer, *, size, special, normalizer=None):

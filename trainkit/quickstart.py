@@ -227,8 +227,7 @@ def train_tokenizer(conversations: list[list[Message]], vocab_size: int) -> Any:
     from trainkit.parallel.launch.processes import quieten_imports
 
     quieten_imports()
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -238,7 +237,6 @@ def train_tokenizer(conversations: list[list[Message]], vocab_size: int) -> Any:
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    core.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -248,6 +246,15 @@ def train_tokenizer(conversations: list[list[Message]], vocab_size: int) -> Any:
     )
     texts = (m["content"] for conversation in conversations for m in conversation)
     core.train_from_iterator(["system", "user", "assistant", *texts], trainer)
+    return chatml_tokenizer(core)
+
+
+def chatml_tokenizer(core: Any) -> Any:
+    """What transformers makes of a byte-level BPE, with a ChatML template and its tokens."""
+    from tokenizers import decoders
+    from transformers import PreTrainedTokenizerFast
+
+    core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<|im_end|>",
