@@ -81,3 +81,29 @@ def test_a_stage_that_is_recomputed_as_a_whole_offloads_nothing(key):
     Recipe(**values, parallel={"pipeline": 2})
     with pytest.raises(RecipeError, match=key):
         Recipe(**values, parallel={"pipeline": 2, "schedule": "zbv"})
+
+
+@pytest.mark.parametrize("shard", ["zero1", "zero2", "zero3", "zero3_offload", "none", "fsdp2"])
+@pytest.mark.parametrize("packed", ["nf4", "fp8"])
+@pytest.mark.parametrize(("key", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_deepspeed_casts_no_codes(key, dtype, packed, shard):
+    """float16's codes, cast to bfloat16, have as many bytes: a run trained on another base."""
+    from trainkit.recipe import Recipe
+
+    def recipe(model_dtype):
+        return Recipe(
+            model={"name_or_path": "m", "dtype": model_dtype},
+            data={"train": ["a"]},
+            lora={"quantize": packed},
+            parallel={"shard": shard},
+            training={key: True},
+        )
+
+    for other in {"float32", "float16", "bfloat16", "auto"} - {dtype}:
+        if shard.startswith("zero"):
+            with pytest.raises(RecipeError, match=f"training.{key}.*codes"):
+                recipe(other)
+        elif (shard, key) != ("fsdp2", "fp16") and other != "float16":
+            recipe(other)
+    if (shard, key) != ("fsdp2", "fp16"):
+        recipe(dtype)

@@ -282,6 +282,21 @@ REFUSALS: tuple[Refusal, ...] = (
         "compiled stages have not been held against an uncompiled model",
         "remove torch_compile, or parallel.pipeline",
     ),
+    *(
+        Refusal(
+            f"training.{key}",
+            lambda one, key=key, dtype=dtype: (  # type: ignore[misc]
+                _deepspeed(one)
+                and one.quantize is not None
+                and bool(one.of_training(key))
+                and one.model_dtype != dtype
+            ),
+            "DeepSpeed casts every weight to this dtype, and a packed base holds codes, which "
+            "would become others",
+            f"remove it, and write model.dtype: {dtype} if that is meant",
+        )
+        for key, dtype in (("bf16", "bfloat16"), ("fp16", "float16"))
+    ),
     Refusal(
         "training.fp16",
         lambda one: _fsdp2(one) and (one.model_dtype == "float16" or one.of_training("fp16")),
