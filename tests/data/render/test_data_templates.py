@@ -8,6 +8,7 @@ call, its end-of-turn token; and no role header, no blanks behind the turn, noth
 import contextlib
 import importlib.util
 import re
+import time
 import warnings
 from pathlib import Path
 
@@ -313,9 +314,9 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
         ChatTemplate(tokenizer, DataOptions())
 
 
-def test_a_constant_that_is_not_folded_in_time_is_stopped_all_the_same():
-    # Jinja swallows whatever a constant raises while it compiles, and computes it again later.
-    folded = "{{ ('a' * 10**8)|upper|lower|length }}"
-    ask, tokenizer = [{"role": "user", "content": "q"}], make_tokenizer()
+def test_what_swallows_the_alarm_is_stopped_all_the_same():
+    """As Jinja does with whatever a constant raises while it compiles, to compute it later."""
     with pytest.raises(DataError, match="still rendering"), patience.patience(0.05):
-        tokenizer.apply_chat_template(ask, chat_template=folded, tokenize=False)
+        with contextlib.suppress(DataError):
+            time.sleep(9)
+        time.sleep(9)

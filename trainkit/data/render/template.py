@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation, Message, RowError
+from trainkit.data.render.bounded import bound_templates
 from trainkit.data.render.escape import Escaper, alternatives
 from trainkit.data.render.frozen_date import freeze_dates
 from trainkit.data.render.patience import patience
@@ -86,6 +87,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+        bound_templates()
         self.tokenizer = tokenizer
         self.options = options
         self.text = options.chat_template or own_template(tokenizer)

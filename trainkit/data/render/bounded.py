@@ -1,0 +1,258 @@
+"""Bounds on what one step of a chat template makes: templates are programs, and come from outside.
+
+A signal stops a template between two steps of Python (see `patience`). A single step that makes a
+number of ten billion digits, or pads a word to that width, would go on for hours or take all
+memory; it is refused before it is taken.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
+
+LARGEST = 1 << 25
+"""Characters: more than any conversation has."""
+LARGEST_LIST = 1 << 20
+LARGEST_WIDTH = 10**6
+"""Characters that a text is padded to, or items of a batch."""
+LARGEST_BITS = 1 << 16
+_MOST_NESTED = 1 << 18
+"""Things in a list of lists that is made into text; they may be one list, many times."""
+
+_FILTERS_OF_WIDTH = frozenset({"center", "indent", "batch", "slice", "tojson", "round"})
+_METHODS_OF_WIDTH = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+_FILTERS_TO_TEXT = frozenset(
+    [
+        "tojson",
+        "string",
+        "pprint",
+        "join",
+        "e",
+        "escape",
+        "forceescape",
+        "upper",
+        "lower",
+        "trim",
+        "title",
+        "capitalize",
+        "replace",
+        "format",
+        "center",
+        "indent",
+        "wordwrap",
+        "striptags",
+        "urlencode",
+        "truncate",
+        "wordcount",
+        "urlize",
+        "safe",
+    ]
+)
+_WIDE_FIELD = re.compile(r"\d{7,}")
+_FIELD_OF_A_FIELD = re.compile(r"\{[^{}]*\{|%[^a-zA-Z%]*\*")
+
+
+def _refuse(what: str) -> None:
+    raise SecurityError(f"{what}: more than a chat template may make at once")
+
+
+def _check_size(size: int, what: str) -> None:
+    if size > LARGEST:
+        _refuse(f"{what} of {size:.3g} characters" if size.bit_length() < 999 else what)
+
+
+def _check_widths(widths: Iterable[Any], what: str) -> None:
+    for width in widths:
+        if isinstance(width, int) and abs(width) > LARGEST_WIDTH:
+            _refuse(f"{what} with {width:.3g}" if width.bit_length() < 999 else what)
+
+
+def _size(value: Any) -> int:
+    """In characters; an item of a list counts as many."""
+    if isinstance(value, (list, tuple)):
+        return len(value) * (LARGEST // LARGEST_LIST)
+    return len(value) if isinstance(value, (str, bytes)) else 0
+
+
+def _check_nested(value: Any) -> Any:
+    """Containers that hold one another have a text that may be longer than the universe."""
+    left, count = [value], 0
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple)):
+            left += each
+        count += 1
+        if count > _MOST_NESTED:
+            _refuse("a list of lists with so many things")
+    return value
+
+
+def _check_format(text: str, values: Sequence[Any]) -> None:
+    """``%`` and ``format``: widths in the text or, for ``*`` and ``{:{}}``, in the values."""
+    if _WIDE_FIELD.search(text):
+        _refuse("a format of such a width")
+    if _FIELD_OF_A_FIELD.search(text):
+        _check_widths(values, "a format")
+    num_fields = text.count("%") + text.count("{")
+    _check_size(num_fields * max(map(_size, values), default=0), "a text")
+    for value in values:
+        _check_nested(value)
+
+
+def _check_replace(text: Any, words: Sequence[Any]) -> None:
+    if isinstance(text, str) and len(words) > 1 and all(isinstance(w, str) for w in words[:2]):
+        growth = max(len(words[1]) - len(words[0]), 0)
+        count = text.count(words[0]) if growth * (len(text) + 1) > LARGEST else 0
+        _check_size(len(text) + growth * count, "a text")
+
+
+def _check_join(between: Any, parts: Any) -> None:
+    if isinstance(parts, (list, tuple)):
+        _check_nested(parts)
+        size = sum(len(each) for each in parts if isinstance(each, str))
+        _check_size(size + len(str(between)) * len(parts), "a text")
+
+
+def _multiplied(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        if left.bit_length() + right.bit_length() > LARGEST_BITS:
+            _refuse("a product of so many digits")
+    elif isinstance(left, int) or isinstance(right, int):
+        times, other = (left, right) if isinstance(left, int) else (right, left)
+        _check_size(times * _size(other), "a repetition")
+
+
+def _raised(left: Any, right: Any) -> None:
+    is_whole = isinstance(left, int) and isinstance(right, int)
+    if is_whole and left.bit_length() * abs(right) > LARGEST_BITS:
+        _refuse("a power of so many digits")
+
+
+def _formatted(left: Any, right: Any) -> None:
+    if isinstance(left, str):
+        values = [*right.values()] if isinstance(right, Mapping) else right
+        _check_format(left, values if isinstance(values, (list, tuple)) else [values])
+
+
+def _added(left: Any, right: Any) -> None:
+    _check_size(_size(left) + _size(right), "a sum")
+
+
+_OPERATORS = {"*": _multiplied, "**": _raised, "%": _formatted, "+": _added}
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Those of a template, each behind a look at what it is given."""
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return _bounded_filter(name, super().__getitem__(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        plain = super().get(name)
+        return default if plain is None else _bounded_filter(name, plain)
+
+
+def _bounded_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    if name not in _FILTERS_OF_WIDTH | _FILTERS_TO_TEXT:
+        return plain
+
+    @wraps(plain)  # with the mark that says what Jinja has to give besides
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        given = [*arguments, *named.values()]
+        if name in _FILTERS_OF_WIDTH:
+            _check_widths(given[1:], name)
+        values = given[1:] if hasattr(plain, "jinja_pass_arg") else given
+        if name in _FILTERS_TO_TEXT and values:
+            _check_nested(values[0])
+        if name == "replace":
+            _check_replace(values[0], values[1:])
+        elif name == "join":
+            _check_join(values[1] if len(values) > 1 else "", values[0])
+        elif name == "format":
+            _check_format(str(values[0]), values[1:])
+        return plain(*arguments, **named)
+
+    return bounded
+
+
+class _Code(CodeGenerator):
+    """Python of a template, whose ``~`` is bounded too."""
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        escapes = "context.eval_ctx.autoescape" if frame.eval_ctx.volatile else "False"
+        if frame.eval_ctx.autoescape and not frame.eval_ctx.volatile:
+            escapes = "True"
+        self.write(f"(markup_join if {escapes} else str_join)(environment.parts((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write(")))")
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no single step takes long or much memory."""
+
+    code_generator_class = _Code
+    intercepted_binops = frozenset(_OPERATORS)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"finalize": _check_nested_text, **named})
+        self.filters = _Filters(self.filters)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The operator, when its operands are small enough."""
+        _OPERATORS[operator](left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def parts(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What ``~`` is to join."""
+        _check_join("", parts)
+        return parts
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` as the sandbox has it, of bounded width."""
+        plain = super().wrap_str_format(value)
+        if plain is None:
+            return None
+        inner = plain
+
+        @wraps(plain)
+        def bounded(*arguments: Any, **named: Any) -> str:
+            given = [*arguments, *named.values()]
+            if arguments and isinstance(arguments[0], Mapping):
+                given += arguments[0].values()
+            _check_format(value.__self__, given)
+            return inner(*arguments, **named)
+
+        return bounded
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A method or function, when it makes no more than it may."""
+        text, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(text, str):
+            given = [*args, *kwargs.values()]
+            if name in _METHODS_OF_WIDTH:
+                _check_widths(given, name)
+            elif name == "replace":
+                _check_replace(text, given)
+            elif name == "join" and given:
+                _check_join(text, given[0])
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _check_nested_text(value: Any) -> Any:
+    """What ``{{ }}`` shows."""
+    return _check_nested(value) if isinstance(value, (list, tuple, Mapping)) else value
+
+
+def bound_templates() -> None:
+    """From now on, wherever a tokenizer of transformers renders its template."""
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
