@@ -92,3 +92,23 @@ def test_a_recipe_is_shortened_and_keeps_its_numbers(project):
     assert "global_batch_size=null" in found
     assert "training.eval_strategy=no" in found
     assert not [text for text in found if "learning_rate" in text or "dtype" in text]
+
+
+MEASURES = """
+generation_eval: {data: [d.jsonl], every: 2, metrics: [exact_match]}
+early_stopping: {patience: 3}
+"""
+DECIDES = """, eval_strategy: steps, eval_steps: 2, eval_on_start: true,
+  metric_for_best_model: answers/exact_match, load_best_model_at_end: true}"""
+PLATEAU = """, lr_scheduler_type: reduce_lr_on_plateau, eval_strategy: steps, eval_steps: 4,
+  metric_for_best_model: eval_loss}"""
+
+
+@pytest.mark.parametrize(("sections", "keys"), [(MEASURES, DECIDES), ("", PLATEAU)])
+def test_what_is_decided_by_measures_is_shortened_too(project, sections, keys):
+    """The measures are left out, and so must be what would miss them."""
+    text = (project.root / "r.yaml").read_text().rstrip()
+    (project.root / "m.yaml").write_text(text.removesuffix("}") + keys + sections)
+    overrides = shortened(project.root / "m.yaml", [])
+    said = project.sft("--config", "m.yaml", *overrides, "training.max_steps=2")
+    assert said.code == 0, said.err

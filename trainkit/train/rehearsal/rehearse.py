@@ -33,6 +33,16 @@ VARIABLE = "TRAINKIT_KILL"
 
 STEPS = 6
 SAVE_STEPS = 2
+_WITHOUT_MEASURES = (
+    "generation_eval=null",
+    "eval_tasks=null",
+    "early_stopping=null",
+    "training.metric_for_best_model=null",
+    "training.greater_is_better=null",
+    "training.eval_on_start=false",
+)
+"""What is measured does not touch the run, and neither does what would be decided by it."""
+
 _FILES_OF_A_SAVE = 4
 """Every checkpoint has more files and folders than that."""
 
@@ -102,10 +112,13 @@ def shortened(config: Path, overrides: Sequence[str]) -> tuple[str, ...]:
         "training.load_best_model_at_end=false",
         "training.report_to=none",
         "training.push_to_hub=false",
-        "generation_eval=null",
     ]
-    if recipe.data.eval:
-        found.append("training.eval_strategy=no")
+    if recipe.training.get("lr_scheduler_type") == "reduce_lr_on_plateau":
+        # Its rates come from evaluations.
+        found += ["training.eval_strategy=steps", f"training.eval_steps={SAVE_STEPS}"]
+    else:
+        found += _WITHOUT_MEASURES
+        found += ["training.eval_strategy=no"] if recipe.data.eval else []
     accumulates = recipe.training.get("gradient_accumulation_steps", 1)
     if recipe.global_batch_size is not None or int(accumulates) > 2:
         found += ["global_batch_size=null", "training.gradient_accumulation_steps=2"]
