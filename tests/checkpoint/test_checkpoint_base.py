@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import make_qwen2
+from tiny import make_qwen2, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
@@ -121,6 +121,35 @@ def test_patterns_that_are_none(tmp_path, patterns):
     path.write_text(json.dumps({**json.loads(path.read_text()), "rank_pattern": patterns}))
     with pytest.raises(CheckpointError, match="patterns are damaged"):
         read_adapter(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("way", ["copied", "converted", "from-the-cache"])
+def test_all_templates_of_a_tokenizer_travel(tmp_path, way):
+    """Rows with tools are trained with the one called tool_use; without it they are served others.
+
+    The hub's cache has links into its blobs.
+    """
+    from transformers import AutoTokenizer
+
+    from trainkit.checkpoint.weights.companions import carry_companions, copy_companions
+
+    tokenizer, templates = make_tokenizer(), {"default": "a", "tool_use": "b", "rag": "c"}
+    tokenizer.chat_template = templates
+    source, target = tmp_path / "models--a--b" / "snapshots" / "1f", tmp_path / "target"
+    target.mkdir()
+    tokenizer.save_pretrained(source)
+    (source / "config.json").write_text("{}")
+    if way == "from-the-cache":
+        blobs = source.parents[1] / "blobs"
+        blobs.mkdir()
+        for number, path in enumerate(sorted(source.rglob("*.*"))):
+            path.rename(blobs / f"{number:040x}")
+            path.symlink_to(blobs / f"{number:040x}")
+    if way == "converted":
+        carry_companions(source, target, {}, {})
+    else:
+        copy_companions((source,), target)
+    assert AutoTokenizer.from_pretrained(target).chat_template == templates
 
 
 def test_how_a_base_reads_images_travels_with_what_is_trained_from_it(tmp_path):

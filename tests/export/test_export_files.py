@@ -97,6 +97,33 @@ def test_the_adapter_directory_is_the_adapter_and_its_command_serves_it(exported
     assert words[words.index("--chat-template") + 1] == str(out / "chat_template.jinja")
 
 
+def test_a_template_for_tools_of_its_own_is_served_too(lora_run, tmp_path):
+    """As transformers and servers take it: for conversations with tools, and only for them."""
+    import shutil
+
+    from conftest import TEMPLATE, TOOL
+    from transformers import AutoTokenizer
+
+    run, out = tmp_path / lora_run.name, tmp_path / "out"
+    shutil.copytree(lora_run, run)
+    (run / "final" / "manifest.json").unlink()
+    templates = run / "final" / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").write_text(TEMPLATE.replace("# Tools", "# Functions"))
+    assert main(["export", "vllm", str(run), str(out), "--as-adapter", "--json"]) == 0
+    certificate = json.loads((out / "certificate.json").read_text())
+    assert certificate["prompts"]["num_equal"] == 20
+    assert "tools" in certificate["prompts"]["kinds"]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    for tools, word in ((None, "Be short."), ([TOOL], "# Functions")):
+        text = tokenizer.apply_chat_template(
+            MESSAGES, tools=tools, add_generation_prompt=True, tokenize=False
+        )
+        assert word in text
+        assert text.endswith("<think>\n\n</think>\n\n"), "the recipe's enable_thinking: false"
+    assert "--chat-template" not in certificate["command"], "it would be taken for all"
+
+
 def test_fp8_is_the_documented_format(exported):
     from safetensors.torch import load_file
 

@@ -7,14 +7,19 @@ from typing import Any
 
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, own_base
 from trainkit.checkpoint.weights.adapter import read_adapter
-from trainkit.checkpoint.weights.companions import copy_companions
+from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES, copy_companions
 from trainkit.checkpoint.weights.export import (
     CastWeights,
     dtype_named,
     write_config,
     write_weights,
 )
-from trainkit.checkpoint.weights.plain_files import plain_file, read_config, read_json
+from trainkit.checkpoint.weights.plain_files import (
+    is_plain_name,
+    plain_file,
+    read_config,
+    read_json,
+)
 from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME
 from trainkit.errors import ModelError
@@ -93,6 +98,11 @@ def make_servable(directory: Path, source: Source) -> None:
             _write(directory / name, settings)
     if source.template is not None:
         (directory / "chat_template.jinja").write_text(source.template, encoding="utf-8")
+    for name, text in source.named_templates.items():
+        if not is_plain_name(name):
+            raise ModelError(f"the chat template {name!r} has no plain name", where=str(directory))
+        (directory / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        (directory / NAMED_TEMPLATES / f"{name}.jinja").write_text(text, encoding="utf-8")
     path = directory / "generation_config.json"
     settings = read_json(plain_file(directory, path.name)) if path.exists() else {}
     settings["eos_token_id"] = list(source.stop_ids)

@@ -10,7 +10,7 @@ from trainkit.errors import ModelError
 from trainkit.export.certificate import Reference, ask_trained
 from trainkit.export.conversations import conversations_of
 from trainkit.export.served import release
-from trainkit.export.template import served_template
+from trainkit.export.template import named_templates, served_template
 from trainkit.infer.engine import Engine, load_engine
 from trainkit.infer.locate import ModelPaths, is_trained_on_texts
 
@@ -40,6 +40,8 @@ class Source:
         compute_dtype: what a packed base was unpacked to, or None.
         any_base: the adapter may be merged into other weights.
         template: what the server gets; None for a model of plain texts.
+        named_templates: the tokenizer's others, such as ``tool_use``, which servers take for
+            conversations with tools.
         variables: of the template, with their defaults, that rows of the run set otherwise.
         stop_ids: tokens that end an answer, the trained ones first.
         stop_tokens: the same as text.
@@ -53,6 +55,7 @@ class Source:
     compute_dtype: str | None
     any_base: bool
     template: str | None
+    named_templates: Mapping[str, str]
     variables: Mapping[str, Any]
     stop_ids: tuple[int, ...]
     stop_tokens: tuple[str, ...]
@@ -129,6 +132,7 @@ def _described(
         compute_dtype=held.dtype if held.dtype != "auto" else None,
         any_base=held.any_base,
         template=None if is_text else served_template(tokenizer, options, variables),
+        named_templates={} if is_text else named_templates(tokenizer, options, variables),
         variables=variables,
         stop_ids=ends,
         stop_tokens=tuple(str(tokenizer.convert_ids_to_tokens(end)) for end in ends),

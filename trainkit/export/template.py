@@ -39,6 +39,22 @@ def served_template(
     return f"{start}{_NOTHING}{text}" if start else text
 
 
+def named_templates(
+    tokenizer: PreTrainedTokenizerBase, options: DataOptions, free: Collection[str] = ()
+) -> dict[str, str]:
+    """The tokenizer's templates besides its default one, by name; none where the run had its own.
+
+    That for tools becomes what training had; the others were not trained with, and stay.
+    """
+    templates = tokenizer.chat_template
+    if options.chat_template or not isinstance(templates, Mapping):
+        return {}
+    named = {name: str(text) for name, text in templates.items() if name != "default"}
+    if text := named.get("tool_use"):
+        named["tool_use"] = served_template(tokenizer, options.replace(chat_template=text), free)
+    return named
+
+
 def _default(name: str, value: Any) -> str:
     """A request may say otherwise."""
     return (

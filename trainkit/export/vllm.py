@@ -161,7 +161,7 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
         f"--lora-modules {shlex.quote(f'{name}={job.out.absolute()}')}",
         f"--tokenizer {_quoted(job.out)} --generation-config {_quoted(job.out)}",
     ]
-    if source.template is not None:
+    if source.template is not None and not source.named_templates:  # it would be taken for all
         words.append(f"--chat-template {_quoted(job.out / 'chat_template.jinja')}")
     command = " ".join(words)
     _write_command(staging, command)

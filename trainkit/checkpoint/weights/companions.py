@@ -24,6 +24,8 @@ _COPIED = (
     "chat_template.jinja",
     "LICENSE",
 )
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Where a tokenizer keeps templates besides its default one, such as that for rows with tools."""
 # transformers 5 gives every model of type qwen2 Qwen2's own tokenizer class, whatever the files
 # say, and that class keeps the vocabulary but cuts text by Qwen2's rules (each digit by itself,
 # where GLM takes three at a time). An entry under auto_map makes it believe tokenizer_class
@@ -51,11 +53,7 @@ def carry_companions(
     Raises:
         CheckpointError: the tokenizer is there in a form that cannot be carried.
     """
-    came: dict[str, str] = {}
-    for name in _COPIED:
-        if (source / name).exists():
-            (target / name).write_bytes(plain_file(source, name).read_bytes())
-            came[name] = "copied"
+    came = dict.fromkeys(_copy_tokenizer(source, target, _COPIED), "copied")
     if (source / "tokenizer_config.json").exists():
         settings = _object(source, "tokenizer_config.json")
         if "tokenizer.json" not in came and (source / "tokenizer.model").exists():
@@ -85,19 +83,32 @@ def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
     came: dict[str, str] = {}
     tokenizer = next((p for p in sources if (p / "tokenizer_config.json").exists()), None)
     settings = next((p for p in sources if (p / "generation_config.json").exists()), None)
-    for source, names in (
-        (tokenizer, (*_COPIED, "tokenizer_config.json", "tokenizer.model")),
-        (settings, ("generation_config.json",)),
-    ):
-        for name in names:
-            if source is not None and (source / name).exists():
-                (target / name).write_bytes(plain_file(source, name).read_bytes())
-                came[name] = str(source)
+    if tokenizer is not None:
+        names = (*_COPIED, "tokenizer_config.json", "tokenizer.model")
+        came.update(dict.fromkeys(_copy_tokenizer(tokenizer, target, names), str(tokenizer)))
+    if settings is not None:
+        name = "generation_config.json"
+        (target / name).write_bytes(plain_file(settings, name).read_bytes())
+        came[name] = str(settings)
     for source in sources:
         came.update(dict.fromkeys(copy_processors(source, target), str(source)))
         if RECORD_NAME not in came and carry_record(source, target):
             came[RECORD_NAME] = str(source)
     return came
+
+
+def _copy_tokenizer(source: Path, target: Path, names: Sequence[str]) -> list[str]:
+    """Copy those of the files that there are, and all templates that have a name."""
+    copied = [name for name in names if (source / name).exists()]
+    for name in copied:
+        (target / name).write_bytes(plain_file(source, name).read_bytes())
+    templates = source / NAMED_TEMPLATES
+    for path in sorted(templates.glob("*.jinja")):
+        (target / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        content = plain_file(templates, path.name).read_bytes()
+        (target / NAMED_TEMPLATES / path.name).write_bytes(content)
+        copied.append(f"{NAMED_TEMPLATES}/{path.name}")
+    return copied
 
 
 def stored_at(base: Path) -> Path:

@@ -35,9 +35,10 @@ def plain_file(directory: Path, name: str) -> Path:
     except OSError:
         raise CheckpointError(f"{name} is missing", where=where) from None
     home = directory.resolve()
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else None
+    # A snapshot, or a folder in one.
+    blobs = [path.parent / "blobs" for path in home.parents[:2] if path.name == "snapshots"]
     inside = real.is_relative_to(home) or (
-        real.parent == blobs and _BLOB_NAME.match(real.name) is not None
+        real.parent in blobs and _BLOB_NAME.match(real.name) is not None
     )
     if not inside:
         raise CheckpointError(
