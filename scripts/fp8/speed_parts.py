@@ -31,7 +31,7 @@ PARTS = {
 """Shape, what is trained, and by whom; in the order in which they run."""
 
 KINDS = {
-    "quantise_and_transpose_ms": ("_quantize", "_tile_", "_scales", "_transpose", "gate_codes"),
+    "quantise_and_transpose_ms": ("_quantize", "_column_", "_scales", "_transpose", "gate_codes"),
     "norms_and_gates_ms": ("_forward", "_backward", "_gate_rows", "gate_forward", "gate_backward"),
     "products_ms": ("nvjet", "gemm", "splitK", "cutlass"),
 }
@@ -326,66 +326,6 @@ def peer(size: Any, device: Any, work: str, who: str, tiny: bool) -> Iterator[di
     yield {"policy": policy, **measured(full_step(model, size, device), device, size)}
 
 
-def kernels_alone(size: Any, device: Any) -> Iterator[dict[str, Any]]:
-    """Each kernel that quantises, by itself, and which share of a copy's speed it reaches."""
-    import torch
-
-    from trainkit.bench.measure.ceilings import warm_up
-    from trainkit.bench.measure.clock import timed
-    from trainkit.kernels.fp8 import function as fp8
-    from trainkit.kernels.fp8 import gate_kernel
-
-    tokens = size.batch_size * size.length
-    hidden, width = size.config["hidden_size"], size.config["intermediate_size"]
-    gate, up, dh = (torch.randn(tokens, width, device=device).bfloat16() for _ in range(3))
-    x, target = dh[:, :hidden].contiguous(), torch.empty_like(gate)
-    rows = torch.ones(tokens, device=device)
-    factors = [torch.ones(width, device=device) for _ in range(2)]
-    narrow, scales = fp8.fp8_gate(gate, up)
-    codes = fp8.fp8_gate_backward(gate, up, dh, factors, scales)[0]
-    x_codes = fp8.fp8_quantize(x)[0]
-    wide, slim = tokens * width, tokens * hidden
-
-    def back() -> Any:
-        return fp8.fp8_gate_backward(gate, up, dh, factors, scales)
-
-    def with_warps(number: int, call: Callable[[], Any]) -> Callable[[], Any]:
-        def run() -> Any:
-            usual = gate_kernel._warps
-            gate_kernel._warps = lambda *_: number  # type: ignore[assignment]
-            try:
-                return call()
-            finally:
-                gate_kernel._warps = usual
-
-        return run
-
-    calls: dict[str, tuple[int, Callable[[], Any]]] = {
-        "copy": (4 * wide, lambda: target.copy_(gate)),
-        "gate": (5 * wide, lambda: fp8.fp8_gate(gate, up)),
-        "gate, 8 warps": (5 * wide, with_warps(8, lambda: fp8.fp8_gate(gate, up))),
-        "gate backward": (9 * wide, back),
-        "gate backward, 8 warps": (9 * wide, with_warps(8, back)),
-        "gate backward, 32 warps": (9 * wide, with_warps(32, back)),
-        "transpose h": (2 * wide, lambda: fp8.fp8_transpose([narrow])),
-        "transpose the gradients": (4 * wide, lambda: fp8.fp8_transpose([codes])),
-        "rows of h": (3 * wide, lambda: fp8.fp8_quantize(gate, keep_largest=True)),
-        "rows of x": (3 * slim, lambda: fp8.fp8_quantize(x, keep_largest=True)),
-        "rows and columns of x": (
-            6 * slim,
-            lambda: fp8.fp8_quantize_both([x], [rows[:hidden]], rows),
-        ),
-        "columns of x's codes": (3 * slim, lambda: fp8.fp8_quantize_columns(x_codes, rows)),
-    }
-    speed = 0.0
-    for name, (moved, call) in calls.items():
-        call()
-        warm_up(call, seconds=0.3 if device.type == "cuda" else 0.0)
-        milliseconds, _ = timed(call, 30 if device.type == "cuda" else 1, device)
-        speed = speed or moved / milliseconds
-        yield {"policy": name, "ms": milliseconds, "of_copy": moved / milliseconds / speed}
-
-
 def run_part(name: str, costs: Mapping[str, Any], tiny: bool) -> Iterator[dict[str, Any]]:
     """The figures of a part."""
     import torch
@@ -394,6 +334,8 @@ def run_part(name: str, costs: Mapping[str, Any], tiny: bool) -> Iterator[dict[s
     shape, work, who = PARTS[name]
     size = size_of(shape, tiny)
     if work == "kernels":
+        from speed_kernels import kernels_alone
+
         yield from kernels_alone(size, device)
     elif who != "trainkit":
         yield from peer(size, device, work, who, tiny)

@@ -24,7 +24,7 @@ from trainkit.kernels.fp8.reference import (
 from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, remembered, runs_kernel
 
 if HAS_TRITON:
-    from trainkit.kernels.fp8 import both_kernel, gate_kernel, kernel, transpose_kernel
+    from trainkit.kernels.fp8 import columns_kernel, gate_kernel, kernel, transpose_kernel
 
 SMALLEST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with fp8 tensor cores."""
@@ -120,7 +120,7 @@ def fp8_quantize_joint(
 def fp8_quantize_both(
     parts: Sequence[Tensor], column_factors: Sequence[Tensor], row_factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients as both products of a backward pass want them, in two reads.
+    """Gradients as both products of a backward pass want them.
 
     Args:
         parts: dy (M, N_i) of layers that share their input.
@@ -137,7 +137,7 @@ def fp8_quantize_both(
     row_factor = row_factor.flatten()
     if not _takes_kernel(*rows) or not all(part.shape[1] for part in rows):
         return fp8_quantize_both_reference(rows, factors, row_factor)
-    return both_kernel.launch_both(rows, factors, row_factor)
+    return (*fp8_quantize_joint(rows, factors), *columns_kernel.launch_columns(rows, row_factor))
 
 
 def fp8_quantize_columns(
@@ -158,7 +158,7 @@ def fp8_quantize_columns(
     has_kernel = _has_kernels(rows) if rows.dtype == FP8 else _takes_kernel(rows)
     if not has_kernel or not rows.shape[1]:
         return fp8_quantize_columns_reference(rows, row_factor, scales)
-    return both_kernel.launch_columns(rows, row_factor, scales)
+    return columns_kernel.launch_columns([rows], row_factor, scales)
 
 
 def fp8_gate(gate: Tensor, up: Tensor, *, tanh_gelu: bool = False) -> tuple[Tensor, Tensor]:
