@@ -248,9 +248,7 @@ def lora(tools: "Tools", gpu: int) -> Measure:
             "model": f"{what.model} LoRA",
             "stall_seconds": own,
             "stall_seconds_waited_for": other,
-            "share_of_a_save_that_is_waited_for": round(
-                statistics.median(own) / statistics.median(other), 4
-            ),
+            "share_of_a_save_that_is_waited_for": round(statistics.median(own) / min(other), 4),
             "in_turn": figures,
             "in_one_save": profile_of(run),
         }

@@ -70,7 +70,7 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("bomb", BOMBS, ids=map(str, range(len(BOMBS))))
 def test_it_is_refused_before_it_is_computed(bomb):
     template = ChatTemplate(make_tokenizer(), DataOptions())
     template._frozen, template.kwargs = bomb, {"width": 10**9}
