@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from trainkit import kernels
 from trainkit.lora import LoraOptions, attach, fuse
+from trainkit.models.checks import self_check as self_check_module
 from trainkit.models.checks.self_check import SelfCheckError, self_check
 from trainkit.models.families import FAMILIES
 from trainkit.models.forwards import layers as forwards
@@ -104,6 +105,28 @@ BREAKS = {
     "swiglu": (kernels, "swiglu", broken_swiglu),
     "linear_cross_entropy": (loss_head, "linear_cross_entropy_counted", broken_loss),
 }
+
+
+@pytest.mark.parametrize(("room", "known"), [(100, 64), (20, 16), (10, None)])
+def test_a_gpu_without_room_for_the_truth_checks_fewer_words(room, known, monkeypatch):
+    # A stand-in for a full GPU: an 8B takes 16 GiB, and its output layer in fp64 four more.
+    def measured(call):
+        if call.spec.name == "linear_cross_entropy" and call.tensors["weight"].shape[0] > room:
+            raise torch.OutOfMemoryError
+        return measure(call)
+
+    measure = self_check_module.op_check.errors_of
+    monkeypatch.setattr(self_check_module.op_check, "errors_of", measured)
+    monkeypatch.setattr(self_check_module, "FEWER_WORDS", (64, 16))
+    rows = {row["op"]: row for row in check("llama")}
+    assert rows["model"]["status"] == "ok"
+    if known is None:
+        assert rows["replica"]["status"] == "skipped"
+        assert "no room" in rows["replica"]["detail"]
+        assert not set(OPS) & set(rows)
+    else:
+        assert rows["replica"]["status"] == "ok"
+        assert f", {known} tokens" in rows["replica"]["detail"]
 
 
 @pytest.mark.parametrize("kernel", BREAKS)

@@ -167,6 +167,9 @@ def _session(
     if process.is_main:
         run.write_json(run.kernels, record)
         start.console.note(built.describe())
+    for row in record.get("self_check", ()):
+        if row["status"] == "skipped" and row["op"] == "replica":
+            start.console.warn(f"the kernels were not checked op by op: {row['detail']}")
     start.stages.end("kernels")
     return Session(
         run=run,

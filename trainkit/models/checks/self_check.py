@@ -8,6 +8,7 @@ one forward pass patched and one plain.
 """
 
 import copy
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -33,6 +34,11 @@ MAX_TOKENS = 512
 CPU_TOKENS, CPU_VOCABULARY = 64, 4096
 """On a CPU the ops run their references, whatever the size, and a vocabulary of 150,000 in fp64
 takes minutes: there the check reads so many tokens, and the replica knows so many."""
+
+FEWER_WORDS = (32_768, CPU_VOCABULARY)
+"""What the replica's vocabulary is cut to, in turn, where the GPU has no room for more beside the
+model: the truth holds an output layer of 150,000 tokens in fp64, 4 GiB, and its gradient as well.
+The model's own pass reads all of the vocabulary in any case."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,7 @@ def self_check(
         if row.op in OPS and row.status == "off"
     ]
     if report.active:
-        replica = make_replica(model, report.family)
-        known = {key: _known(ids, replica) for key, ids in tokens.items()}
-        rows += _check_ops(replica, report, known)
-        rows.append(_check_replica(replica, report, known))
-        del replica
+        rows += _check_on_replica(model, report, tokens)
         rows.append(_check_model(model, report, tokens))
     results = [asdict(row) for row in rows]
     for row in rows:
@@ -120,8 +122,40 @@ def self_check(
     return results
 
 
-def make_replica(model: nn.Module, family: Family) -> PreTrainedModel:
-    """The plain model with one layer and random weights, in the model's dtype and on its device."""
+def _check_on_replica(
+    model: nn.Module, report: PatchReport, tokens: Mapping[str, Tensor]
+) -> list[CheckRow]:
+    """The rows of the ops and of the replica, with as much of the vocabulary as there is room for.
+
+    A model that trains within the GPU's memory must not be stopped by the check's own needs.
+    """
+    for vocabulary in (None, *FEWER_WORDS):
+        replica = None
+        try:
+            replica = make_replica(model, report.family, vocabulary)
+            known = {key: _known(ids, replica) for key, ids in tokens.items()}
+            return [
+                *_check_ops(replica, report, known),
+                _check_replica(replica, report, known),
+            ]
+        except torch.OutOfMemoryError:
+            replica = None
+        gc.collect()  # the error's frames held tensors, and the replica's modules are a circle
+        torch.cuda.empty_cache()
+    reason = "the GPU has no room for a layer of its own beside the model"
+    return [CheckRow("replica", report.family.name, "", None, None, None, "skipped", reason)]
+
+
+def make_replica(
+    model: nn.Module, family: Family, vocabulary: int | None = None
+) -> PreTrainedModel:
+    """The plain model with one layer and random weights, in the model's dtype and on its device.
+
+    Args:
+        model: patched or not.
+        family: its row of the table.
+        vocabulary: the most tokens that it knows; None for the model's own, on a CPU a part.
+    """
     causal_lm = next(each for each in model.modules() if type(each).__name__ == family.causal_lm)
     assert isinstance(causal_lm, PreTrainedModel)
     device, dtype = where_it_computes(causal_lm)
@@ -130,8 +164,10 @@ def make_replica(model: nn.Module, family: Family) -> PreTrainedModel:
     text.num_hidden_layers = 1
     if getattr(text, "layer_types", None):  # not every family has them
         text.layer_types = text.layer_types[:1]
-    if device.type == "cpu":
-        text.vocab_size = min(text.vocab_size, CPU_VOCABULARY)
+    if vocabulary is None and device.type == "cpu":
+        vocabulary = CPU_VOCABULARY
+    if vocabulary is not None:
+        text.vocab_size = min(text.vocab_size, vocabulary)
         text.pad_token_id = None  # it may be beyond
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
@@ -242,8 +278,10 @@ def _check_replica(
     wide = torch.float64 if dtype == torch.float32 else torch.float32
     plain = _loss_and_gradients(replica, tokens)
     again = patch_kernels(replica, report.switches)
-    patched = _loss_and_gradients(replica, tokens)
-    again.revert()
+    try:
+        patched = _loss_and_gradients(replica, tokens)
+    finally:
+        again.revert()
     truth = _loss_and_gradients(_cast(replica, wide), tokens)
     worst = ("", 0.0, 0.0, -1.0)
     for name, exact in truth.items():
