@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import Gpu
-from trainkit.estimate.peak import GIB, peak
+from trainkit.estimate.peak import GIB, keep_to_budget, peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.speed import seconds
@@ -81,6 +81,7 @@ def _fitting(plan: Plan, gpu: Gpu, number: int, *, same_only: bool) -> list[Sugg
             changed = plan
             for name in names:
                 changed = _apply(changed, name)
+            changed = keep_to_budget(changed)
             needed = peak(changed)
             if needed.needed_gib <= gpu.memory_gib:
                 settings = " ".join(_written(name, plan) for name in names)
@@ -172,7 +173,7 @@ def _apply(plan: Plan, name: str) -> Plan:
     if name == "optim":
         part = ranks_of(plan)[0].shape if plan.tensor > 1 else plan.shape
         return replace(plan, optimizer=optimizer_bytes(OPTIMIZERS[OPTIM], part, full=True))
-    return replace(plan, **RECOMPUTED[name][1])
+    return replace(plan, budget_gib=None, recompute_first=0, **RECOMPUTED[name][1])
 
 
 def _written(name: str, plan: Plan) -> str:

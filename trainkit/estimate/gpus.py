@@ -69,6 +69,8 @@ def gpu_of(name: str) -> Gpu:
         RecipeError: there is none.
     """
     if size := re.fullmatch(r"(\d+)\s*g(?:i?b)?", name.lower()):
+        if not 1 <= int(size[1]) <= 10_000:
+            raise RecipeError(f"no GPU has {name}", where="--gpu", fix="write a size as 24g")
         memory = int(size[1]) * _FOUND
         like = min(GPUS.values(), key=lambda row: abs(row.memory_gib - memory))
         return replace(like, name=name.lower(), memory_gib=memory, words=())

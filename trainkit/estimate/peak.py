@@ -6,8 +6,9 @@ each layer (fewer activations, more gradients), the end of the backward pass, an
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainkit.estimate import activations, state
 from trainkit.estimate.head import head
@@ -71,6 +72,25 @@ def peak(plan: Plan, *, is_first: bool = False) -> Peak:
     """
     each = (peak_of_rank(share, is_first=is_first) for share in ranks_of(plan))
     return max(each, key=lambda found: found.gib)
+
+
+def keep_to_budget(plan: Plan) -> Plan:
+    """The plan with as few layers computed again as its budget asks for; then inputs go away."""
+    if plan.budget_gib is None:
+        return plan
+
+    def with_first(number: int, *, offload: bool) -> Plan:
+        adapters = plan.adapters and replace(plan.adapters, offload=offload)
+        return replace(plan, recompute_first=number, offload=offload, adapters=adapters)
+
+    budget = plan.budget_gib
+    numbers = range(plan.shape.layers + 1)
+    first = bisect.bisect_left(
+        numbers, True, key=lambda n: peak(with_first(n, offload=False)).gib <= budget
+    )
+    if first < len(numbers):
+        return with_first(first, offload=False)
+    return with_first(plan.shape.layers, offload=plan.budget_offloads)
 
 
 def peak_of_rank(plan: Plan, *, is_first: bool = False) -> Peak:

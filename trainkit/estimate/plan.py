@@ -58,6 +58,8 @@ class Plan:
         recompute_first: recomputes the first so many layers, as a budget does.
         offload: inputs of recomputed layers wait in host memory, with adapters or without.
         selective: recomputed layers keep products and attention.
+        budget_gib: by which ``recompute_first`` was chosen, see `peak.keep_to_budget`.
+        budget_offloads: what the budget does not hold may go to the host.
         stage: what is sharded: 1 optimizer states, 2 gradients too, 3 weights too; 0 is DDP, or
             one process without DeepSpeed.
         fsdp: torch's FSDP2 shards, at stage 3, and keeps trained weights as fp32 shards.
@@ -108,6 +110,8 @@ class Plan:
     recompute_first: int = 0
     offload: bool = False
     selective: bool = False
+    budget_gib: float | None = None
+    budget_offloads: bool = True
     stage: int = 0
     fsdp: bool = False
     offloads_optimizer: bool = False

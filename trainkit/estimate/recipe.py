@@ -14,7 +14,7 @@ from typing import Any
 from trainkit.errors import TrainkitError
 from trainkit.estimate.advice import Allows
 from trainkit.estimate.fp8 import within_budget
-from trainkit.estimate.peak import peak
+from trainkit.estimate.peak import keep_to_budget
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.ranks import split
 from trainkit.estimate.shape import ModelShape, find_shape
@@ -127,11 +127,8 @@ def _recomputing(plan: Plan, recipe: Recipe) -> Plan:
         plan = _offloading(plan, options.offload)
     if options.budget_gib is None:
         return replace(plan, recompute=options.every or 0, selective=options.selective)
-    for first in range(plan.shape.layers + 1):
-        found = _offloading(replace(plan, recompute_first=first), False)
-        if peak(found).gib <= options.budget_gib:
-            return found
-    return found if options.offload is False else _offloading(found, True)
+    offloads = options.offload is not False
+    return keep_to_budget(replace(plan, budget_gib=options.budget_gib, budget_offloads=offloads))
 
 
 def _offloading(plan: Plan, offload: bool) -> Plan:

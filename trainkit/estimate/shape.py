@@ -158,9 +158,12 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises:
         ModelError: a family whose tensors nobody has counted, or a size is missing.
     """
-    config = {**config, **(config.get("text_config") or {})}
+    parts = {key: config.get(key) or {} for key in ("text_config", "vision_config")}
+    for key, part in parts.items():
+        if not isinstance(part, Mapping):
+            raise ModelError(f"{key} is {part!r}, and must be an object", where=name)
+    config, vision = {**config, **parts["text_config"]}, parts["vision_config"]
     family = str(config.get("model_type", "")).removesuffix("_text")
-    vision = config.get("vision_config")
     if vision and family != "qwen2_vl":
         family += " with a tower for images"
     if family not in TRAITS or any(config.get(key) for key in ("num_experts", "num_local_experts")):
@@ -170,35 +173,69 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
             fix=f"known are {', '.join(TRAITS)}; `trainkit sft --dry-run` measures one real step",
         )
     wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    for key in (*wanted, "intermediate_size"):
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise ModelError(f"its config has no {key}", where=name)
-    hidden, layers, heads, vocab = (config[key] for key in wanted)
-    tied = config.get("tie_word_embeddings")
+    hidden, layers, heads, vocab = (_size(config, key, name) for key in wanted)
+    kv_heads = _size(config, "num_key_value_heads", name, heads)
+    if heads % kv_heads:
+        raise ModelError(
+            f"{heads} num_attention_heads cannot share {kv_heads} num_key_value_heads", where=name
+        )
+    traits = TRAITS[family]
     return ModelShape(
         name=name,
         family=family,
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or hidden // heads,
-        ffn=config["intermediate_size"],
+        kv_heads=kv_heads,
+        head_dim=_size(config, "head_dim", name, max(hidden // heads, 1)),
+        ffn=_size(config, "intermediate_size", name),
         vocab=vocab,
-        tied=TRAITS[family].tied if tied is None else bool(tied),
-        qkv_bias=bool(config.get("attention_bias", TRAITS[family].qkv_bias)),
-        tower=_tower(vision) if vision else 0,
+        tied=_flag(config, "tie_word_embeddings", name, traits.tied),
+        qkv_bias=_flag(config, "attention_bias", name, traits.qkv_bias),
+        tower=_tower(vision, name) if vision else 0,
     )
 
 
-def _tower(vision: Mapping[str, Any]) -> int:
+_MOST = {"num_hidden_layers": 10_000, "depth": 10_000}
+
+
+def _size(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
+    """A whole number of a configuration.
+
+    Raises:
+        ModelError: it is missing, and has no default, or no layer could have such a size.
+    """
+    found, most = config.get(key), _MOST.get(key, 100_000_000)
+    if found is None and default is not None:
+        return default
+    if found is None:
+        raise ModelError(f"its config has no {key}", where=name)
+    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
+        said = f"{found!r:.40}, and must be a whole number from 1 to {most:,}"
+        raise ModelError(f"{key} is {said}", where=name)
+    return found
+
+
+def _flag(config: Mapping[str, Any], key: str, name: str, default: bool) -> bool:
+    found = config.get(key)
+    if found is None:
+        return default
+    if not isinstance(found, bool):
+        raise ModelError(f"{key} is {found!r:.40}, and must be true or false", where=name)
+    return found
+
+
+def _tower(vision: Mapping[str, Any], name: str) -> int:
     """Weights of Qwen2-VL's tower: its blocks, the patches, and what merges four of them."""
-    width, out = vision.get("embed_dim", 1280), vision.get("hidden_size", 3584)
-    inner, merged = int(vision.get("mlp_ratio", 4) * width), 4 * width
+    sizes = {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "patch_size": 14, "depth": 32}
+    width, out, ratio, patch, depth = (
+        _size(vision, key, name, size) for key, size in sizes.items()
+    )
+    inner, merged = ratio * width, 4 * width
     block = 4 * width * width + 9 * width + 2 * width * inner + inner
-    patches = 3 * 2 * vision.get("patch_size", 14) ** 2 * width
+    patches = 3 * 2 * patch**2 * width
     ends = 2 * width + merged * merged + merged + merged * out + out
-    return int(vision.get("depth", 32) * block + patches + ends)
+    return depth * block + patches + ends
 
 
 def _named(

@@ -1,0 +1,180 @@
+"""Whatever model and recipe is asked about: an answer that holds together, or a refusal by name."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from trainkit.cli.app import main
+from trainkit.estimate.gpus import GPUS
+from trainkit.estimate.shape import NAMED, TRAITS
+
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+RECIPE = "model: {name_or_path: ./model}\ndata: {train: [rows.jsonl], max_length: 2048}\n"
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch, capsys):
+    """What the command says of a model and overrides: its JSON, or its error."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("rows.jsonl").write_text("x" * 1000)
+    Path("recipe.yaml").write_text(RECIPE)
+
+    def ask(model, *words):
+        Path("model/config.json").write_text(json.dumps(model))
+        code = main(["estimate", "recipe.yaml", *words, "--json"])
+        printed = capsys.readouterr()
+        assert code in (0, 2), (model, words, printed.err)
+        return printed.err if code else json.loads(printed.out)
+
+    return ask
+
+
+SIZES = (*list(MODEL)[1:], "head_dim")
+
+
+@pytest.mark.parametrize("size", [0, -2, "2", 1.5, True, [8], {}, 10**30])
+def test_a_size_that_no_layer_can_have_is_refused_by_its_key(said, size):
+    for key in SIZES:
+        assert key in said({**MODEL, key: size}), key
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings"),
+        ({"attention_bias": "no"}, "attention_bias"),
+        ({"text_config": [1]}, "text_config"),
+        ({"vision_config": "x"}, "vision_config"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": "3"}}, "depth"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe"),
+        ({"num_local_experts": 8}, "llama"),
+        ({"model_type": ["llama"]}, "llama"),
+        ({"model_type": None}, "model_type"),
+    ],
+    ids=str,
+)
+def test_a_model_that_nobody_can_count_is_refused(said, change, named):
+    answer = said({**MODEL, **change})
+    assert isinstance(answer, str)
+    assert named in answer
+
+
+@pytest.mark.parametrize("gpu", ["0g", "99999999g", "-1g", "", "h200x"])
+def test_a_gpu_that_is_none_is_refused(said, gpu):
+    answer = said(MODEL, "--gpu", gpu or " ")
+    assert isinstance(answer, str)
+    assert "--gpu" in answer
+
+
+def _model(pick):
+    heads, size = pick.choice([1, 4, 12, 32]), pick.choice([16, 64, 128, 256])
+    return {
+        "model_type": pick.choice(list(TRAITS)),
+        "hidden_size": pick.choice([heads * size, 64, 896, 4096, 12288]),
+        "intermediate_size": pick.choice([16, 1000, 4864, 53248]),
+        "num_hidden_layers": pick.choice([1, 2, 16, 126]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": pick.choice([1, heads, None]),
+        "head_dim": pick.choice([size, None]),
+        "vocab_size": pick.choice([10, 32000, 262144, 1000000]),
+        "tie_word_embeddings": pick.choice([True, False, None]),
+    }
+
+
+RECOMPUTED = (
+    *("recompute=full", "recompute=none", "recompute=selective", "recompute.every=3"),
+    *("recompute.budget_gib=20", "recompute.every=1 recompute.offload=true"),
+)
+SHARED = (
+    *("parallel.shard=zero1", "parallel.shard=zero2", "parallel.shard=zero3"),
+    *("parallel.shard=fsdp2", "parallel.shard=zero3_offload", "parallel.tensor=2"),
+    *("parallel.pipeline=2", "parallel.pipeline=2 parallel.schedule=zbv", "parallel.sequence=2"),
+)
+
+
+def _words(pick):
+    """Overrides, and how many rows of how many tokens they ask for."""
+    rows, length, gpus = pick.choice([1, 3, 16]), pick.choice([16, 512, 4096]), pick.choice([1, 2])
+    words = [
+        f"training.per_device_train_batch_size={rows}",
+        f"data.max_length={length}",
+        f"kernels={pick.choice(['true', 'false'])}",
+        f"training.gradient_accumulation_steps={pick.choice([1, 4])}",
+    ]
+    if pick.random() < 0.5:
+        words += ["lora.r=16", *pick.choice([[], ["lora.quantize=nf4"], ["lora.dropout=0.1"]])]
+    elif pick.random() < 0.4:
+        words.append(f"training.optim={pick.choice(['adafactor', 'adamw_8bit', 'muon', 'sgd'])}")
+    if pick.random() < 0.7:
+        words += pick.choice(RECOMPUTED).split()
+    if gpus > 1:
+        words += pick.choice(SHARED).split()
+    place = ["--gpu", pick.choice(list(GPUS)), "--gpus", str(gpus)]
+    return words, place, rows, length
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_answer_holds_together(said, seed):
+    """Owners make the peak, larger is not smaller, and what is suggested is what is then said."""
+    pick = random.Random(seed)
+    answered = 0
+    while answered < 6:
+        model, (words, place, rows, length) = _model(pick), _words(pick)
+        found = said(model, *words, *place)
+        if isinstance(found, str):
+            assert "error: " in found
+            continue
+        answered += 1
+        about = (model, words, place)
+        owners = found["by_owner"]
+        assert min(owners.values()) >= 0, about
+        assert sum(owners.values()) == pytest.approx(found["peak_gib"], abs=0.01), about
+        assert found["fits"] == (found["needed_gib"] <= found["gpu_memory_gib"]), about
+        assert found["needed_gib"] > found["peak_gib"] > 0, about
+        assert 0 < found["tokens_per_second"] < math.inf, about
+        if "recompute.budget_gib=20" not in words:
+            for more in (
+                said(model, *words, f"training.per_device_train_batch_size={rows + 1}", *place),
+                said(model, *words, f"data.max_length={length * 2}", *place),
+                said(
+                    {**model, "num_hidden_layers": model["num_hidden_layers"] + 1}, *words, *place
+                ),
+            ):
+                assert isinstance(more, str) or more["peak_gib"] >= found["peak_gib"], about
+        for each in found["suggestions"][:2]:
+            again = said(model, *words, *each["settings"].split(), *place)
+            assert again["fits"], (about, each)
+            assert again["peak_gib"] == pytest.approx(each["peak_gib"], rel=0.01), (about, each)
+
+
+def test_what_is_suggested_beside_a_budget_has_the_peak_that_the_budget_then_gives(said):
+    words = ["lora.r=512", "recompute.budget_gib=20", "training.per_device_train_batch_size=3"]
+    model, place = NAMED["llama-3.2-3b"], ["--gpu", "3090", "--gpus", "1"]
+    found = said(
+        model, *words, "training.optim=adagrad", "kernels=false", "data.packing=false", *place
+    )
+    assert not found["fits"]
+    assert len(found["suggestions"]) >= 3
+    for each in found["suggestions"]:
+        settings = [
+            "training.optim=adagrad",
+            "kernels=false",
+            "data.packing=false",
+            *each["settings"].split(),
+        ]
+        again = said(model, *words, *settings, *place)
+        assert again["fits"], each
+        assert again["peak_gib"] == pytest.approx(each["peak_gib"], rel=0.01), each
