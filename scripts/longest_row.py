@@ -7,7 +7,7 @@ A case is one ``trainkit sft`` for each number of GPUs, on rows of random tokens
 longer than the one before it by a part, until one does not fit. The last one that trained is the
 answer. The weights are random; layers are checkpointed, kernels are on. So that steps take seconds
 and not minutes, the allocator may use a part of the GPU only (``--memory-gib``, by case). What a
-row takes grows linearly with its length: a line through the later half of the rows says how long
+row takes grows linearly with its length: a line through all but the short rows says how long
 a row would be that fills the GPU (``by_line``); what does not depend on the row weighs less there.
 Two short rows come first, in case the range begins too high. Runs on fewer GPUs than there are go
 side by side, and with ``--together`` all runs share the GPUs, each within its part of the memory:
@@ -34,6 +34,8 @@ from runs_at_once import errors_of
 from trainkit.parallel.launch.hosts import free_port
 
 UNIT = 512
+SHORT = 2
+"""Rows that come first, far below the range."""
 RESERVE = 0.985
 """Of the GPU's memory: what allocated tensors get before the allocator has no block left."""
 QWEN2_7B = {
@@ -83,7 +85,7 @@ class Case:
 
 
 CASES = {
-    "lora": Case("qwen2", QWEN2_7B, 22, 29 * 1024, 37 * 1024, recipe={"lora": {"r": 16}}),
+    "lora": Case("qwen2", QWEN2_7B, 24, 38 * 1024, 43 * 1024, 0.027, {"lora": {"r": 16}}),
     # One GPU has no room for fp32 masters of an 8B beside gradients and states; two share them.
     "full": Case(
         "llama",
@@ -196,16 +198,15 @@ def figures(folder: Path, lengths: list[int], log: Path) -> dict[str, Any]:
         "next_failed": lengths[len(logged)] if 0 < len(logged) < len(lengths) else None,
         "ended_for_memory": "out of memory" in said.lower(),
     }
-    if not found["ended_for_memory"] and len(logged) < len(lengths):
+    if len(logged) < len(lengths):
         found["said"] = errors_of(log)
     if logged:
         last = logged[-1]
         kept = ("loss", "grad_norm", "step_seconds", "tokens_per_second", "peak_memory_gib")
         found |= {key: last.get(key) for key in kept}
     peaks = [row["peak_memory_gib"] for row in logged if row.get("peak_memory_gib")]
-    if len(peaks) > 2:
-        later = len(peaks) // 2  # short rows' peaks are the optimizer's step, or the loss
-        slope, fixed = statistics.linear_regression(lengths[later : len(peaks)], peaks[later:])
+    if len(peaks) > SHORT + 1:  # short rows' peaks may be the optimizer's step, or the loss
+        slope, fixed = statistics.linear_regression(lengths[SHORT : len(peaks)], peaks[SHORT:])
         found |= {"kib_per_token": slope * 2**20, "fixed_gib": fixed}
     return found
 
@@ -220,12 +221,13 @@ def by_line(row: dict[str, Any], gpu_gib: float) -> int | None:
 def growing(first: int, last: int, part: float, unit: int) -> list[int]:
     """Lengths from one to another, each longer by a part of itself and a multiple of a unit.
 
-    Before them come a third and two thirds of the first.
+    Before them come `SHORT` short ones: a third and two thirds of the first.
     """
     lengths = [first // unit * unit]
     while lengths[-1] < last:
         lengths.append(max(int(lengths[-1] * (1 + part)) // unit, lengths[-1] // unit + 1) * unit)
-    return [max(first * third // 3 // unit, 1) * unit for third in (1, 2)] + lengths
+    parts = range(1, SHORT + 1)
+    return [max(first * part // (SHORT + 1) // unit, 1) * unit for part in parts] + lengths
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -32,3 +32,21 @@ def test_training_after_an_evaluation_is_as_without_one(kernels, tiny_qwen2):
         grads.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
     plain, evaluated = grads
     assert all(torch.equal(plain[name], evaluated[name]) for name in plain)
+
+
+def test_a_dtype_that_is_left_to_the_files_is_that_of_packed_layers_too(tiny_qwen2):
+    """Files in fp32 were packed for bf16, and the check of the kernels then failed."""
+    pytest.importorskip("bitsandbytes")
+    model = build_model(
+        ModelOptions(str(tiny_qwen2), dtype="auto"),
+        attention="auto",
+        packing=False,
+        lora=LoraOptions(r=4),
+        quantize="nf4",
+        kernels=False,
+        reentrant=False,
+        device=torch.device("cpu"),
+    ).model
+    layers = [each for each in model.modules() if type(each).__name__ == "Linear4bit"]
+    assert layers
+    assert {each.weight.dtype for each in layers} == {torch.float32}

@@ -286,9 +286,7 @@ def _loaded(
     if convert is None:
         quantization = None
         if quantize is not None:
-            quantization = quantization_config(
-                quantize, TORCH_DTYPES.get(source.dtype, torch.bfloat16)
-            )
+            quantization = quantization_config(quantize, _dtype_of(source))
         if fp8 is not None or (lora is not None and _reads_base(lora)):
             reads_parts = None
         plain = load_model(
@@ -356,6 +354,12 @@ def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention
     return resolve_attention(
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=TORCH_DTYPES.get(source.dtype, torch.bfloat16),
+        dtype=_dtype_of(source),
         head_size=max(size for _, size in heads),
     )
+
+
+def _dtype_of(source: ModelOptions) -> torch.dtype:
+    """Of the weights in memory; what the files hold where the recipe leaves it to them."""
+    given = TORCH_DTYPES.get(source.dtype)
+    return given or load_config(source).dtype or torch.bfloat16
