@@ -1,6 +1,9 @@
-"""Text of users made safe to print: no character of it reaches a terminal as a command."""
+"""What is printed: no character of it commands a terminal, and its reader may leave."""
 
+import errno
+import os
 import re
+from typing import Any, TextIO, cast
 
 UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
@@ -12,3 +15,46 @@ feeds are not among them."""
 def visible(text: str) -> str:
     """A text whose control characters are written as ``\\u001b``, which JSON reads back."""
     return UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+class _LastingStream:
+    """A stream that takes what is written when nobody is there any more to read it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._go_on_without_a_reader(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._go_on_without_a_reader(error)
+
+    def _go_on_without_a_reader(self, error: OSError) -> None:
+        if error.errno not in _NOBODY_READS:
+            raise error
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what is in the buffer goes there, too
+        os.close(nowhere)
+
+
+_NOBODY_READS = (errno.EPIPE, errno.EIO)
+"""A pipe whose reader has ended (``| head``); a terminal that was closed."""
+
+
+def lasting(stream: TextIO | None) -> TextIO:
+    """The same stream for what must not end with its reader, as a run of many hours.
+
+    Args:
+        stream: of this process; None where it was closed before the start.
+    """
+    return cast(TextIO, stream and _LastingStream(stream))

@@ -15,6 +15,7 @@ import typer
 from trainkit.cli.completion import run_directories
 from trainkit.cli.echo import echo
 from trainkit.cli.recipe_words import Overrides
+from trainkit.terminal import lasting
 
 if TYPE_CHECKING:
     from trainkit.recipe import LoadedRecipe, SftOptions
@@ -150,11 +151,15 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
     from trainkit.train.faults.signals import watching_signals
     from trainkit.train.resume.hosts import refuse_unlike_hosts
 
-    ours = sys.stdout
+    ours, people = lasting(sys.stdout), lasting(sys.stderr)
     if as_json:
         options = dataclasses.replace(options, rows=functools.partial(_write_row, ours))
     # Standard output is for the result: what libraries print goes to people, too.
-    with watching_signals(), contextlib.redirect_stdout(sys.stderr):
+    with (
+        watching_signals(),
+        contextlib.redirect_stderr(people),
+        contextlib.redirect_stdout(people),
+    ):
         quieten_imports()
         refuse_unlike_hosts(loaded, options.resume)
         import_quantisation()
@@ -165,7 +170,8 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
         with trackers_ended():
             directory = run_sft(loaded, options)
     if directory is not None:
-        _say_run(directory, as_json)
+        with contextlib.redirect_stdout(ours):
+            _say_run(directory, as_json)
 
 
 def _write_row(stream: TextIO, row: Mapping[str, object]) -> None:
