@@ -99,9 +99,11 @@ def test_merged_equals_adapter(base, tmp_path, kind):
     verify_directory(tmp_path / "merged")
 
 
-def test_embeddings_and_head(tmp_path, tiny_tokenizer):
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_embeddings_and_head(tmp_path, tiny_tokenizer, use_dora):
     base = make_base(tmp_path / "base", tiny_tokenizer, tie_word_embeddings=False)
-    adapter = make_adapter(base, tmp_path / "a", target_modules=["embed_tokens", "lm_head"])
+    targets = ["embed_tokens", "lm_head"]
+    adapter = make_adapter(base, tmp_path / "a", target_modules=targets, use_dora=use_dora)
     merge(adapter, base, tmp_path / "merged")
     ours = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     assert (ours - adapter_logits(base, adapter)).abs().max() <= TOLERANCE

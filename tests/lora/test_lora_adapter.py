@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from trainkit.errors import CheckpointError, ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach, load_adapter, quantization_config
 from trainkit.lora.adapter import count_parameters
+from trainkit.lora.report import describe_adapters, merge_warning
 
 
 def make_model(*, tied=True, dtype=torch.float32, seed=0):
@@ -214,3 +215,15 @@ def test_an_adapter_of_which_a_part_would_be_ignored_is_refused(tmp_path, keep, 
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
     with pytest.raises(CheckpointError, match=word):
         load_adapter(make_model(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("targets", "word"),
+    [(["q_proj", "v_proj"], None), ("all-linear", r"self_attn.o_proj x2, mlp.gate_proj x2")],
+)
+def test_biases_that_no_merge_can_keep_are_named_before_training(targets, word):
+    """Qwen2 has biases in q, k and v alone."""
+    model = attach(make_model(), LoraOptions(r=4, target_modules=targets, lora_bias=True))
+    warning = merge_warning(describe_adapters(model))
+    assert (warning is None) == (word is None)
+    assert word is None or word in warning

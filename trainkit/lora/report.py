@@ -24,11 +24,13 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         ``adapted``: a list of {kind, what ("module" or "parameter"), number, r, scaling};
         ``trained_whole``: the kinds of modules that train in full next to them, each with its
         number; ``not_adapted``: the kinds of linear layers and expert weights without an adapter;
+        ``unmergeable``: the kinds whose adapters have a bias that the base has no place for;
         ``storage``: for each dtype that the frozen base is kept in ("nf4"
         included) {weights, gib}.
     """
     adapted: dict[tuple[Any, ...], int] = defaultdict(int)
     covered: set[int] = set()
+    unmergeable: dict[str, int] = defaultdict(int)
     for name, layer in model.named_modules():
         if not isinstance(layer, BaseTunerLayer):
             continue
@@ -39,6 +41,8 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         kind = _kind(name) if parameter is None else f"{_kind(name)}.{parameter}"
         what = "module" if parameter is None else "parameter"
         adapted[kind, what, layer.r[adapter], layer.scaling[adapter]] += 1
+        if layer.lora_bias[adapter] and getattr(base, "bias", None) is None:
+            unmergeable[kind] += 1
     return {
         "adapted": [
             {"kind": kind, "what": what, "number": number, "r": lora_rank, "scaling": scaling}
@@ -46,6 +50,7 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         ],
         "trained_whole": _trained_whole(model, covered),
         "not_adapted": _not_adapted(model, covered),
+        "unmergeable": dict(unmergeable),
         "storage": _storage(model),
     }
 
@@ -65,6 +70,17 @@ def adapter_lines(report: dict[str, Any]) -> list[str]:
         "frozen base: " + ", ".join(f"{at['gib']:.2f} GiB in {name}" for name, at in stored)
     )
     return lines
+
+
+def merge_warning(report: dict[str, Any]) -> str | None:
+    """What to know before training of adapters that no merge can put into the base; or None."""
+    if not report["unmergeable"]:
+        return None
+    kinds = ", ".join(f"{kind} x{number}" for kind, number in report["unmergeable"].items())
+    return (
+        f"lora.lora_bias: the base has no bias in {kinds}, so what is trained can be used as an "
+        "adapter, and neither merged nor exported; without lora_bias it can"
+    )
 
 
 def _kind(name: str) -> str:

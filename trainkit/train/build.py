@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 from transformers import TrainingArguments, set_seed
 
 from trainkit.estimate.estimate import Estimate
+from trainkit.lora.report import merge_warning
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.checks.self_check import SelfCheckError
 from trainkit.parallel import Layout, ProcessRank
@@ -167,6 +168,8 @@ def _session(
     if process.is_main:
         run.write_json(run.kernels, record)
         start.console.note(built.describe())
+        if built.adapters is not None and (warning := merge_warning(built.adapters)):
+            start.console.warn(warning)
     for row in record.get("self_check", ()):
         if row["status"] == "skipped" and row["op"] == "replica":
             start.console.warn(f"the kernels were not checked op by op: {row['detail']}")

@@ -195,7 +195,11 @@ class MergedWeights:
                     where=str(self._adapter.directory),
                 )
             if part.bias is not None and f"{module}.bias" not in self._base.tensors:
-                raise CheckpointError(f"the adapter has a bias for {module}, the base has none")
+                raise CheckpointError(
+                    f"the adapter has a bias for {module}, the base has none",
+                    where=str(self._adapter.directory),
+                    fix="use it as an adapter (trainkit chat), or train without lora_bias",
+                )
 
 
 def change_of(

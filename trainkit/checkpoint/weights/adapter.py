@@ -52,7 +52,7 @@ class ModuleAdapter:
         down: lora_A, (r, in_features); for an embedding (r, rows of the table).
         up: lora_B, (out_features, r); for an embedding (width, r).
         bias: added to the module's bias, scaled, or None.
-        magnitude: DoRA's row norms, (out_features,), or None.
+        magnitude: DoRA's norms, (out_features,) or the embedding's (width,), or None.
         is_embedding: the update of the table is the transpose of ``up @ down``.
         scaling: alpha / r, or alpha / sqrt(r).
     """
@@ -80,8 +80,10 @@ class ModuleAdapter:
         total = weight.float() + self.delta()
         if self.magnitude is None:
             return total
-        norms = torch.linalg.vector_norm(total, dim=1)
-        return total * (self.magnitude.float() / norms)[:, None]
+        # peft's DoRA takes the norm of each output: of a row, or of a column of an embedding.
+        norms = torch.linalg.vector_norm(total, dim=0 if self.is_embedding else 1)
+        factors = self.magnitude.float() / norms
+        return total * (factors if self.is_embedding else factors[:, None])
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ def _module_adapter(
         and up is not None
         and down.dim() == up.dim() == 2
         and down.shape[0] == up.shape[1]
-        and (magnitude is None or (not is_embedding and magnitude.numel() == up.shape[0]))
+        and (magnitude is None or magnitude.numel() == up.shape[0])
     )
     if not fits or down is None or up is None:
         shapes = {part: list(tensor.shape) for part, tensor in found.items()}
