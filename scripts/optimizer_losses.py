@@ -12,15 +12,16 @@ that are moved by less than bf16 resolves: what the difference of two runs is wo
 
 Some processes share one GPU and the cases, so that times mean nothing. A JSON row each, written as
 soon as the case is done: the losses of all steps, the mean of the last 50, the held-out loss, and
-both less AdamW's. AdamW need not run again where ``--against`` names rows that have it, of the same
-model and text: its first loss, before any step, has to be the same.
+both less AdamW's. Where the time ends sooner, the row has the steps so far and is held against
+AdamW's same steps. AdamW need not run again where ``--against`` names rows that have it, of the
+same model and text: its first loss, before any step, has to be the same.
 """
 
 import argparse
 import contextlib
 import gc
 import importlib.util
-import json
+import math
 import multiprocessing
 import os
 import random
@@ -28,20 +29,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from optimizer_losses_rows import Table
+from transformers import TrainerCallback
 
-from trainkit.bench.measure.record import environment
 from trainkit.bench.memory import imports
 from trainkit.bench.providers import Shape
 from trainkit.bench.through_trainer import Cell, make_trainer
 from trainkit.train.optimizer.make import OptimizerPlan
 
 BATCH, HELD_OUT = 8, 64
+TO_BEGIN, TO_END = 12, 4
+"""Seconds before the end in which no case begins, and in which all write what they have."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL = {
     "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -203,8 +207,22 @@ def from_scratch(folder: Path, steps: int, length: int, tiny: bool) -> None:
 
 
 # ---------------------------------------------------------------------------------- a run
-def trained(case: Case, model: Any, rows: np.ndarray, rate: float) -> list[float]:
-    """Train on all rows, once; the loss of each step."""
+class UntilTheEnd(TrainerCallback):
+    """Ends a run when the time ends."""
+
+    def __init__(self, end: float) -> None:
+        self._end = end
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Look at the clock."""
+        del args, state
+        control.should_training_stop |= time.monotonic() > self._end
+
+
+def trained(
+    case: Case, model: Any, rows: np.ndarray, rate: float, end: float = math.inf
+) -> list[float]:
+    """Train on all rows, once, or until the time ends; the loss of each step."""
     import trainkit
 
     model.to(DEVICE).train()
@@ -222,11 +240,12 @@ def trained(case: Case, model: Any, rows: np.ndarray, rate: float) -> list[float
             max_grad_norm=1.0 if case.clips else 0.0,
             lr_scheduler_type="cosine", warmup_steps=max(steps // 10, 1),
         )  # fmt: skip
+        trainer.add_callback(UntilTheEnd(end))
         trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "step_seconds" in row]
 
 
-def run(case: Case, folder: str, rate: float, steps: int) -> dict[str, Any]:
+def run(case: Case, folder: str, rate: float, steps: int, end: float) -> dict[str, Any]:
     """A case's losses."""
     from transformers import AutoModelForCausalLM
 
@@ -242,7 +261,7 @@ def run(case: Case, folder: str, rate: float, steps: int) -> dict[str, Any]:
                 each.mul_(1 + 0.002 * torch.randn(each.shape, generator=generator).to(each.dtype))
     rows = np.load(Path(folder) / "rows.npy")
     held_out, rows = rows[:HELD_OUT], rows[HELD_OUT : HELD_OUT + steps * BATCH]
-    losses = trained(case, model, rows, rate)
+    losses = trained(case, model, rows, rate, end)
     last = losses[-50:]
     found = {"losses": losses, "last_50": sum(last) / len(last)}
     model.eval()
@@ -257,10 +276,13 @@ def run(case: Case, folder: str, rate: float, steps: int) -> dict[str, Any]:
     return {**found, "seconds": time.monotonic() - begun}
 
 
-def answer(work: tuple[Case, str, float, int]) -> tuple[Case, dict[str, Any]]:
+def answer(work: tuple[Case, str, float, int, float]) -> tuple[Case, dict[str, Any]]:
     """A case and its losses, or its error, in a process that has had others before."""
+    left = work[-1] - time.monotonic()
     try:
-        found = run(*work)
+        found = (
+            run(*work) if left > TO_BEGIN else {"error": f"not begun, {left:.0f} s before the end"}
+        )
     except Exception as error:  # the other cases go on
         found = {"error": f"{type(error).__name__}: {error}"[:800]}
     gc.collect()
@@ -280,66 +302,6 @@ def answers(pool: Any, work: Iterable[Any], end: float) -> Iterator[tuple[Case, 
         except multiprocessing.TimeoutError:
             sys.stdout.write("the time has ended\n")
             return
-
-
-# ---------------------------------------------------------------------------------- the rows
-REFERENCE, UNCLIPPED = "adamw", "adamw unclipped"
-SAME = 2e-3
-"""By how much first losses of the same weights and rows may differ: kernels sum in other orders."""
-
-
-class Table:
-    """Rows of a file, less AdamW's losses; they wait for these where AdamW runs as well."""
-
-    def __init__(self, path: Path, about: dict[str, Any], cases: Iterable[Case]) -> None:
-        self._path, self._about = path, about
-        self._awaited = {each.name for each in cases} & {REFERENCE, UNCLIPPED}
-        self._references: dict[str, dict[str, Any]] = {}
-        self._held: list[tuple[Case, dict[str, Any]]] = []
-
-    def hold_against(self, path: Path) -> None:
-        """Take AdamW's losses of the same length and rate from other rows."""
-        same = ("bench", "length", "learning_rate")
-        for line in path.read_text("utf-8").splitlines():
-            row = json.loads(line)
-            is_same = all(row.get(key) == self._about[key] for key in same)
-            if is_same and "losses" in row and row["name"] in (REFERENCE, UNCLIPPED):
-                self._references[row["name"]] = row
-        self._awaited -= set(self._references)
-
-    def add(self, case: Case, values: dict[str, Any]) -> None:
-        """Write a row, or keep it until AdamW's is there."""
-        if "losses" in values and case.name in (REFERENCE, UNCLIPPED):
-            self._references[case.name] = values
-        self._awaited.discard(case.name)
-        self._held.append((case, values))
-        if not self._awaited:
-            self.write_held()
-
-    def write_held(self) -> None:
-        """Write what was kept."""
-        for case, values in self._held:
-            self._write(case, values)
-        self._held.clear()
-
-    def _write(self, case: Case, values: dict[str, Any]) -> None:
-        row = {**self._about, **asdict(case), **values}
-        for name, ending in ((REFERENCE, "adamw"), (UNCLIPPED, "adamw_unclipped")):
-            reference = self._references.get(name)
-            if reference is None or "losses" not in row or (name == UNCLIPPED and case.clips):
-                continue
-            apart = abs(row["losses"][0] - reference["losses"][0])
-            is_as_long = len(row["losses"]) == len(reference["losses"])
-            if not is_as_long or (apart > SAME and not case.is_moved):
-                row[f"not_over_{ending}"] = f"other steps, or rows: first losses {apart:.4f} apart"
-                continue
-            for key in ("last_50", "held_out"):
-                row[f"{key}_over_{ending}"] = row[key] - reference[key]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **environment()}) + "\n")
-        said = {k: v for k, v in row.items() if k not in asdict(case) and k != "losses"}
-        sys.stdout.write(f"{case.name:48s} {said}\n")
-        sys.stdout.flush()
 
 
 def arguments() -> argparse.Namespace:
@@ -378,15 +340,15 @@ def main() -> None:
         "length": given.length,
         "learning_rate": given.rate,
     }
-    table = Table(given.rows, about, cases)
+    table = Table(given.rows, about, [case.name for case in cases])
     if given.against is not None:
-        table.hold_against(given.against)
+        table.hold_against(given.against, given.steps)
     context = multiprocessing.get_context("spawn")
     number = min(given.together, len(cases))
     with context.Pool(number, imports) as pool, tempfile.TemporaryDirectory() as folder:
         # while the others import
         prepare(given.model, Path(folder), given.steps, given.length, given.tiny)
-        work = [(case, folder, given.rate, given.steps) for case in cases]
+        work = [(case, folder, given.rate, given.steps, end - TO_END) for case in cases]
         for case, values in answers(pool, work, end):
             table.add(case, values)
         table.write_held()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.options.optimizers import OPTIMIZERS
+from trainkit.options.optimizers import OPTIMIZERS, SERVED, elsewhere
 from trainkit.recipe.check.foreign import REFUSED, REMOVED
 from trainkit.recipe.fields.table import ACTS, FIXED
 from trainkit.recipe.fields.training import check_training, complete_training
@@ -98,6 +98,10 @@ def test_every_number_has_bounds():
         ({"optim_target_modules": "all-linear"}, "does nothing without training.optim galore"),
         ({"optim_args": "amsgrad=true"}, "amsgrad does nothing with adamw_torch"),
         ({"optim": "sgd", "optim_args": "momentom=0.9"}, "it takes momentum"),
+        ({"optim": "sgd", "optim_args": "nesterov=true"}, "nesterov does nothing without momentum"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,momentum=0.8"}, "momentum is said twice"),
+        ({"optim": "ademamix", "optim_args": "beta1=0.8", "adam_beta1": 0.9}, "say the same"),
+        ({"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=1"}, "master_weights"),
         ({"dataloader_prefetch_factor": 4}, "does nothing without training.dataloader_num_w"),
         ({"liger_kernel_config": {"rope": False}}, "does nothing without training.use_liger"),
     ],
@@ -124,6 +128,57 @@ def test_what_makes_sense_is_accepted(training):
     assert check_training(training) == []
 
 
+WRONG = {
+    float: ("fast", "nan", "-1", ""),
+    int: ("1.5", "-1", "many"),
+    bool: ("maybe", "2"),
+    str: ("x",),
+}
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in OPTIMIZERS.values() if r.arguments], ids=lambda r: r.name
+)
+def test_no_argument_of_an_optimizer_takes_a_value_of_another_kind(row):
+    for argument in row.arguments:
+        for value in WRONG[argument.kind]:
+            said = problem(optim=row.name, optim_args=f"{argument.name}={value}")
+            assert f"{argument.name}={value}: {argument.name} must be" in said
+
+
+@pytest.mark.parametrize("row", [OPTIMIZERS[name] for name in SERVED], ids=lambda row: row.name)
+def test_a_beta_that_an_optimizer_does_not_have_is_refused(row):
+    for field in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        found = check_training({"optim": row.name, field: 0.5})
+        assert [each.what for each in found] == (
+            [] if field in row.reads else [f"training.{field} does nothing with {row.name}"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ("adamw", "write adamw_torch_fused, which is the same"),
+        ("ao_adamw_8bit", "write adamw_torch_8bit, which is the same"),
+        ("paged_adamw", "write paged_adamw_32bit, which is the same"),
+        ("lion_pytorch", "write lion_32bit, which is the same"),
+        ("torch.optim.SGD", "write sgd, which is the same"),
+        ("bitsandbytes.optim.PagedAdamW8bit", "write paged_adamw_8bit, which is the same"),
+        ("torchao.optim.AdamW4bit", "write adamw_torch_4bit, which is the same"),
+        ("dion", "it is not served; the nearest is muon"),
+        ("came_pytorch", "it is not served; the nearest is adamw_torch_fused"),
+    ],
+)
+def test_another_tools_optimizer_is_answered_with_ours(theirs, said):
+    assert problem(optim=theirs).endswith(said)
+
+
+def test_what_is_named_for_another_tools_optimizer_is_served():
+    names = {*elsewhere._SERVED_AS.values(), *(n.split()[0] for n in elsewhere._NEAR.values())}
+    assert names <= set(SERVED)
+    assert not set(elsewhere._SERVED_AS) & set(elsewhere._NEAR)
+
+
 def test_no_advice_for_an_old_field_leads_to_a_refused_one():
     for name, advice in REMOVED.items():
         for target in re.findall(r"write (\w+):", advice):
@@ -145,4 +200,4 @@ def test_what_an_optimizer_takes_is_what_transformers_reads():
 
     source = Path(trainer_optimizer.__file__).read_text(encoding="utf-8")
     for name, row in OPTIMIZERS.items():
-        assert row.is_ours or all(f'"{word}"' in source for word in row.arguments), name
+        assert row.is_ours or all(f'"{each.name}"' in source for each in row.arguments), name

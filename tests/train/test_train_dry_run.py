@@ -67,7 +67,7 @@ def test_it_reports_a_whole_step_and_leaves_nothing(dry_run):
         (["training.report_to=wandb"], "wandb is not installed"),
         (["training.lr_scheduler_type=cosine_with_min_lr"], "min_lr"),
         (["training.lr_scheduler_kwargs={foo: 1}"], "foo"),
-        (["training.optim=sgd", "training.optim_args=momentum=fast"], "could not convert"),
+        (["training.optim=sgd", "training.optim_args=momentum=fast"], "momentum must be a number"),
         (["training.tf32=true"], "tf32"),
     ],
 )

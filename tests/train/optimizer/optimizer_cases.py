@@ -34,7 +34,8 @@ def arguments(name, folder, **settings):
     from transformers import TrainingArguments
 
     low_rank = OPTIMIZERS[name].per_rank_bytes is not None
-    settings |= {"optim_target_modules": ["hidden"], "optim_args": "rank=4"} if low_rank else {}
+    if low_rank:
+        settings = {"optim_target_modules": ["hidden"], "optim_args": "rank=4", **settings}
     made = TrainingArguments(
         str(folder), optim=DEFAULT if name in OURS else name, use_cpu=True, report_to="none",
         learning_rate=1e-2, weight_decay=0.1, **settings,

@@ -199,6 +199,41 @@ def test_states_that_are_made_of_tensors_are_copied_and_looked_through():
     assert names == ["exp_avg (scales)"]
 
 
+OTHER = {float: "0.37", int: "6", bool: "true", str: ""}
+"""A value that no argument has by itself."""
+
+
+def told(name, folder, **settings):
+    """What an optimizer and its parts were told: of their groups, and for all."""
+    optimizer = Run(name, folder, OptimizerPlan(), torch.float32, **settings).optimizer
+    parts = [optimizer, *(getattr(optimizer, part, None) for part in ("_muon", "_adamw", "args"))]
+    said = []
+    for part in filter(None, parts):
+        groups = getattr(part, "param_groups", [])
+        own = {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)}
+        said += [own, getattr(part, "defaults", None), *({**g, "params": 0} for g in groups)]
+    return repr(said)
+
+
+@pytest.mark.parametrize("row", HERE, ids=lambda row: row.name)
+def test_every_setting_that_a_row_takes_reaches_the_optimizer_and_no_other(row, tmp_path):
+    base = {"optim_args": "momentum=0.5"} if row.name == "sgd" else {}  # nesterov needs one
+    plain = told(row.name, tmp_path, **base)
+    assert told(row.name, tmp_path, **base) == plain
+    for field, value in (("adam_beta1", 0.37), ("adam_beta2", 0.87), ("adam_epsilon", 3e-5)):
+        acts = told(row.name, tmp_path, **base, **{field: value}) != plain
+        assert acts == (field in row.reads), field
+    for argument in row.arguments:
+        values = argument.words or (("false", "true") if argument.kind is bool else ())
+        for value in values or (OTHER[argument.kind],):
+            given = ",".join((*base.values(), f"{argument.name}={value}"))
+            if row.name == "sgd" and argument.name == "momentum":
+                given = f"momentum={value}"
+            said = told(row.name, tmp_path, optim_args=given)
+            name = "" if argument.name.startswith("beta") else f"'{argument.name}': "
+            assert f"{name}{argument.read(value)!r}" in said, argument
+
+
 def test_the_guide_has_every_row():
     guide = (Path(__file__).parents[3] / "docs/guides/memory.md").read_text(encoding="utf-8")
     assert not [name for name in SERVED if f"`{name}`" not in guide]

@@ -1,10 +1,17 @@
 """The rules of the ``training`` section: the names and types of the installed TrainingArguments."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.options.optimizers import optimizer_row
+from trainkit.options.optimizers import (
+    SERVED,
+    Optimizer,
+    nearest_of,
+    optimizer_row,
+    parts_of,
+    served_as,
+)
 from trainkit.options.words import ask, nearest, nearest_choice
 from trainkit.recipe.check.foreign import REFUSED
 from trainkit.recipe.fields.table import ACTS, FIXED, Acts
@@ -119,8 +126,18 @@ def _unknown_words(name: str, row: Acts, value: Any) -> list[TrainingProblem]:
             what = f"training.{name}: {word} {verb} here"
             problems.append(TrainingProblem(name, what, (row.without or {})[word]))
         elif word not in known:
-            problems.append(TrainingProblem(name, what, ask(nearest_choice(word, known))))
+            elsewhere = _known_elsewhere(word) if name == "optim" else None
+            fix = elsewhere or ask(nearest_choice(word, known))
+            problems.append(TrainingProblem(name, what, fix))
     return problems
+
+
+def _known_elsewhere(optim: str) -> str | None:
+    found = served_as(optim, SERVED)
+    if found is not None:
+        return f"write {found}, which is the same"
+    near = nearest_of(optim)
+    return near and f"it is not served; the nearest is {near}"
 
 
 def _words(name: str, value: Any) -> list[str]:
@@ -175,14 +192,42 @@ def _disagreeing(training: Mapping[str, Any]) -> list[TrainingProblem]:
         if is_unmet and training.get(name):
             what = f"training.{name} does nothing without {ACTS[name].needs}"
             problems.append((name, what, "remove it, or set the other one"))
-    given = training.get("optim_args")
-    known = row.arguments
-    for part in given.replace(" ", "").split(",") if isinstance(given, str) else ():
-        word = part.partition("=")[0]
+    problems += _unread_by(row, training)
+    return [TrainingProblem(*problem) for problem in problems]
+
+
+def _unread_by(row: Optimizer, training: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """What of the fields of optimizers the one at hand does not obey, or cannot."""
+    for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+        if name in training and name not in row.reads:
+            yield name, f"training.{name} does nothing with {row.name}", "remove it"
+    given = training.get("optim_args") or ""
+    parts = parts_of(given)
+    known = {argument.name: argument for argument in row.arguments}
+    for number, (word, value) in enumerate(parts):
+        dotted = f"training.optim_args: {word}"
         if word not in known:
-            what = f"training.optim_args: {word} does nothing with {optim}"
             others = f"it takes {', '.join(known)}" if known else "it takes none: remove it"
             if word == "bf16_stochastic_round":
                 others = "write model.master_weights: false, which rounds every rank alike"
-            problems.append(("optim_args", what, others))
-    return [TrainingProblem(*problem) for problem in problems]
+            yield "optim_args", f"{dotted} does nothing with {row.name}", others
+            continue
+        rule, same = known[word].broken_rule(value), known[word].like
+        if rule is not None:
+            yield "optim_args", f"{dotted}={value}: {word} {rule}", "change it, or remove it"
+        if word in (each for each, _ in parts[:number]):
+            yield "optim_args", f"{dotted} is said twice", "keep one"
+        if same in training:
+            yield "optim_args", f"{dotted} and training.{same} say the same", "keep one"
+    if row.name == "sgd":
+        yield from _without_momentum(row.read(given))
+
+
+def _without_momentum(values: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Settings of torch's SGD that need a momentum, or are refused with one."""
+    fix = "set momentum=0.9 in it, or remove it"
+    if values.get("nesterov") and values.get("dampening"):
+        yield "optim_args", "training.optim_args: nesterov takes no dampening", "keep one"
+    for name in ("nesterov", "dampening"):
+        if values.get(name) and not values.get("momentum"):
+            yield "optim_args", f"training.optim_args: {name} does nothing without momentum", fix

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trainkit.options.optimizers import SERVED, served_as
 from trainkit.recipe.translate.draft import Draft, Row, leave, part_of, rows_of, to, words
 from trainkit.recipe.translate.rows import (
     checkpointing,
@@ -184,7 +185,6 @@ ROWS: Mapping[str, Row] = {
             "micro_batch_size": "training.per_device_train_batch_size",
             "eval_batch_size": "training.per_device_eval_batch_size",
             "num_epochs": "training.num_train_epochs",
-            "optimizer": "training.optim",
             "dataset_prepared_path": "data.cache_dir",
             "dataset_processes": "data.num_workers",
             "peft_use_dora": "lora.use_dora",
@@ -194,6 +194,7 @@ ROWS: Mapping[str, Row] = {
         }
     ),
     "lr_scheduler": schedule,
+    "optimizer": to("training.optim", lambda name: served_as(str(name), SERVED) or name),
     "cosine_min_lr_ratio": part_of("lr_scheduler"),
     "excess_length_strategy": cut({"drop": "drop", "truncate": "right", "raise": "error"}),
     "datasets": datasets,

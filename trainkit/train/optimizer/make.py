@@ -120,8 +120,10 @@ def _inner(
             lambda p: projected if p in chosen else {},
         )
     package = row.package.module if row.package else ""
+    # transformers passes some on as text, and takes every text, False as well, for true
+    options |= {k: v for k, v in row.read(args.optim_args).items() if k in options}
     if package == "torchao":
-        options["block_size"] = int(options["block_size"])  # optim_args are text
+        options["block_size"] = int(options["block_size"])
     if package == "bitsandbytes" and options.get("optim_bits") == 8:
         tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         return (

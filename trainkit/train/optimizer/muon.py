@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
+from trainkit.options.optimizers import OPTIMIZERS
+
 IS_HIDDEN = "is_hidden"
 """In a group of parameters: these are hidden matrices."""
 
@@ -62,14 +64,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
 def make_muon(groups: list[dict[str, Any]], args: TrainingArguments) -> MuonAdamW:
     """By ``training``'s rate, decay, betas and ``optim_args``."""
-    parts = (args.optim_args or "").replace(" ", "").split(",")
-    given = dict(part.split("=") for part in parts if part)
     muon: dict[str, Any] = {"lr": args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
-    for name, kind in (("momentum", float), ("ns_steps", int), ("adjust_lr_fn", str)):
-        if name in given:
-            muon[name] = kind(given[name])
-    if "nesterov" in given:
-        muon["nesterov"] = given["nesterov"].lower() in ("true", "1", "yes")
+    muon |= OPTIMIZERS["muon"].read(args.optim_args)
     adamw = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),

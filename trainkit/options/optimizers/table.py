@@ -6,6 +6,9 @@ recipe's checks, the estimate and the optimizer that a run makes all read it. No
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from trainkit.options.optimizers.arguments import Argument, count, parts_of, switch, word
 
 ZERO, FSDP2 = "zero", "fsdp2"
 
@@ -23,6 +26,9 @@ class Package:
     pip: str
 
 
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """One row.
@@ -38,6 +44,7 @@ class Optimizer:
         step_largest_bytes: of temporaries for every number of the largest weight.
         paged: the states wait in host memory, bytes a number; above they count as nothing.
         arguments: what ``training.optim_args`` may hold.
+        reads: of ``training``'s ``adam_*`` fields those that it obeys.
         package: what it needs besides torch and transformers.
         is_ours: transformers does not know it.
         shards: under which engines its result is that of one process: `ZERO`, `FSDP2`.
@@ -58,7 +65,8 @@ class Optimizer:
     step_bytes: float = 0.0
     step_largest_bytes: float = 0.0
     paged: float = 0.0
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    reads: tuple[str, ...] = _ADAM
     package: Package | None = None
     is_ours: bool = False
     shards: tuple[str, ...] = ()
@@ -68,6 +76,15 @@ class Optimizer:
     elementwise: bool = False
     one_pass: bool = False
     instead: str = ""
+
+    def read(self, text: str | None) -> dict[str, Any]:
+        """The values of ``training.optim_args``, without those that are none."""
+        known = {argument.name: argument for argument in self.arguments}
+        return {
+            name: known[name].read(value)
+            for name, value in parts_of(text)
+            if name in known and known[name].broken_rule(value) is None
+        }
 
 
 _BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.50")
@@ -80,14 +97,17 @@ _EVERYWHERE = (ZERO, FSDP2)
 _MOMENTS = "two moments, fp32"
 
 
-def _torch(name: str, about: str, size: float, *arguments: str, step: float = 0.0) -> Optimizer:
+def _torch(
+    name: str, about: str, size: float, *arguments: Argument, step: float = 0.0
+) -> Optimizer:
     return Optimizer(
         name, about, size, size, size,
         step_bytes=step, arguments=arguments, shards=_EVERYWHERE, elementwise=True,
+        reads=_ADAM if "adam" in name else (),
     )  # fmt: skip
 
 
-def _blockwise(name: str, about: str, size: float, wide: float, *arguments: str) -> Optimizer:
+def _blockwise(name: str, about: str, size: float, wide: float, *arguments: Argument) -> Optimizer:
     """Of bitsandbytes; embeddings keep fp32 states, as transformers has it."""
     is_paged = name.startswith("paged")
     return Optimizer(
@@ -96,6 +116,7 @@ def _blockwise(name: str, about: str, size: float, wide: float, *arguments: str)
         *((0.0, 0.0, 0.0) if is_paged else (size, wide, size)),
         paged=size if is_paged else 0.0,
         arguments=arguments,
+        reads=() if "rmsprop" in name else _ADAM[:2] if "lion" in name else _ADAM,
         package=_BITSANDBYTES,
         shards=(ZERO,),
         why_whole="its blocks of 256 numbers do not end where shards do",
@@ -107,19 +128,22 @@ def _blockwise(name: str, about: str, size: float, wide: float, *arguments: str)
 def _torchao(name: str, about: str, size: float) -> Optimizer:
     return Optimizer(
         name, about, size, size, size,
-        arguments=("block_size",), package=_TORCHAO,
+        arguments=(count("block_size", 2),), package=_TORCHAO,
         why_whole="its states are tensors of a kind of their own, which shards' files cannot hold",
         elementwise=True,
     )  # fmt: skip
 
 
-def _low_rank(name: str, about: str, package: Package, per_rank: float, *more: str) -> Optimizer:
+def _low_rank(
+    name: str, about: str, package: Package, per_rank: float, *more: Argument
+) -> Optimizer:
     return Optimizer(
         name,
         about,
         steps_alone=package is not _APOLLO,  # it draws by a parameter's place among all
         per_rank_bytes=per_rank,
-        arguments=("rank", "update_proj_gap", "scale", "proj_type", *more),
+        arguments=(*_PROJECTED, *more),
+        reads=() if "adafactor" in name else _ADAM,
         package=package,
         why_whole=_MATRICES,
     )
@@ -129,7 +153,22 @@ def _unserved(name: str, instead: str) -> Optimizer:
     return Optimizer(name, "", instead=instead)
 
 
-_ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
+_MOMENTUM = Argument("momentum", below=1)
+_ADEMAMIX = (
+    Argument("beta1", below=1, like="adam_beta1"),
+    Argument("beta2", below=1, like="adam_beta2"),
+    Argument("beta3", below=1),
+    Argument("alpha"),
+    Argument("eps", like="adam_epsilon"),
+    count("t_alpha"),
+    count("t_beta3"),
+)
+_PROJECTED = (
+    count("rank"),
+    count("update_proj_gap"),
+    Argument("scale"),
+    word("proj_type", "std", "reverse_std", "left", "right"),
+)
 _EIGHT = 1 + 4 / 256
 _LOST = "it keeps its states where no checkpoint finds them: write "
 _LAYERWISE = f"{_LOST}optim_in_backward: true with "
@@ -157,19 +196,30 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             why_whole="it keeps weights in a buffer of its own, and the engine does the same",
             steps_alone=False,
         ),
-        _torch("sgd", "nothing; with momentum 4 bytes", 0, "momentum", "dampening", "nesterov"),
-        _torch("adagrad", "a sum of squares, fp32", 4, "lr_decay", "eps", step=8),
         _torch(
-            "rmsprop", "a mean of squares, fp32", 4, "momentum", "alpha", "eps", "centered", step=4
+            "sgd", "nothing; with momentum 4 bytes", 0,
+            _MOMENTUM, Argument("dampening"), switch("nesterov"),
+        ),
+        _torch(
+            "adagrad", "a sum of squares, fp32", 4, Argument("lr_decay"), Argument("eps"), step=8
+        ),
+        _torch(
+            "rmsprop", "a mean of squares, fp32", 4,
+            _MOMENTUM, Argument("alpha", below=1), Argument("eps"), switch("centered"), step=4,
         ),
         Optimizer(
             "adafactor", "a mean of squares of each row and column, fp32", 0.01, 0.01, 0.01,
-            step_largest_bytes=8, why_whole=_MATRICES,
+            step_largest_bytes=8, why_whole=_MATRICES, reads=(),
         ),
         Optimizer(
             "muon", "a momentum of hidden matrices, fp32; elsewhere AdamW", 4.0,
             step_largest_bytes=10,
-            arguments=("momentum", "nesterov", "ns_steps", "adjust_lr_fn"),
+            arguments=(
+                _MOMENTUM,
+                switch("nesterov"),
+                Argument("ns_steps", int, least=1, below=100),
+                word("adjust_lr_fn", "original", "match_rms_adamw"),
+            ),
             is_ours=True,
             why_whole=_MATRICES,
         ),
@@ -194,11 +244,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         _low_rank("galore_adafactor", "row and column means of the same", _GALORE, 0),
         _low_rank(
             "apollo_adamw", "two moments of randomly projected gradients", _APOLLO, 8,
-            "proj", "scale_type",
+            word("proj", "random", "svd"), word("scale_type", "channel", "tensor"),
         ),
         Optimizer(
             "stable_adamw", _MOMENTS,
-            arguments=("max_lr", "kahan_sum", "decouple_lr"),
+            arguments=(Argument("max_lr"), switch("kahan_sum"), switch("decouple_lr")),
             package=Package("optimi", "torch-optimi"),
             why_whole="it clips by the whole of a weight",
             needs_gpu=True,

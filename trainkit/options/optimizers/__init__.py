@@ -1,0 +1,31 @@
+"""Optimizers: the table of ``training.optim``, its arguments, and other tools' names."""
+
+from trainkit.options.optimizers.arguments import Argument, parts_of
+from trainkit.options.optimizers.elsewhere import nearest_of, served_as
+from trainkit.options.optimizers.table import (
+    DEFAULT,
+    FSDP2,
+    OPTIMIZERS,
+    OURS,
+    SERVED,
+    ZERO,
+    Optimizer,
+    Package,
+    optimizer_row,
+)
+
+__all__ = [
+    "DEFAULT",
+    "FSDP2",
+    "OPTIMIZERS",
+    "OURS",
+    "SERVED",
+    "ZERO",
+    "Argument",
+    "Optimizer",
+    "Package",
+    "nearest_of",
+    "optimizer_row",
+    "parts_of",
+    "served_as",
+]
