@@ -39,6 +39,7 @@ RARE = [
         "lora.init_lora_weights",
         "pissa",
     ),
+    ("axolotl", {"optimizer": "ao_adamw_8bit"}, "training.optim", "adamw_torch_8bit"),
     ("axolotl", {"noisy_embedding_alpha": 5}, "training.neftune_noise_alpha", 5),
     ("axolotl", {"sequence_parallel_degree": 4}, "parallel.sequence", 4),
     ("axolotl", {"context_parallel_size": 1}, "parallel.sequence", 1),
