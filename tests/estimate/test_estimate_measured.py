@@ -57,6 +57,19 @@ def test_peak(row: Measured) -> None:
     )
 
 
+def test_what_was_said_beforehand_was_right() -> None:
+    """Of points that nothing was fitted to: their rows keep what the estimate said before."""
+    files = (measured.FOLDER / f"{name}.jsonl" for name in ("memory", "memory_gpus"))
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    off = {r["case"]: r["estimated_gib"] / r["peak_memory_gib"] - 1 for r in rows if _is_blind(r)}
+    assert len(off) >= 18
+    assert all(TOO_LOW <= each <= TOO_HIGH for each in off.values()), off
+
+
+def _is_blind(row: measured.Row) -> bool:
+    return "estimated_gib" in row and "peak_memory_gib" in row
+
+
 @pytest.mark.parametrize("row", [r for r in ROWS if r.tokens_per_second], ids=lambda row: row.name)
 def test_speed(row: Measured) -> None:
     """Within what is promised of an anchored time; of a pipeline, within what is stated."""

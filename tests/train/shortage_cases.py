@@ -4,8 +4,8 @@ import os
 from unittest import mock
 
 
-def without_memory(most_rows, *, from_step=0, on_rank=None):
-    """Within, more rows than ``most_rows`` do not fit, from a step on."""
+def without_memory(most_rows, *, from_step=0, on_rank=None, row_tokens=0):
+    """Within, more rows than ``most_rows`` do not fit, from a step on; packed ones by tokens."""
     import torch
 
     from trainkit.train.trainer import ObjectiveTrainer
@@ -15,7 +15,9 @@ def without_memory(most_rows, *, from_step=0, on_rank=None):
     def prepare(self, inputs):
         prepared = plain(self, inputs)
         is_here = on_rank in (None, int(os.environ.get("RANK", "0")))
-        is_large = self.model.training and inputs["input_ids"].shape[0] > most_rows
+        ids = inputs["input_ids"]
+        rows = ids.numel() / row_tokens if row_tokens else ids.shape[0]
+        is_large = self.model.training and rows > most_rows
         if is_here and is_large and self.state.global_step >= from_step:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
         return prepared
