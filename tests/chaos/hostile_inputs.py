@@ -1,12 +1,16 @@
 """More files that want to do harm: numbers, names and archives beyond every measure."""
 
+import bz2
 import gzip
 import json
+import pickle
+import shutil
 
 from chaos.hostile_cases import (
     DEEP,
     GENERATE,
     SFT,
+    Evil,
     adapter,
     case,
     cases,
@@ -126,3 +130,76 @@ def folder_of_a_checkpoint_that_is_a_link(root):
     inner.rename(root / "elsewhere")
     inner.symlink_to(root / "elsewhere")
     return "sft", "--resume", str(folder)
+
+
+def doubling(text, times=60):
+    """A normalizer that makes of one letter more than there is memory for."""
+    replace = {"type": "Replace", "pattern": {"String": text}, "content": text * 2}
+    return {"type": "Sequence", "normalizers": [replace] * times}
+
+
+@cases(
+    doubles=("normalizer", doubling("a")),
+    long=(
+        "normalizer",
+        {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 10**7},
+    ),
+)
+def step_of_a_tokenizer(root, given):
+    path = root / "m/tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **dict([given])}))
+    return SFT
+
+
+@cases(zst="zst", bz2="bz2")
+def bomb_of_one_packed_row(root, kind):
+    content = b'{"messages": "' + bytes(100_000_000)
+    if kind == "zst":
+        import zstandard
+
+        packed = zstandard.compress(content)
+    else:
+        packed = bz2.compress(content)
+    (root / f"d2.jsonl.{kind}").write_bytes(packed)
+    return (*SFT, f"data.train=[d2.jsonl.{kind}]")
+
+
+@cases(parquet="parquet", arrow="arrow")
+def type_with_a_pickle(root, kind):
+    """A column of an extension type whose description is a pickle."""
+    import pyarrow
+    from pyarrow import parquet
+
+    metadata = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": pickle.dumps(Evil(root)),
+    }
+    field = pyarrow.field("messages", pyarrow.int64(), metadata=metadata)
+    table = pyarrow.Table.from_arrays([pyarrow.array([1, 2])], schema=pyarrow.schema([field]))
+    path = root / f"d2.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as f:
+            f.write_table(table)
+    return (*SFT, f"data.train=[d2.{kind}]")
+
+
+@case
+def arguments_in_a_pickle(root):
+    """The Trainer's own file in a checkpoint that says nothing of it."""
+    import torch
+
+    torch.save(Evil(root), newest(root, "run") / "training_args.bin")
+    shutil.rmtree(root / "run/checkpoint-2")
+    return "sft", "--resume", "run"
+
+
+@case
+def metadata_of_spread_weights(root):
+    """torch's own distributed checkpoint: its index is a pickle."""
+    folder = root / "m"
+    (folder / "model.safetensors").unlink()
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(root)))
+    (folder / "__0_0.distcp").write_bytes(b"x")
+    return SFT

@@ -1,7 +1,9 @@
 """The files of a model directory, looked at before anything slow reads them."""
 
 import json
+import re
 import zipfile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,49 @@ def check_tokenizer_files(directory: Path, tokenizer: PreTrainedTokenizerBase) -
 
 _FEW_TOKENS = 300
 """An empty tokenizer has special tokens only, or the bytes besides them."""
+
+
+_MOST_GROWTH = 1000
+_DECODER = json.JSONDecoder()
+
+
+def with_sound_normalizer(directory: Path) -> Path:
+    """The directory, unless its tokenizer makes a text many times as long before it is cut.
+
+    The Rust code that does so can neither be stopped nor run out of memory without ending Python.
+
+    Raises:
+        ModelError: a letter becomes more than a thousand.
+    """
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return directory
+    text, steps = path.read_text(encoding="utf-8", errors="replace"), []
+    for key in re.finditer(r'"(?:normalizer|pre_tokenizer)"\s*:\s*(?={)', text):
+        try:
+            left = [_DECODER.raw_decode(text, key.end())[0]]
+        except (ValueError, RecursionError):
+            break  # its reader says so
+        while left:
+            part = left.pop()
+            inner = part.values() if isinstance(part, dict) else part
+            left += [each for each in inner if isinstance(each, (dict, list))]
+            if isinstance(part, dict) and isinstance(part.get("content"), str):
+                pattern = part.get("pattern")
+                found = pattern.get("String") if isinstance(pattern, dict) else None
+                steps.append((found if isinstance(found, str) else "", part["content"]))
+    factor = max((len(content) for _, content in steps), default=1)
+    if factor <= _MOST_GROWTH:
+        # What one step writes another may find again, and so on.
+        fed = [(old, new) for old, new in steps if any(each in new for each, _ in steps)]
+        factor = prod(max(len(new) // max(len(old), 1), 1) for old, new in fed)
+    if factor > _MOST_GROWTH:
+        raise ModelError(
+            "its normalizer makes more than a thousand letters of one",
+            where=str(path),
+            fix="use the tokenizer.json of the base model",
+        )
+    return directory
 
 
 def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:

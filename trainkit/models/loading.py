@@ -25,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.models.files import check_model_files, check_tokenizer_files
+from trainkit.models.files import check_model_files, check_tokenizer_files, with_sound_normalizer
 from trainkit.models.random_weights import random_model, random_part
 from trainkit.models.skeleton import skeleton
 from trainkit.models.vocabulary import NewTokens, grow, teach
@@ -116,9 +116,9 @@ def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
         ModelError: there is none at that path, or the hub cannot be reached.
     """
     source_path, options = from_pretrained_arguments(source)
+    directory = with_sound_normalizer(Path(source.name_or_path).expanduser())
     with _explained(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source_path, **options)
-    directory = Path(source.name_or_path).expanduser()
     if tokenizer is not None and directory.is_dir() and "gguf_file" not in options:
         check_tokenizer_files(directory, tokenizer)
     if tokenizer is None or not len(tokenizer):
