@@ -205,7 +205,11 @@ def test_an_override_is_named_in_its_error(problems_of):
 
 def test_rules_between_sections(problems_of):
     cases = {
-        "kernels: true\ntraining: {use_liger_kernel: true}\n": (4, "replace the same modules"),
+        "kernels: true\ntraining: {use_liger_kernel: true}\n": (
+            4,
+            "training.use_liger_kernel: trainkit's kernels and Liger's replace the same modules",
+        ),
+        "lora: {r: 4}\nparallel: {shard: zero1, tensor: 2}\n": (3, "lora: with parallel.tensor"),
         "global_batch_size: 10\ntraining: {per_device_train_batch_size: 4}\n": (
             3,
             "not a multiple",

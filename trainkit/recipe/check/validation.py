@@ -92,7 +92,10 @@ def _schema_problems(
             context = error["ctx"]
             key = tuple(context["key"].split("."))
             path = key if "." in context["key"] or not path else (*path, *key)
-            problem = Problem(context["what"], _where(settings, path), context["fix"])
+            what, where = str(context["what"]), _where(settings, path)
+            if str(path[-1]) not in f"{where} {what}":
+                what = f"{'.'.join(map(str, path))}: {what}"  # a line may hold many keys
+            problem = Problem(what, where, context["fix"])
         elif error["type"] == "extra_forbidden":
             where = _where(settings, path)
             problem = explain_unknown_key(path, error["input"], vocabulary(), where)
