@@ -138,7 +138,7 @@ class Worker:
         # Compiled files are told apart by whole seconds and sizes, which a mutation may keep.
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
+            [sys.executable, __file__, "--serve", *LIBRARIES],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -154,9 +154,9 @@ class Worker:
         return code, log.read_text(encoding="utf-8", errors="replace")
 
 
-def serve() -> None:
+def serve(libraries: Iterable[str]) -> None:
     """The worker's side: a job a line in, pytest's exit code a line out."""
-    for name in LIBRARIES:
+    for name in libraries:
         importlib.import_module(name)
     for line in sys.stdin:
         job = json.loads(line)
@@ -302,11 +302,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tried side by side")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one mutation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--tables", type=Path, default=TABLES, help="a directory of tables")
     options = parser.parse_args(arguments)
     if options.serve:
-        serve()
+        serve(options.serve)
         return 0
     mutations = [
         mutation

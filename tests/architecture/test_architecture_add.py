@@ -96,7 +96,7 @@ print([row.type for row in key_references() if row.key == "lora.layers_to_transf
 def test_a_key_of_a_recipe_is_a_field(tmp_path):
     """In a copy of the package: peft's key is known, shown, compared on resume, and acts."""
     package = tmp_path / "trainkit"
-    shutil.copytree(ROOT / "trainkit", package, ignore=lambda *_: ["__pycache__"])
+    shutil.copytree(ROOT / "trainkit", package)  # compiled files too: they know their source's time
     section, refused = package / "options" / "lora.py", package / "options" / "adapters.py"
     section.write_text(section.read_text().replace("    exclude_modules:", KEY))
     lines = refused.read_text().splitlines(keepends=True)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,44 +40,38 @@ def test_every_promise_was_undone_once():
     assert promised <= tried
 
 
-TEST = (
-    "tests/train/data/test_train_epochs.py"
-    "::test_the_plan_counts_parts_of_epochs_as_transformers_does"
-)
+TEST = "tests/recipe/test_recipe_accumulation.py::test_steps"
 TABLE = """
-trainkit/train/data/epochs.py:
+trainkit/recipe/accumulation.py:
   - name: noticed
-    old: "math.ceil(rest *"
-    new: "math.floor(rest *"
+    old: "steps = total // a_pass"
+    new: "steps = total // micro"
     tests: TEST
   - name: unnoticed
-    old: "_MAX_EMPTY = 1000"
-    new: "_MAX_EMPTY = 1001"
+    old: 'else "data ranks"'
+    new: 'else "ranks"'
     tests: TEST
 """.replace("TEST", TEST)
 
 
-def test_a_mutation_is_tried_from_end_to_end(tmp_path):
+def test_a_mutation_is_tried_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutate, "LIBRARIES", ("pytest",))  # the test that it runs needs no others
     (tmp_path / "one.yaml").write_text(TABLE)
-    done = subprocess.run(
-        [sys.executable, "scripts/mutate.py", "--tables", tmp_path, "--json", tmp_path / "rows"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = mutate.main(["--tables", str(tmp_path), "--json", str(tmp_path / "rows")])
     first, *rows = map(json.loads, (tmp_path / "rows").read_text().splitlines())
-    assert done.returncode == 1, done.stderr
+    assert code == 1
     assert [first[key] for key in ("mutations", "killed", "survived")] == [2, 1, 1]
     assert [row["status"] for row in rows] == ["killed", "survived"]
-    assert "as_transformers_does" in rows[0]["by"]
-    assert "_MAX_EMPTY = 1000" in (ROOT / "trainkit/train/data/epochs.py").read_text()
+    assert "test_steps" in rows[0]["by"]
+    assert "steps = total // a_pass" in (ROOT / "trainkit/recipe/accumulation.py").read_text()
 
 
 def test_a_stale_row_is_an_error(tmp_path, capsys):
-    (tmp_path / "one.yaml").write_text(TABLE.replace("math.ceil(rest *", "math.ceil(gone *"))
+    (tmp_path / "one.yaml").write_text(TABLE.replace("total // a_pass", "gone // a_pass"))
     assert mutate.main(["--tables", str(tmp_path)]) == 2
-    assert "noticed: trainkit/train/data/epochs.py has its text 0 times" in capsys.readouterr().err
+    assert (
+        "noticed: trainkit/recipe/accumulation.py has its text 0 times" in capsys.readouterr().err
+    )
 
 
 def test_an_explanation_that_is_not_true_is_an_error():

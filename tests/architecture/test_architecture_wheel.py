@@ -62,6 +62,7 @@ def test_the_quickstart_trains_from_an_installed_wheel(installed, tmp_path):
         installed,
         tmp_path,
         *("sft", "--config", "quickstart.yaml", "training.max_steps=3", "generation_eval=null"),
+        "data.train=[quickstart/held_out.jsonl]",  # a hundredth of the rows
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / done.stdout.splitlines()[-1] / "final" / "model.safetensors").is_file()
