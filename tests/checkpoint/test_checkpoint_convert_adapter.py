@@ -112,7 +112,7 @@ def test_round_trip_gives_back_the_bits(glm_directory, qwen2, tmp_path, targets)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_chatglm_layout_both_ways(glm, glm_directory, qwen2, tmp_path):
+def test_chatglm_layout_both_ways(glm, qwen2, tmp_path):
     """Fused q, k, v; the remote-code model cannot be run here, so the merged weights speak."""
     chatglm = write_chatglm(glm, tmp_path / "chatglm")
     adapter = make_adapter(qwen2, tmp_path / "a", QWEN2_TARGETS)

@@ -213,7 +213,7 @@ def test_groups_that_were_asked_otherwise_are_not_compared(tmp_path, capsys):
     assert "not comparable" in found["sums/acc"]["words"]
 
 
-def test_one_run_is_not_enough(tmp_path, capsys):
+def test_one_run_is_not_enough(tmp_path):
     assert main(["compare", make_run(tmp_path, "a")]) == 2
 
 

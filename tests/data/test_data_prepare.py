@@ -79,7 +79,7 @@ def test_max_dropped(write, ready, limit, stops):
         assert len(ready(path, max_dropped=limit)) == 18
 
 
-def test_max_samples_is_a_stable_random_choice(write, ready, tmp_path):
+def test_max_samples_is_a_stable_random_choice(write, ready):
     path = write(ROWS)
     some = ready(Source(str(path), max_samples=10))
     assert len(some) == 10

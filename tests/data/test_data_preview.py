@@ -260,7 +260,7 @@ def test_missing_ends_are_judged_as_shares(write, endless, capsys):
 
 
 @pytest.mark.parametrize("what", ["endless", "rows", "length", "fine"])
-def test_a_run_stops_where_check_says_error(write, model, endless, capsys, tmp_path, what):
+def test_a_run_stops_where_check_says_error(write, endless, capsys, tmp_path, what):
     rows = {"endless": [chat("q", "a")] * 30, "fine": ROWS, **BAD}[what]
     place = endless if what == "endless" else tmp_path / "model"
     make_qwen2(len(make_tokenizer())).save_pretrained(place)

@@ -143,7 +143,7 @@ def test_a_stream_goes_on_from_any_position(write, tmp_path, tiny_tokenizer, kin
         assert [row.entries for row in rest] == [row.entries for row in whole[place + 1 :]]
 
 
-def test_a_plain_file_is_read_on_from_the_byte(write, tiny_tokenizer, monkeypatch):
+def test_a_plain_file_is_read_on_from_the_byte(write, tiny_tokenizer):
     """What lies before the position is not even looked at."""
     path = write(ROWS)
     rows = epoch(stream(tiny_tokenizer, path, buffer=50))

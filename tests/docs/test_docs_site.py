@@ -57,7 +57,7 @@ def test_every_option_stands_under_its_command(site):
         assert not missing, (name, missing)
 
 
-def test_every_guide_is_in_the_navigation(site):
+def test_every_guide_is_in_the_navigation():
     config = (ROOT / "mkdocs.yml").read_text()
     for page in sorted((ROOT / "docs").glob("*/*.md")):
         if page.parent.name != "adr":

@@ -142,7 +142,7 @@ def test_bad_turn_is_named_before_anything_is_answered(engine, tmp_path):
         run(engine, read_questions(str(path)), tmp_path / "out.jsonl", progress=pytest.fail)
 
 
-def test_place_that_cannot_be_written(engine, prompts, tmp_path):
+def test_place_that_cannot_be_written(prompts, tmp_path):
     (tmp_path / "file").write_text("")
     for target in (tmp_path, tmp_path / "file" / "out.jsonl"):
         with pytest.raises(DataError, match="cannot be written"):

@@ -94,7 +94,7 @@ def test_stream_never_shows_half_a_character(tiny_tokenizer, text):
     assert not any("�" in piece for piece in pieces)
 
 
-def test_commands(tiny_tokenizer, parrot, tmp_path, capsys):
+def test_commands(tiny_tokenizer, parrot, capsys):
     chat = make_chat(tiny_tokenizer, parrot, system="S")
     assert chat.command("/undo")
     chat.ask("one")

@@ -99,7 +99,7 @@ def test_generate_and_generate_again(run_directory, tmp_path, capsys):
     assert "other options" in capsys.readouterr().err
 
 
-def test_model_that_was_trained_on_is_another_model(tiny_qwen2, run_directory, tmp_path, capsys):
+def test_model_that_was_trained_on_is_another_model(run_directory, tmp_path, capsys):
     """The same path with other weights must not be taken for the model of the answers so far."""
     from safetensors.torch import load_file, save_file
 

@@ -83,7 +83,7 @@ def test_fp32_adapters_under_autocast_compute_in_bf16():
     assert total_error(fused, truth) <= 1.1 * total_error(peft, truth)
 
 
-def test_fp32_adapters_never_upcast_an_activation_or_a_weight(monkeypatch):
+def test_fp32_adapters_never_upcast_an_activation_or_a_weight():
     """bf16 base without autocast: nothing as large as the input or a weight becomes fp32."""
     model = adapt(make("qwen2", dtype=torch.bfloat16))
     patch_kernels(model)

@@ -30,7 +30,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory, tiny_tokenizer, tiny_qwen2):
+def project(tmp_path_factory, tiny_qwen2):
     root = tmp_path_factory.mktemp("project")
     text = uneven_rows(range(90))
     (root / "d.jsonl").write_text(text, encoding="utf-8")

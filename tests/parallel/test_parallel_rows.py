@@ -38,7 +38,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory, tiny_tokenizer, tiny_qwen2):
+def project(tmp_path_factory, tiny_qwen2):
     root = tmp_path_factory.mktemp("project")
     for name, first in (("a", 0), ("b", 60)):
         text = uneven_rows(range(first, first + 60))

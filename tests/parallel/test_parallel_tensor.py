@@ -24,7 +24,7 @@ SPREAD = ["parallel.shard=zero1", "parallel.tensor=2"]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory, tiny_tokenizer, tiny_qwen2):
+def project(tmp_path_factory, tiny_qwen2):
     """A recipe, and its run in one process and on four ranks, two of which share products."""
     root = tmp_path_factory.mktemp("project")
     text = uneven_rows(range(90))

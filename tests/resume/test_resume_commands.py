@@ -167,7 +167,7 @@ def test_a_dry_run_refuses_what_the_continued_run_would_and_touches_nothing(proj
 
 
 @pytest.fixture(scope="module")
-def broken_run(tmp_path_factory):
+def broken_run():
     return {}
 
 

@@ -126,6 +126,7 @@ def test_force_goes_on_and_the_run_keeps_estimate_and_measurement(project, monke
 
 def test_on_a_cpu_nothing_is_said(project, capsys):
     assert main(["sft", "small.yaml", "--output-dir", "run"]) == 0
+    assert "memory:" not in capsys.readouterr().err
     assert not (project / "run" / "memory.json").exists()
     assert "Memory and time" not in (project / "run" / "report.html").read_text()
 

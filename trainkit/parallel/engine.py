@@ -22,7 +22,6 @@ class Engine:
 
     Attributes:
         keeps_masters: it keeps fp32 copies of half-precision weights, so the optimizer must not.
-        scales_loss: fp16 training scales the loss by its own means.
         holds_back: it does not take a step with a NaN or infinite gradient.
         places_weights: it spreads the weights before the optimizer is made, so nobody may wrap the
             model; it saves and loads them, too.
@@ -34,7 +33,6 @@ class Engine:
     """
 
     keeps_masters = False
-    scales_loss = False
     holds_back = False
     places_weights = False
     shards_optimizer = False

@@ -236,7 +236,7 @@ def test_an_injected_system_prompt_is_shown(write, ready):
     assert any("helpful assistant indeed" in note for note in data.summary["notes"])
 
 
-def test_a_double_bos_is_dropped_with_a_reason(write, ready, dropped):
+def test_a_double_bos_is_dropped_with_a_reason(write, ready):
     tokenizer = with_template("<|bos|><|bos|>" + CHATML, bos_token="<|bos|>")
     with pytest.raises(DataError, match="double_bos"):
         ready(write([chat("q", "a")]), tokenizer=tokenizer)

@@ -93,7 +93,7 @@ def test_last_assistant_is_not_moved_to_an_earlier_turn_by_split(write, ready, d
     assert entry["reason"] == "too_long"
 
 
-def test_tokens_in_and_out_are_all_accounted_for(write, ready, tiny_tokenizer):
+def test_tokens_in_and_out_are_all_accounted_for(write, ready):
     rows = [chat(*["word " * (n % 9 + 1)] * (2 * (n % 4) + 2)) for n in range(60)]
     whole = ready(write(rows), max_length=10_000).summary["totals"]
     cut = ready(write(rows), max_length=90).summary["totals"]

@@ -197,7 +197,7 @@ def test_unknown_keys_and_masks_of_another_size_are_refused():
         forward_of(layer, states, states, states, mask)
 
 
-def test_no_mask_of_a_row_squared_is_made(monkeypatch):
+def test_no_mask_of_a_row_squared_is_made():
     """Rows of 16k tokens, documents of 5k, a chunk: no tensor may have 16k * 16k elements."""
 
     class Watch(TorchDispatchMode):

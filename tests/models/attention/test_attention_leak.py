@@ -31,7 +31,7 @@ def test_the_leak_test_sees_a_single_shifted_bound(monkeypatch):
         leak_test(model, attention="shifted", vocab_size=128)
 
 
-def test_the_leak_test_sees_a_model_that_ignores_its_input(monkeypatch):
+def test_the_leak_test_sees_a_model_that_ignores_its_input():
     model = model_with("qwen2")
     with torch.no_grad():
         model.model.norm.weight.zero_()

@@ -89,7 +89,7 @@ def test_states_are_taken_from_and_given_to_bitsandbytes(tmp_path):
         assert all(each.isfinite().all() for each in other.weights())
 
 
-def test_a_gradient_that_is_bad_is_told_without_asking(tmp_path):
+def test_a_gradient_that_is_bad_is_told_without_asking():
     total, is_bad = torch.zeros(()), torch.zeros(())
     add_square_sum_(torch.full((3, 4), 2.0), total, is_bad)
     add_square_sum_(torch.full((5,), 1.0, dtype=torch.bfloat16), total, is_bad)

@@ -29,7 +29,6 @@ class DeepSpeed(Engine):
     """Trains as a DeepSpeed configuration file says."""
 
     keeps_masters = True
-    scales_loss = True
     holds_back = True
     shards_optimizer = True
     packages = ("deepspeed",)
