@@ -12,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import chat
-from tiny import CHATML, make_tokenizer
+from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.data.build.cache import sha256_of
 from trainkit.errors import DataError, RecipeError
+from trainkit.quickstart import CHAT_TEMPLATE
 
 ROWS = [chat(f"question {n}", f"answer {n}") for n in range(40)]
 
@@ -181,7 +182,7 @@ class TestCache:
             {"max_length": 100},
             {"mask": "last_assistant"},
             {"system_policy": "x"},
-            {"chat_template": CHATML + " "},
+            {"chat_template": CHAT_TEMPLATE + " "},
         ],
     )
     def test_options_make_another_store(self, write, tmp_path, options):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from conftest import chat, trained_texts
-from tiny import CHATML, make_tokenizer
+from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, render_prompt
 from trainkit.data.read.messages import Conversation, Message, RowError
@@ -11,6 +11,7 @@ from trainkit.data.render.encode import Encoder
 from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import DataError, ModelError, RecipeError
+from trainkit.quickstart import CHAT_TEMPLATE
 
 END = "<|im_end|>"
 QWEN3_LIKE = (
@@ -215,7 +216,7 @@ def test_system_policy(write, ready, tiny_tokenizer, policy, text):
     assert ("old" in whole) == (policy == "keep")
 
 
-DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}" + CHATML
+DATED = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}" + CHAT_TEMPLATE
 
 
 def test_dates_are_frozen_and_recorded(write, ready):
@@ -232,12 +233,12 @@ def test_dates_are_frozen_and_recorded(write, ready):
 
 def test_an_injected_system_prompt_is_shown(write, ready):
     prompt = "{{ '<|im_start|>system\\nYou are a helpful assistant indeed<|im_end|>\\n' }}"
-    data = ready(write([chat("q", "a")]), tokenizer=with_template(prompt + CHATML))
+    data = ready(write([chat("q", "a")]), tokenizer=with_template(prompt + CHAT_TEMPLATE))
     assert any("helpful assistant indeed" in note for note in data.summary["notes"])
 
 
 def test_a_double_bos_is_dropped_with_a_reason(write, ready):
-    tokenizer = with_template("<|bos|><|bos|>" + CHATML, bos_token="<|bos|>")
+    tokenizer = with_template("<|bos|><|bos|>" + CHAT_TEMPLATE, bos_token="<|bos|>")
     with pytest.raises(DataError, match="double_bos"):
         ready(write([chat("q", "a")]), tokenizer=tokenizer)
 
@@ -279,12 +280,12 @@ def test_a_template_without_end_of_turn(write, ready):
 
 CONTENT = "message['content']"
 REFUSED = {
-    "changes the text": CHATML.replace(CONTENT, f"{CONTENT}|upper"),
-    "prints it twice": CHATML.replace(CONTENT, f"{CONTENT} + {CONTENT}"),
-    "measures it": CHATML.replace(CONTENT, f"{CONTENT} + ({CONTENT}|length)|string"),
-    "measures it behind the last turn": CHATML
+    "changes the text": CHAT_TEMPLATE.replace(CONTENT, f"{CONTENT}|upper"),
+    "prints it twice": CHAT_TEMPLATE.replace(CONTENT, f"{CONTENT} + {CONTENT}"),
+    "measures it": CHAT_TEMPLATE.replace(CONTENT, f"{CONTENT} + ({CONTENT}|length)|string"),
+    "measures it behind the last turn": CHAT_TEMPLATE
     + "{% if not add_generation_prompt %}{{ messages[-1]['content']|length }}{% endif %}",
-    "leaves it out": CHATML.replace(CONTENT, "''"),
+    "leaves it out": CHAT_TEMPLATE.replace(CONTENT, "''"),
 }
 
 
@@ -301,7 +302,7 @@ def test_a_refusal_names_the_turn(write, ready, dropped):
     )
     ready(
         write([chat("q", "a", "bad", "a"), chat("q", "a")]),
-        tokenizer=with_template(strict + CHATML),
+        tokenizer=with_template(strict + CHAT_TEMPLATE),
     )
     assert "turn 3 (user)" in dropped()[0]["detail"]
 
