@@ -69,6 +69,7 @@ def start(policy: str, folder: Path, size: Any, steps: int) -> subprocess.Popen[
     recipe = {
         "model": {"name_or_path": str(folder / "model"), "dtype": "bfloat16"},
         "data": {"train": [str(folder / "rows.jsonl")], "max_length": size.length, "packing": True},
+        "kernels": True,
         "lora": {"r": 16, "alpha": 32},
         "global_batch_size": ROWS,
         "training": {
