@@ -67,6 +67,7 @@ def work(plan: Plan) -> Work:
     products = tokens * (per_weight * matrices + 2 * share * again)
     if plan.is_tiled:  # each block forward once more, tile by tile
         products += tokens * 2 * 3 * shape.layers * shape.hidden * shape.ffn
+    products += tokens * 2 * (3 + share) * plan.adapter_numbers_per_layer * shape.layers
     head, head_in_fp8 = tokens * per_weight * shape.table * shape.has_head, 0.0
     in_fp8 = 0.0
     if plan.fp8 is not None:  # forward products, once more where layers are; the others backward
