@@ -7,10 +7,8 @@ complete or not at all (``trainkit.run.files``) and goes through ``trainkit.run.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
-import socket
 import time
 import traceback
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from trainkit.run.files import (
 )
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.redact import redact, redact_text
-from trainkit.run.status import Status, exit_reason, launch_id, read_status, spread
+from trainkit.run.status import Status, exit_reason, read_status, this_process
 
 State = Literal["running", "done", "failed", "interrupted"]
 
@@ -319,18 +317,13 @@ class RunDirectory:
             total_steps: of the whole run; None keeps the number recorded.
         """
         before = self.status()
-        num_ranks, num_hosts = spread()
         self._save(
             before.updated_with(
                 state=state,
                 reason=None if reason is None else redact_text(reason),
                 last_step=before.last_step if step is None else step,
                 total_steps=before.total_steps if total_steps is None else total_steps,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                launch=launch_id(),
-                num_ranks=num_ranks,
-                num_hosts=num_hosts,
+                **this_process(),
             )
         )
 

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -78,11 +79,17 @@ def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
     return f"{host}/{os.getppid()}" if is_one_host else f"{host}:{variables.get('MASTER_PORT')}"
 
 
-def spread(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """How many processes this one is of, and on how many hosts, as torchrun says."""
-    variables = os.environ if environ is None else environ
-    num_ranks = int(variables.get("WORLD_SIZE") or 1)
-    return num_ranks, max(num_ranks // int(variables.get("LOCAL_WORLD_SIZE") or num_ranks), 1)
+def this_process() -> dict[str, Any]:
+    """What a `Status` says of the processes that run, as torchrun has told this one."""
+    num_ranks = int(os.environ.get("WORLD_SIZE") or 1)
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE") or num_ranks)
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "launch": launch_id(),
+        "num_ranks": num_ranks,
+        "num_hosts": max(num_ranks // per_host, 1),
+    }
 
 
 def is_restarted(environ: Mapping[str, str] | None = None) -> bool:
