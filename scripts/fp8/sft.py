@@ -151,7 +151,7 @@ def main() -> None:
                 break
             found = figures(args.folder / policy)
             speeds[policy] = found["trained_tokens_per_second"]
-            case = f"qwen2-7b lora, trainkit sft, packed: {policy}"
+            case = f"qwen2-7b lora, trainkit sft, packed: {policy} base"
             append(args.output, records("fp8", case, "trainkit", found, about))
             print(f"{case} {found} at {time.monotonic() - began:.0f} s", flush=True)
             print(
