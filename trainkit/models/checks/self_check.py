@@ -36,7 +36,7 @@ CPU_TOKENS, CPU_VOCABULARY = 64, 4096
 takes minutes: there the check reads so many tokens, and the replica knows so many."""
 
 FEWER_WORDS = (32_768, CPU_VOCABULARY)
-"""What the replica's vocabulary is cut to, in turn, where the GPU has no room for more beside the
+"""What the replica's vocabulary is cut to, in turn, where the GPU has no room for more next to the
 model: the truth holds an output layer of 150,000 tokens in fp64, 4 GiB, and its gradient as well.
 The model's own pass reads all of the vocabulary in any case."""
 
@@ -142,7 +142,7 @@ def _check_on_replica(
             replica = None
         gc.collect()  # the error's frames held tensors, and the replica's modules are a circle
         torch.cuda.empty_cache()
-    reason = "the GPU has no room for a layer of its own beside the model"
+    reason = "the GPU has no room for a layer of its own next to the model"
     return [CheckRow("replica", report.family.name, "", None, None, None, "skipped", reason)]
 
 

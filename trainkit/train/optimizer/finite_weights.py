@@ -18,7 +18,7 @@ from trainkit.train.optimizer.finite import NumberError
 class Walk:
     """The places of a model that hold numbers: found once, as a thousand modules take a while.
 
-    Each place is read anew, so what is in it may change; the model's modules may not.
+    Each place is read again, so what is in it may change; the model's modules may not.
     """
 
     def __init__(self, model: nn.Module) -> None:
