@@ -125,7 +125,7 @@ class FlatAdamW(torch.optim.Optimizer):
         self._taken = torch.zeros((), device=device)
 
     def _see(self, parameter: torch.Tensor) -> None:
-        self._unseen.discard(parameter)  # type: ignore[arg-type]
+        self._unseen.discard(parameter)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All of them."""
