@@ -1,5 +1,6 @@
 """The processes of a run agree on what they train, before they train it."""
 
+import itertools
 import json
 import os
 import socket
@@ -17,6 +18,9 @@ _NUM_NAMED = 4
 _PATIENCE = timedelta(minutes=10)
 """For the slowest process to come as far; all were started together."""
 _KEPT: list[Any] = []  # the store that rank 0 has opened, for the process group to share
+
+_COMPARISONS = itertools.count()
+"""A process may run one command after another: what the last one compared is still in the store."""
 
 
 def refuse_disagreement(process: ProcessRank, facts: Mapping[str, Any]) -> None:
@@ -66,7 +70,8 @@ def refuse_early_disagreement(process: ProcessRank, facts: Mapping[str, Any]) ->
 
 
 def _meeting_place(process: ProcessRank) -> Any:
-    """A store that all processes of this attempt reach, and none of another attempt."""
+    """A store that all processes of this attempt reach, none of another, and no other command."""
+    number = next(_COMPARISONS)
     from torch.distributed import PrefixStore, TCPStore
 
     variables = os.environ
@@ -74,7 +79,7 @@ def _meeting_place(process: ProcessRank) -> Any:
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = variables.get("TORCHELASTIC_RESTART_COUNT") or "0"
         store = TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-        return PrefixStore(f"trainkit/agreement/{attempt}", store)
+        return PrefixStore(f"trainkit/agreement/{attempt}/{number}", store)
     # multi_tenant: the process group opens a store at this port once more, and shares its server.
     store = TCPStore(
         *address,
@@ -85,7 +90,7 @@ def _meeting_place(process: ProcessRank) -> Any:
     )
     if process.is_main:
         _KEPT.append(store)
-    return PrefixStore("trainkit/agreement", store)
+    return PrefixStore(f"trainkit/agreement/{number}", store)
 
 
 def _compare_at(store: Any, process: ProcessRank, facts: Mapping[str, Any]) -> None:
