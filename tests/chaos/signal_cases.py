@@ -60,3 +60,19 @@ def _rank(root, seconds):
         time.sleep(0.01)
     time.sleep(seconds)
     end(75)
+
+
+def ranks_that_cannot_go_on(root):
+    """The launcher's exit code with restarts left, and how often ranks were started."""
+    root = Path(root)
+
+    def rank():
+        with (root / "starts").open("a") as file:
+            file.write("x")
+        os._exit(2)
+
+    launcher = os.fork()
+    if launcher == 0:
+        os._exit(launch([], RANKS, max_restarts=2, in_rank=rank))
+    code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+    return code, len((root / "starts").read_text())

@@ -8,6 +8,7 @@ import pytest
 from ranks import run_ranks
 
 from trainkit.checkpoint.whole.atomic import newest_valid
+from trainkit.train.faults import signals
 
 
 def by_name(value):
@@ -19,7 +20,10 @@ def status(run):
     return json.loads((run / "status.json").read_text())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=by_name)
+ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", ALL, ids=by_name)
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
     """``logging_steps`` is 5; one rank of two learns at the next step what the other was told."""
@@ -45,7 +49,7 @@ def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
 
 
 @pytest.mark.parametrize(
-    ("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 0), (signal.SIGUSR1, 3)], ids=by_name
+    ("number", "step"), [(signal.SIGINT, 3), (signal.SIGTERM, 0), (signal.SIGHUP, 3)], ids=by_name
 )
 def test_a_signal_to_the_launcher_stops_all_ranks(project, number, step):
     """torchrun by itself would end with 1, and die of SIGUSR1."""
@@ -70,6 +74,23 @@ def test_the_launcher_waits_for_ranks_that_save(tmp_path):
     """Schedulers end a job with its launcher: one that left earlier would take the save along."""
     ((code, seen),) = run_ranks(CASE, world_size=1, root=str(tmp_path), seconds=1.0)
     assert (code, seen) == (75, ["15", "15"])
+
+
+def test_what_the_next_attempt_would_find_as_well_is_not_started_again(tmp_path):
+    """Exit code 2: the recipe, the data or the model is wrong."""
+    case = "chaos.signal_cases:ranks_that_cannot_go_on"
+    assert run_ranks(case, world_size=1, root=str(tmp_path)) == [[2, 2]]
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["nohup", "plain"])
+def test_a_run_under_nohup_outlives_its_terminal(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert (signal.SIGHUP in signals.acted_on()) is not ignored
+        with signals.watching_signals():
+            assert (signal.getsignal(signal.SIGHUP) is signal.SIG_IGN) is ignored
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT], ids=by_name)

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1: a stop that loses nothing, at any moment of a run. No torch.
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP: a stop that loses nothing, at any moment of a run. No torch.
 
 While a run is being prepared there is nothing to lose: the first signal ends it at once. While it
 trains, the first one asks for a stop, on which all ranks agree at the next step; the second aborts.
@@ -16,8 +16,8 @@ from types import FrameType
 
 from trainkit.errors import StoppedError
 
-WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C; what schedulers send before they kill; what they send to warn."""
+WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Ctrl-C; what schedulers send before they kill; what they send to warn; the terminal is gone."""
 
 FAILED = 1000
 """In place of a signal's number, and above them all: the run cannot go on."""
@@ -132,6 +132,15 @@ _watcher = _Watcher()
 _ended = threading.Event()
 
 
+def acted_on() -> list[signal.Signals]:
+    """Those of WATCHED that end this process: `nohup` has a run outlive its terminal."""
+    return [
+        number
+        for number in WATCHED
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
 def _is_watching() -> bool:
     return not _ended.is_set()
 
@@ -151,7 +160,7 @@ def watching_signals() -> Iterator[None]:
     _ended.clear()
     _watcher.is_ending = _watcher.is_orphan = False
     threading.Thread(target=_watcher.give_up_if_stuck, args=[reader], daemon=True).start()
-    before = {number: signal.signal(number, _watcher.handle) for number in WATCHED}
+    before = {number: signal.signal(number, _watcher.handle) for number in acted_on()}
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)  # a launcher's, see `hold_back`
     try:
@@ -201,7 +210,7 @@ def saving_on_signals(stop: StopRequest, say: Callable[[str], None]) -> Iterator
         stop: where the wish is noted.
         say: tells the user that it was heard.
     """
-    before = {number: signal.signal(number, _watcher.handle) for number in WATCHED}
+    before = {number: signal.signal(number, _watcher.handle) for number in acted_on()}
     _watcher.stop, _watcher.say = stop, say
     try:
         yield

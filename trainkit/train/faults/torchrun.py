@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainkit.errors import PREEMPTED, StoppedError
-from trainkit.train.faults.signals import LAUNCHER, WATCHED, leave_to_others, watching_signals
+from trainkit.errors import PREEMPTED, RecipeError, StoppedError
+from trainkit.train.faults.signals import LAUNCHER, acted_on, leave_to_others, watching_signals
 
 SHUTDOWN_SECONDS = 600
 """How long processes may take to save before they are killed; schedulers have their own limit."""
@@ -69,12 +69,14 @@ def _run(arguments: Sequence[str]) -> int:
             codes = {failure.exitcode for failure in result.failures.values()}
             if codes and codes <= _STOPPED.keys():  # else one has failed, and it stopped the others
                 raise SignalException("the processes were asked to stop", _STOPPED[min(codes)])
+            if RecipeError.exit_code in codes:  # the next attempt would find the same
+                self._remaining_restarts = 0
             return result
 
     agents: list[StoppableAgent] = []
     os.environ[LAUNCHER] = str(os.getpid())
     setattr(api, LocalElasticAgent.__name__, StoppableAgent)
-    passed_on = ",".join(number.name for number in WATCHED) + ",SIGHUP,SIGQUIT"
+    passed_on = ",".join(number.name for number in (*acted_on(), signal.SIGQUIT))
     try:
         run.main(["--signals-to-handle", passed_on, *arguments])
     except SignalException as error:
