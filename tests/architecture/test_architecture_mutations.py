@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import mutate  # noqa: E402
 
+from trainkit.recipe.read.document import read_document  # noqa: E402
+
 MUTATIONS = mutate.load()
 
 
@@ -19,6 +21,12 @@ def test_every_mutation_fits_the_code(mutation):
     """Code that moves takes its mutations along: text, file and tests are where the table says."""
     assert mutation.fault() is None
     assert mutation.explained is None or len(mutation.explained) > 20
+
+
+def test_no_file_is_named_twice():
+    """PyYAML keeps the last of them, and the mutations of the first would not be tried."""
+    for table in mutate.TABLES.glob("*.yaml"):
+        assert read_document(table).values
 
 
 def test_the_table_is_wide_enough():
