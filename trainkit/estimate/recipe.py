@@ -70,7 +70,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         tensor=recipe.parallel.tensor,
         stage_layers=_stages(recipe.parallel, shape),
         schedule=recipe.parallel.schedule,
-        base=(lora and lora.quantize) or ("bfloat16" if dtype == "float16" else dtype),
+        base=_base(lora, shape) or ("bfloat16" if dtype == "float16" else dtype),
         adapters=None
         if lora is None
         else _adapters(lora, shape, adds_tokens=recipe.model.adds_tokens),
@@ -91,6 +91,13 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
     )
     return _recomputing(_in_fp8(plan, recipe), recipe)
+
+
+def _base(lora: LoraOptions | None, shape: ModelShape) -> str | None:
+    """What a frozen base is packed in, by the recipe or in its files; None where it is not."""
+    if lora is None:
+        return None
+    return lora.quantize or ("nf4" if shape.stored == "nf4" else None)
 
 
 def allowing(loaded: LoadedRecipe, gpus: int) -> Allows:
@@ -142,9 +149,9 @@ def _rank(training: dict[str, Any]) -> int:
     return RANK if found is None else int(found.group(1))
 
 
-def notes_of(recipe: Recipe) -> list[str]:
+def notes_of(recipe: Recipe, shape: ModelShape) -> list[str]:
     """What a reader of the estimate should know."""
-    found = uncounted(recipe)
+    found = uncounted(recipe, shape)
     row = optimizer_row(recipe.training.get("optim"))
     if row.paged:
         found.append(
@@ -156,9 +163,11 @@ def notes_of(recipe: Recipe) -> list[str]:
     return found
 
 
-def uncounted(recipe: Recipe) -> list[str]:
+def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
     """What of a recipe the estimate leaves out; with such a part it refuses nothing."""
     found = []
+    if shape.stored not in (None, "nf4"):
+        found.append(f"the files hold quantised weights ({shape.stored}); counted in model.dtype")
     if recipe.model.frozen:
         found.append("model.frozen is not counted: what does not train takes less")
     if recipe.lora is not None and recipe.lora.use_dora:

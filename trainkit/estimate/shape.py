@@ -74,6 +74,8 @@ class ModelShape:
         has_embeddings: not on a later stage of a pipeline.
         has_head: and the final norm; only on its last stage.
         tower: weights that see images and are frozen.
+        stored: how the files hold the layers' weights, where they are quantised: ``nf4``, or the
+            method's own name.
     """
 
     name: str
@@ -90,6 +92,7 @@ class ModelShape:
     has_embeddings: bool = True
     has_head: bool = True
     tower: int = 0
+    stored: str | None = None
 
     @property
     def traits(self) -> Traits:
@@ -193,7 +196,17 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         tied=_flag(config, "tie_word_embeddings", name, traits.tied),
         qkv_bias=_flag(config, "attention_bias", name, traits.qkv_bias),
         tower=_tower(vision, name) if vision else 0,
+        stored=_stored(config.get("quantization_config")),
     )
+
+
+def _stored(quantization: Any) -> str | None:
+    """How a ``quantization_config`` holds weights."""
+    if not isinstance(quantization, Mapping):
+        return None
+    if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit"):
+        return "nf4"
+    return str(quantization.get("quant_method", "unknown"))
 
 
 _MOST = {"num_hidden_layers": 10_000, "depth": 10_000}

@@ -52,7 +52,7 @@ def expect(start: Invocation, prepared: Prepared) -> Estimate | None:
     if not start.recipe.data.packing and lengths is not None and len(lengths):
         plan = replace(plan, length=min(plan.length, int(lengths.max())))
     allows = allowing(start.loaded, start.process.world_size)
-    found = estimate(plan, gpu, notes=uncounted(start.recipe), allows=allows)
+    found = estimate(plan, gpu, notes=uncounted(start.recipe, plan.shape), allows=allows)
     _judge(found, start)
     return found
 

@@ -55,7 +55,7 @@ def estimate(
         plan,
         chosen,
         tokens=tokens_of(recipe, plan),
-        notes=notes_of(recipe),
+        notes=notes_of(recipe, plan.shape),
         allows=allowing(loaded, number),
     )
     if as_json:
