@@ -87,6 +87,7 @@ def run_command(
         pictures: draw the curves, which take most of a short run's time.
     """
     os.chdir(cwd)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 
     def end_at():
         if plan is not None:

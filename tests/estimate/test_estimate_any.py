@@ -182,12 +182,10 @@ def test_beside_a_budget_a_suggestion_has_the_peak_that_the_budget_then_gives(sa
 
 def test_a_base_whose_files_are_quantised_counts_as_what_it_is(said):
     """Else a card would be called too small for adapters over it."""
-    packed = {
-        **MODEL,
-        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-    }
-    ours = said(MODEL, "lora.r=8", "lora.quantize=nf4")
-    theirs = said(packed, "lora.r=8")
+    model = {**MODEL, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    ours = said(model, "lora.r=8", "lora.quantize=nf4")
+    theirs = said({**model, "quantization_config": packed}, "lora.r=8")
     assert theirs["by_owner"] == ours["by_owner"]
     assert said(model, "lora.r=8")["by_owner"] != ours["by_owner"]
     other = {**MODEL, "quantization_config": {"quant_method": "gptq", "bits": 4}}
