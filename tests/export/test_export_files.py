@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
+from conftest import TEMPLATE, TOOL
+from transformers import AutoTokenizer
 
 from trainkit.cli.app import main
 
@@ -99,11 +102,6 @@ def test_the_adapter_directory_is_the_adapter_and_its_command_serves_it(exported
 
 def test_a_template_for_tools_of_its_own_is_served_too(lora_run, tmp_path):
     """As transformers and servers take it: for conversations with tools, and only for them."""
-    import shutil
-
-    from conftest import TEMPLATE, TOOL
-    from transformers import AutoTokenizer
-
     run, out = tmp_path / lora_run.name, tmp_path / "out"
     shutil.copytree(lora_run, run)
     (run / "final" / "manifest.json").unlink()
