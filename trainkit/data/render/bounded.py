@@ -75,9 +75,9 @@ def _check_widths(widths: Iterable[Any], what: str) -> None:
 
 def _size(value: Any) -> int:
     """In characters; an item of a list counts as many."""
-    if isinstance(value, (list, tuple)):
-        return len(value) * (LARGEST // LARGEST_LIST)
-    return len(value) if isinstance(value, (str, bytes)) else 0
+    if isinstance(value, (str, bytes)):  # first: a template adds little else
+        return len(value)
+    return len(value) * (LARGEST // LARGEST_LIST) if isinstance(value, (list, tuple)) else 0
 
 
 def _check_nested(value: Any) -> Any:
@@ -250,7 +250,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 def _check_nested_text(value: Any) -> Any:
     """What ``{{ }}`` shows."""
-    return _check_nested(value) if isinstance(value, (list, tuple, Mapping)) else value
+    return value if isinstance(value, str) else _check_nested(value)
 
 
 def bound_templates() -> None:
