@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainkit.estimate.activations import input_per_token
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import Gpu
-from trainkit.estimate.peak import GIB, keep_to_budget, peak
+from trainkit.estimate.peak import GIB, HELD_ON_THE_WAY, keep_to_budget, peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
 from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.speed import seconds
@@ -17,8 +18,9 @@ from trainkit.estimate.state import optimizer_bytes
 from trainkit.options import Fp8Options
 from trainkit.options.optimizers import OPTIMIZERS
 
-MOST = 5
-"""Suggestions that are given."""
+SHOWN: Mapping[str, int] = {"same": 2, "rounded": 2, "adapters": 2}
+"""How many are given of each kind: they train the same weights, to the bit where nothing is
+random; all of them with rounded states, or next to a rounded base; or adapters instead."""
 
 
 @dataclass(frozen=True)
@@ -41,56 +43,94 @@ class Suggestion:
     host_gib: float
 
 
-Allows = Callable[[str], bool]
-"""Whether a recipe can have more settings, as `Suggestion.settings` writes them."""
+Replan = Callable[[str, Plan], Plan | None]
+"""A plan again, of its recipe with more settings on top, as `Suggestion.settings` writes them;
+None where the recipe refuses them."""
 
 
-def suggest(plan: Plan, gpu: Gpu, allows: Allows = bool) -> list[Suggestion]:
+def suggest(plan: Plan, gpu: Gpu, replan: Replan | None = None) -> list[Suggestion]:
     """Changes that make a plan fit a GPU: as few as do, of those that train the same weights.
 
     Args:
         plan: what does not fit.
         gpu: of every rank.
-        allows: what the recipe refuses is not suggested; without a recipe nothing is refused.
+        replan: what is suggested is what the recipe then says; without a recipe, what the plan's
+            own changes come to.
     """
-    same: list[Suggestion] = []
-    other: list[Suggestion] = []
+    found: dict[str, list[Suggestion]] = {kind: [] for kind in SHOWN}
     for number in (1, 2, 3, 4):
-        for each in _fitting(plan, gpu, number, same_only=bool(other)):
-            found, most = (other, MOST) if each.changes_result else (same, MOST - 2)
-            if len(found) < most and allows(each.settings):
-                found.append(each)
-        if same:
-            break
-    return [*same, *other[: MOST - len(same)]]
+        for kind in [kind for kind in SHOWN if not found[kind]]:
+            for each in _fitting(plan, gpu, number, kind):
+                if len(found[kind]) == SHOWN[kind]:
+                    break
+                exact = _by_recipe(each, plan, gpu, replan)
+                if exact and not any(_is_no_better(exact, known) for known in found[kind]):
+                    found[kind].append(exact)
+    return [each for kind in SHOWN for each in sorted(found[kind], key=lambda each: each.time)]
 
 
-def _fitting(plan: Plan, gpu: Gpu, number: int, *, same_only: bool) -> list[Suggestion]:
-    """So many changes at a time that make it fit, the fastest first."""
-    now = _per_token(plan, gpu)
-    axes = [list(axis) for axis in _axes(plan, gpu)]
-    if same_only:
-        axes = [[name for name in axis if name not in _OTHER_RESULT] for axis in axes]
+def _is_no_better(each: Suggestion, known: Suggestion) -> bool:
+    return (
+        each.time > 0.995 * known.time
+        and each.peak_gib > 0.99 * known.peak_gib
+        and each.host_gib >= known.host_gib
+    )
+
+
+def _by_recipe(each: Suggestion, plan: Plan, gpu: Gpu, replan: Replan | None) -> Suggestion | None:
+    """A suggestion with what its recipe comes to; None where that is refused or does not fit.
+
+    More than the changed setting may be another: a base in 4 bits offloads inputs, say, and
+    adapters' matrices are too thin for an optimizer's projections.
+    """
+    if replan is None:
+        return each
+    changed = replan(each.settings, plan)
+    if changed is None:
+        return None
+    found = _suggestion(each.settings, changed, plan, gpu, changes_result=each.changes_result)
+    return found if peak(changed).needed_gib <= gpu.memory_gib else None
+
+
+def _suggestion(
+    settings: str, changed: Plan, plan: Plan, gpu: Gpu, *, changes_result: bool
+) -> Suggestion:
+    return Suggestion(
+        settings=settings,
+        peak_gib=peak(changed).gib,
+        time=_per_token(changed, gpu) / _per_token(plan, gpu),
+        changes_result=changes_result,
+        host_gib=host_gib(changed),
+    )
+
+
+def _fitting(plan: Plan, gpu: Gpu, number: int, kind: str) -> list[Suggestion]:
+    """So many changes of a kind at a time that make it fit, the fastest first."""
     found: dict[str, Suggestion] = {}
-    for chosen in itertools.combinations(axes, number):
+    for chosen in itertools.combinations([list(axis) for axis in _axes(plan, gpu)], number):
         done: set[tuple[str, ...]] = set()
         for names in itertools.product(*chosen):
             besides = tuple(name for name in names if not name.startswith("batch"))
-            if besides != names and besides in done:
+            if kind != _kind(names) or (besides != names and besides in done):
                 continue  # a larger micro-batch fits with the same
             changed = plan
             for name in names:
                 changed = _apply(changed, name)
             changed = keep_to_budget(changed)
-            needed = peak(changed)
-            if needed.needed_gib <= gpu.memory_gib:
+            if peak(changed).needed_gib <= gpu.memory_gib:
                 settings = " ".join(_written(name, plan) for name in names)
-                time = _per_token(changed, gpu) / now
-                result = any(name in _OTHER_RESULT for name in names)
-                host = host_gib(changed)
-                found[settings] = Suggestion(settings, needed.gib, time, result, host)
+                found[settings] = _suggestion(
+                    settings, changed, plan, gpu, changes_result=kind != "same"
+                )
                 done.add(besides)
     return sorted(found.values(), key=lambda each: each.time)
+
+
+def _kind(names: tuple[str, ...]) -> str:
+    """What is trained with some changes: one of `SHOWN`."""
+    if _ADAPTERS.intersection(names):
+        return "adapters"
+    return "rounded" if _ROUNDED.intersection(names) else "same"
 
 
 RECOMPUTED: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -106,10 +146,19 @@ RECOMPUTED: Mapping[str, tuple[str, dict[str, Any]]] = {
 inputs are offloaded anyhow, where it pays."""
 
 OPTIM = "adamw_8bit"
+_WITHOUT: Mapping[str, tuple[str, str]] = {
+    "bare": (OPTIM, "model.master_weights=false"),
+    "backward": (
+        "paged_adamw_8bit",
+        "model.master_weights=false optim_in_backward=true training.max_grad_norm=0",
+    ),
+}
+"""Optimizers of bf16 weights without masters, and what else is written for them."""
 LOSS_TILE, BLOCK_TILE = 4096, 8192
 """Tokens of a tile of the loss and of a feed-forward block: hardly slower, and small."""
 
-_OTHER_RESULT = frozenset({"nf4", "fp8", "lora", "qlora", "optim"})
+_ROUNDED = frozenset({"nf4", "fp8", "optim", "bare", "backward"})
+_ADAPTERS = frozenset({"lora", "qlora"})
 
 
 def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
@@ -117,12 +166,7 @@ def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
     if not plan.ops and plan.shape.traits.kernels:
         yield ["kernels"]
     if plan.batch_size > 1:
-        sizes = []
-        size = plan.batch_size // 2
-        while size:
-            sizes.append(f"batch {size}")
-            size //= 2
-        yield sizes
+        yield [f"batch {size}" for size in _smaller(plan)]
     if not plan.recomputed_share:
         yield [name for name in RECOMPUTED if name != "offloaded" or plan.adapters is None]
     elif not plan.offloads_inputs and not plan.selective:
@@ -141,8 +185,19 @@ def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
         base += ["fp8", "nf4"] if gpu.fp8 else ["nf4"]
     if base:
         yield base
-    if plan.adapters is None and (plan.optimizer or 0.0) > 4:
-        yield ["optim"]
+    if plan.adapters is None:
+        rounds = plan.keeps_masters and plan.base == "bfloat16" and not plan.stage
+        yield [*(["optim"] if (plan.optimizer or 0.0) > 4 else []), *(_WITHOUT if rounds else [])]
+
+
+def _smaller(plan: Plan) -> Iterator[int]:
+    """Micro-batches of at most a half, a quarter, ... of the rows, that make up the same step."""
+    rows, last, size = plan.batch_size * plan.accumulation, plan.batch_size, plan.batch_size // 2
+    while size:
+        divisor = next(each for each in range(size, 0, -1) if rows % each == 0)
+        if divisor < last:
+            yield divisor
+        last, size = divisor, size // 2
 
 
 def _apply(plan: Plan, name: str) -> Plan:
@@ -171,9 +226,24 @@ def _apply(plan: Plan, name: str) -> Plan:
     if name == "tiles":
         return replace(plan, chunk_tokens=LOSS_TILE, tile_tokens=BLOCK_TILE)
     if name == "optim":
-        part = ranks_of(plan)[0].shape if plan.tensor > 1 else plan.shape
-        return replace(plan, optimizer=optimizer_bytes(OPTIMIZERS[OPTIM], part, full=True))
+        return _with_optimizer(plan, OPTIM)
+    if name in _WITHOUT:
+        plan = replace(plan, keeps_masters=False, in_backward=name == "backward")
+        return _with_optimizer(plan, _WITHOUT[name][0])
     return replace(plan, budget_gib=None, recompute_first=0, **RECOMPUTED[name][1])
+
+
+def _with_optimizer(plan: Plan, name: str) -> Plan:
+    row = OPTIMIZERS[name]
+    part = ranks_of(plan)[0].shape if plan.tensor > 1 else plan.shape
+    return replace(
+        plan,
+        optimizer=optimizer_bytes(row, part, full=True),
+        one_pass=row.one_pass,
+        paged=row.paged,
+        flat=False,
+        stepping=(row.step_bytes, row.step_largest_bytes),
+    )
 
 
 def _written(name: str, plan: Plan) -> str:
@@ -186,6 +256,9 @@ def _written(name: str, plan: Plan) -> str:
         )
     if name.startswith("zero"):
         return f"parallel.shard={name}"
+    if name in _WITHOUT:
+        optim, more = _WITHOUT[name]
+        return f"training.optim={optim} {more}"
     return {
         "offload": "lora.offload_activations=true",
         "nf4": "lora.quantize=nf4",
@@ -199,8 +272,14 @@ def _written(name: str, plan: Plan) -> str:
 
 
 def host_gib(plan: Plan) -> float:
-    """GiB of the host, over all ranks: masters, gradients and states, and weights."""
-    found = 0.0
+    """GiB of the host, over all ranks: masters, gradients and states, weights, layers' inputs.
+
+    Pages of states are there where the GPU has no room for them.
+    """
+    found = plan.paged * plan.trained * (1 if plan.stage else plan.gpus)
+    if plan.offloads_inputs:
+        away = max(plan.recomputed_share * plan.shape.layers - HELD_ON_THE_WAY, 0)
+        found += away * input_per_token(plan) * plan.tokens * plan.gpus * plan.tensor
     if plan.offloads_optimizer:
         found += plan.trained * (8 + (plan.optimizer or 0.0))
     if plan.offloads_weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainkit.estimate.advice import Allows, Suggestion, suggest
+from trainkit.estimate.advice import Replan, Suggestion, host_gib, suggest
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import Peak, peak
 from trainkit.estimate.plan import Plan
@@ -30,7 +30,7 @@ class Estimate:
         counted: how they were counted.
         suggestions: what would make it fit; empty where it does.
         notes: what is left out.
-        allows: which settings the recipe can have, see `advice`.
+        replan: the plan with more settings in the recipe, see `advice`.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class Estimate:
     counted: str
     suggestions: list[Suggestion]
     notes: list[str]
-    allows: Allows = field(default=bool, repr=False)
+    replan: Replan | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -76,6 +76,7 @@ class Estimate:
             "fits": self.fits,
             "peak_gib": round(self.peak.gib, 3),
             "needed_gib": round(self.peak.needed_gib, 3),
+            "host_gib": round(host_gib(self.plan), 1),
             "peak_at": self.peak.moment,
             "by_owner": {owner: round(gib, 3) for owner, gib in self.peak.by_owner.items()},
             "step_seconds": round(self.step_seconds, 4),
@@ -110,7 +111,7 @@ def estimate(
     *,
     tokens: tuple[float, str] | None = None,
     notes: list[str] | None = None,
-    allows: Allows = bool,
+    replan: Replan | None = None,
 ) -> Estimate:
     """Estimate a plan.
 
@@ -119,7 +120,7 @@ def estimate(
         gpu: of every rank.
         tokens: of the whole run, and how they were counted.
         notes: what the plan leaves out.
-        allows: which settings the recipe can have, see `advice`.
+        replan: the plan with more settings in the recipe, see `advice`.
     """
     plan = replace(plan, gpu_gib=gpu.memory_gib)
     found = peak(plan)
@@ -134,7 +135,7 @@ def estimate(
         basis=basis,
         total_tokens=None if tokens is None else tokens[0],
         counted="nothing to count" if tokens is None else tokens[1],
-        suggestions=[] if fits else suggest(plan, gpu, allows),
+        suggestions=[] if fits else suggest(plan, gpu, replan),
         notes=notes or [],
-        allows=allows,
+        replan=replan,
     )

@@ -13,7 +13,7 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.estimate.context import context_of
 from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
-from trainkit.estimate.recipe import allowing, plan_of
+from trainkit.estimate.recipe import plan_of, replanning
 from trainkit.estimate.shape import NAMED, ModelShape, find_config, from_config
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.read.overrides import parse_override
@@ -169,7 +169,7 @@ def _estimated(text: str, gpu: Gpu, gpus: int, shape: ModelShape | None) -> Esti
         recipe = loaded.recipe
     if shape is None:
         return None
-    return estimate(plan_of(recipe, gpus, shape), gpu, allows=allowing(loaded, gpus))
+    return estimate(plan_of(recipe, gpus, shape), gpu, replan=replanning(loaded, gpus))
 
 
 def _too_large(found: Estimate) -> str:

@@ -80,6 +80,7 @@ class Plan:
         in_backward: each weight steps in the backward pass, and its gradient is gone.
         flat: weights, gradients and states are in one buffer each.
         optimizer: bytes of optimizer state per trained number; None where no optimizer runs.
+        paged: bytes of it per trained number that wait in pages of host memory, besides these.
         stepping: bytes of temporaries of an optimizer's step: for every trained number while all
             step together, and for every number of the largest weight.
         chunk_tokens: tokens whose logits the fused loss has at a time; None is its default.
@@ -124,6 +125,7 @@ class Plan:
     in_backward: bool = False
     flat: bool = False
     optimizer: float | None = 8.0
+    paged: float = 0.0
     stepping: tuple[float, float] = (0.0, 0.0)
     chunk_tokens: int | None = None
     tile_tokens: int | None = None

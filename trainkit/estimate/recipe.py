@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import TrainkitError
-from trainkit.estimate.advice import Allows
+from trainkit.estimate.advice import Replan
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.peak import keep_to_budget
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
@@ -63,7 +63,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
     part = split(shape, recipe.parallel.tensor)
     plan = Plan(
         shape=shape,
-        batch_size=int(training.get("per_device_train_batch_size", MICRO_BATCH)),
+        batch_size=int(training.get(_ROWS, MICRO_BATCH)),
         length=recipe.data.max_length,
         accumulation=resolve_accumulation(recipe, data_ranks),
         sequence=sequence,
@@ -87,6 +87,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         one_pass=row.one_pass,
         in_backward=recipe.optim_in_backward,
         flat=row.name == "flat_adamw",
+        paged=row.paged,
         stepping=(row.step_bytes, row.step_largest_bytes),
         optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
     )
@@ -100,18 +101,25 @@ def _base(lora: LoraOptions | None, shape: ModelShape) -> str | None:
     return lora.quantize or ("nf4" if shape.stored == "nf4" else None)
 
 
-def allowing(loaded: LoadedRecipe, gpus: int) -> Allows:
-    """Whether a recipe can have more settings on top: it is read with them, as a run would."""
+def replanning(loaded: LoadedRecipe, gpus: int) -> Replan:
+    """Plans of a recipe with more settings on top: it is read with them, as a run would."""
 
-    def allows(settings: str) -> bool:
+    def replan(settings: str, before: Plan) -> Plan | None:
         try:
-            changed = loaded.overridden(settings.split()).recipe
-            resolve_accumulation(changed, changed.parallel.data_ranks(gpus))
+            recipe = loaded.overridden(settings.split()).recipe
+            plan = plan_of(recipe, gpus, before.shape)
         except TrainkitError:
-            return False
-        return True
+            return None
+        # Rows as they were found to be, and not as the recipe bounds them.
+        plan = replace(plan, length=before.length, gpu_gib=before.gpu_gib)
+        if _ROWS not in settings:
+            plan = replace(plan, batch_size=before.batch_size, accumulation=before.accumulation)
+        return keep_to_budget(plan)
 
-    return allows
+    return replan
+
+
+_ROWS = "per_device_train_batch_size"
 
 
 def _stages(parallel: ParallelOptions, shape: ModelShape) -> tuple[tuple[int, ...], ...]:

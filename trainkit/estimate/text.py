@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainkit.estimate.advice import host_gib
 from trainkit.estimate.estimate import Estimate
 
 _WIDTH = 16
@@ -28,6 +29,8 @@ def lines(found: Estimate) -> Iterator[str]:
     for owner, gib in found.peak.by_owner.items():
         if gib >= 0.005:
             yield f"  {owner:<{_WIDTH - 2}}{gib:8.2f} GiB"
+    if host := host_gib(plan):
+        yield _line("host memory", f"{host:.1f} GiB over all ranks, besides what Python takes")
     needed = f"{found.peak.needed_gib:.1f} GiB with the allocator's reserve and the driver"
     yield _line("fits", f"{'yes' if found.fits else 'NO'}: needs {needed}")
     share = f"within {found.time_band:.0%}; {found.basis}"
@@ -46,14 +49,14 @@ def lines(found: Estimate) -> Iterator[str]:
         )
     if not found.fits:
         if found.suggestions:
-            yield "what would fit, the cheapest first:"
+            yield "what would fit, those that train the same weights first:"
         else:
             yield "nothing in the recipe alone makes it fit: take a larger GPU, or more of them"
     for each in found.suggestions:
         cost = f"{each.time - 1:+.0%} time" if abs(each.time - 1) >= 0.005 else "the same time"
-        result = "; other weights are trained" if each.changes_result else ""
-        host = f", {each.host_gib:.0f} GiB of host memory" if each.host_gib else ""
-        yield f"  {each.settings}\n    {each.peak_gib:.1f} GiB{host}, {cost}{result}"
+        result = "; the trained weights differ" if each.changes_result else ""
+        away = f", {each.host_gib:.1f} GiB of host memory" if each.host_gib >= 0.05 else ""
+        yield f"  {each.settings}\n    {each.peak_gib:.1f} GiB{away}, {cost}{result}"
     for note in found.notes:
         yield _line("note", note)
 

@@ -14,7 +14,7 @@ from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.estimate import MEMORY_BAND, Estimate, estimate
 from trainkit.estimate.gpus import GPUS, Gpu, gpu_named
 from trainkit.estimate.peak import CONTEXT_GIB, GIB, RESERVED, peak
-from trainkit.estimate.recipe import allowing, plan_of, uncounted
+from trainkit.estimate.recipe import plan_of, replanning, uncounted
 from trainkit.parallel.agreement import largest_of
 from trainkit.parallel.process import ProcessRank
 from trainkit.run import Console, RunDirectory
@@ -51,8 +51,8 @@ def expect(start: Invocation, prepared: Prepared) -> Estimate | None:
     lengths = getattr(prepared.data.train.samples, "lengths", None)
     if not start.recipe.data.packing and lengths is not None and len(lengths):
         plan = replace(plan, length=min(plan.length, int(lengths.max())))
-    allows = allowing(start.loaded, start.process.world_size)
-    found = estimate(plan, gpu, notes=uncounted(start.recipe, plan.shape), allows=allows)
+    replan = replanning(start.loaded, start.process.world_size)
+    found = estimate(plan, gpu, notes=uncounted(start.recipe, plan.shape), replan=replan)
     _judge(found, start)
     return found
 
@@ -150,7 +150,7 @@ class MemoryRecord(TrainerCallback):
                 self._console.note(note)
             else:  # what fits a GPU that is smaller by as much as the estimate was too low
                 less = replace(gpu, memory_gib=gpu.memory_gib * said / measured)
-                corrected_too = estimate(self._found.plan, less, allows=self._found.allows)
+                corrected_too = estimate(self._found.plan, less, replan=self._found.replan)
                 self._console.warn(f"{note}; it may run out of memory. {cures(corrected_too)}")
         self._write()
 

@@ -76,9 +76,9 @@ def out_of_memory(
     if expected is not None and width:
         # The plan did not fit with this batch, whatever the estimate had said of it.
         plan = replace(expected.plan, batch_size=max(len(lengths), 1), length=width)
-        known = estimate(plan, expected.gpu, allows=expected.allows)
+        known = estimate(plan, expected.gpu, replan=expected.replan)
         limit = min(known.peak.needed_gib, expected.gpu.memory_gib) * 0.95
-        known = estimate(plan, replace(expected.gpu, memory_gib=limit), allows=expected.allows)
+        known = estimate(plan, replace(expected.gpu, memory_gib=limit), replan=expected.replan)
         if known.suggestions:
             fix = cures(known)
     rows = trainer.latest_rows

@@ -38,7 +38,7 @@ def estimate(
     from trainkit.errors import RecipeError
     from trainkit.estimate.estimate import estimate as estimate_plan
     from trainkit.estimate.gpus import gpu_of, this_gpu
-    from trainkit.estimate.recipe import allowing, notes_of, plan_of, tokens_of
+    from trainkit.estimate.recipe import notes_of, plan_of, replanning, tokens_of
     from trainkit.estimate.text import lines
     from trainkit.parallel.launch.processes import count_local_gpus
     from trainkit.recipe import load_recipe
@@ -56,7 +56,7 @@ def estimate(
         chosen,
         tokens=tokens_of(recipe, plan),
         notes=notes_of(recipe, plan.shape),
-        allows=allowing(loaded, number),
+        replan=replanning(loaded, number),
     )
     if as_json:
         echo(json.dumps(found.to_dict()))
