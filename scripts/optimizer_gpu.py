@@ -1,6 +1,7 @@
 """Measure what of the optimizers needs a GPU to judge: flat_adamw, 8B in 18 GiB, gradient memory.
 
-    python scripts/optimizer_gpu.py ROWS.jsonl [--only 8b flat reuse each] [--seconds N] [--tiny]
+    python scripts/optimizer_gpu.py ROWS.jsonl [--only 8b flat reuse each] [--optim NAMES]
+                                    [--seconds N] [--tiny]
 
 A row is written as soon as it is measured, each in a process of its own. ``8b``: peak GiB and
 tokens/s of full steps of Llama-3.1-8B's shape, 2 x 2048 tokens, random weights, of the shipped
@@ -8,8 +9,9 @@ recipe's parts and of torchtune's technique (`optimizer_8b.py`). ``flat``: milli
 step and clear at Qwen2.5-0.5B's shapes and at the 392 small tensors of a 7B LoRA, of torch's fused
 AdamW, its for-loop AdamW and flat_adamw. ``reuse``: full steps of Qwen2-7B's shape with Lion, whose
 one fp32 moment leaves room for it, as trainkit has them and with a second fp32 copy of all
-gradients. ``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer. ``--one-
-process`` starts no other process: for times on a quiet host; peaks are those of fresh processes.
+gradients. ``each``: steps of Qwen2-0.5B's shape, 4 x 2048 tokens, with every optimizer or
+those of ``--optim``. ``--one-process`` starts no other process: for times on a quiet host; peaks
+are those of fresh processes.
 """
 
 import argparse
@@ -176,9 +178,12 @@ LAST = ("adamw_torch_8bit", "adamw_torch_4bit", "galore_adamw", "galore_adafacto
 """What is measured first and last, in case that time ends: the last compile, or decompose."""
 
 
-def points() -> Iterator[memory_points.Point]:
+def points(names: list[str] | None) -> Iterator[memory_points.Point]:
     """Steps of Qwen2-0.5B with every optimizer there is, and with what replaces masters."""
     plain = memory_points.Point("qwen2-0.5b", "full", 4)
+    if names:
+        yield from (replace(plain, optim=name) for name in names)
+        return
     same = {plain.optim, "adamw_torch", "adamw_bnb_8bit", "rmsprop_bnb", "paged_ademamix_32bit"}
     yield plain
     yield replace(plain, optim="paged_adamw_8bit", keeps_masters=False, in_backward=True)
@@ -200,7 +205,9 @@ def each(point: memory_points.Point, tiny: bool) -> dict[str, Any]:
     return {"bench": "each", "case": point.name, **memory.row_of(point)}
 
 
-def calls(wanted: set[str], steps: int, tiny: bool) -> Iterator[tuple[Any, ...]]:
+def calls(
+    wanted: set[str], steps: int, tiny: bool, optim: list[str] | None
+) -> Iterator[tuple[Any, ...]]:
     """A function and its arguments for each row."""
     if "8b" in wanted:
         for provider in ("trainkit", "torchtune's technique"):
@@ -213,7 +220,7 @@ def calls(wanted: set[str], steps: int, tiny: bool) -> Iterator[tuple[Any, ...]]
         for way in ("trainkit", "second copy"):
             yield reuse, way, 2 * steps, tiny
     if "each" in wanted:
-        for point in points():
+        for point in points(optim):
             yield each, point, tiny
 
 
@@ -225,13 +232,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("rows", type=Path)
     parser.add_argument("--only", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--optim", nargs="*", help="of `each`, these alone")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing after these")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to check the script")
     parser.add_argument("--one-process", action="store_true", help="for all rows")
     given = parser.parse_args()
     end = time.monotonic() + given.seconds
-    listed = list(calls(set(given.only), given.steps, given.tiny))
+    listed = list(calls(set(given.only), given.steps, given.tiny, given.optim))
     number = 0 if given.one_process else len(listed)
     with given.rows.open("a", encoding="utf-8") as file, Fresh(number, memory.imports) as fresh:
         for function, *arguments in listed:

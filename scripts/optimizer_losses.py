@@ -109,6 +109,10 @@ CASES = (
     Case("adamw_8bit without masters", "adamw_8bit", keeps_masters=False),
     Case("adafactor", "adafactor"),
     Case("adafactor without masters", "adafactor", keeps_masters=False),
+    Case("ademamix", "ademamix"),
+    Case("adagrad", "adagrad", rate=10.0),
+    Case("sgd", "sgd", rate=1000.0, optim_args="momentum=0.9"),
+    Case("galore_adafactor", "galore_adafactor", optim_args=f"{_LOW_RANK},scale=1.0"),
     Case("galore_adamw", "galore_adamw", optim_args=f"{_LOW_RANK},scale=1.0"),  # many SVDs
 )
 """What is worth most comes first, in case that time ends."""
