@@ -242,7 +242,8 @@ class Runs:
             about["commit"] = self.args.commit
         with self.args.output.open("a") as file:
             for metric, value in figures.items():
-                unit = units.get(metric, "nats" if "loss" in metric else "share")
+                in_nats = any(word in metric for word in ("loss", "held_out", "cost"))
+                unit = units.get(metric, "nats" if in_nats else "share")
                 row = {**base, "metric": metric, "value": value, "unit": unit, **about}
                 file.write(json.dumps(row) + "\n")
         if choice is not None:

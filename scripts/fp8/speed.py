@@ -3,7 +3,7 @@
 
 usage: speed.py OUTPUT [--costs FILE] [--parts NAME;...] [--seconds 460] [--peers SITE]
 
-Policies: bf16; all, every product that gains time; the same and the output layer; default, what
+Policies: bf16; all, every product that gains time; the same and the output layer; budget B, what
 the default budget takes by the milliseconds measured here and the costs of a trained model, by role
 and share of the depth: FILE is the `kernels.json` of such a run. Full fine-tuning is timed forward
 and backward, adapters with AdamW. Peers: Unsloth (which needs packages of its own, SITE), Liger,

@@ -128,6 +128,8 @@ def chosen(
 
 def policies(gains: Directions, default: Directions) -> dict[str, Directions]:
     """What runs how, by the name of the policy."""
+    from trainkit.options import Fp8Options
+
     found: dict[str, Directions] = {
         "bf16": {},
         "all": {name: each for name, each in gains.items() if ".layers." in name},
@@ -135,7 +137,7 @@ def policies(gains: Directions, default: Directions) -> dict[str, Directions]:
         "every product, gaining or not": dict.fromkeys(gains, (True, True)),
     }
     if default:
-        found["default"] = default
+        found[f"budget {Fp8Options().loss_budget}"] = default
     return {
         policy: {name: each for name, each in directions.items() if any(each)}
         for policy, directions in found.items()

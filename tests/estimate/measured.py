@@ -107,7 +107,8 @@ def _fp8(row: Row) -> tuple[Plan | str, bool]:
     if row["provider"] != "trainkit":
         return OTHERS, False
     sizes = {"qwen2-7b": 4, "llama-3.2-1b": 16, "qwen2-0.5b": 16}
-    if policy not in _POLICIES or model not in sizes:
+    _, is_budget, budget = policy.partition("budget ")
+    if not (is_budget or policy in _POLICIES) or model not in sizes:
         return CHOSEN, False
     plan = Plan(find_shape(model), sizes[model], 2048, **BARE)
     if kind != "full":
@@ -116,7 +117,7 @@ def _fp8(row: Row) -> tuple[Plan | str, bool]:
         base = "bfloat16" if policy == "bf16" else "fp8"
         plan = replace(plan, adapters=adapters, recompute=int(is_checkpointed), base=base)
         plan = replace(plan, optimizer=8.0)
-    options = _POLICIES[policy]
+    options = Fp8Options(loss_budget=float(budget)) if is_budget else _POLICIES[policy]
     return (plan if options is None else within_budget(plan, options)), False
 
 
@@ -125,7 +126,6 @@ _POLICIES = {
     "all": Fp8Options(loss_budget=ALL),
     "all and head": Fp8Options(loss_budget=ALL, head="fp8"),
     "every product, gaining or not": Fp8Options(loss_budget=ALL, head="fp8"),
-    "default": Fp8Options(),
 }
 
 

@@ -30,9 +30,9 @@ def test_a_larger_budget_takes_more(name: str) -> None:
 
 
 def test_the_default_takes_the_wide_products_that_lose_little() -> None:
-    """Half of a 7B's forward products by their numbers: few layers, but the wide ones."""
+    """Two thirds of a 7B's forward products by their numbers: few layers, but the wide ones."""
     found = shares_of(Fp8Options(), LARGE)
-    assert found.forward == pytest.approx(0.5, abs=0.02)
+    assert found.forward == pytest.approx(0.67, abs=0.03)
     assert found.backward == 1
 
 
@@ -52,7 +52,7 @@ def test_what_is_skipped_or_narrow_stays_in_16_bits() -> None:
 def test_the_plan_follows(adapters: Adapters | None) -> None:
     base = "bfloat16" if adapters is None else "fp8"
     plan = Plan(LARGE, 4, 2048, adapters=adapters, base=base)
-    some, every = (within_budget(plan, Fp8Options(loss_budget=b)) for b in (0.004, ALL))
+    some, every = (within_budget(plan, Fp8Options(loss_budget=b)) for b in (0.005, ALL))
     none = within_budget(plan, Fp8Options(skip=list(LARGE.linears())))
     bf16 = replace(plan, base="bfloat16")
     assert seconds(every, H200) < seconds(some, H200) < seconds(none, H200)

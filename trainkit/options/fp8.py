@@ -17,7 +17,7 @@ class Fp8Options(Section):
     at: ClassVar[str] = "model.fp8"
 
     loss_budget: Annotated[float, Field(ge=0, lt=1)] | Literal["all"] = Field(
-        0.004,
+        0.005,
         description="By which share the loss may rise when products are rounded to fp8, measured "
         "on the run's own data before the first step; all: no limit.",
     )
