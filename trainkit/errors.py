@@ -18,6 +18,8 @@ class TrainkitError(Exception):
     """
 
     exit_code = 1
+    is_told_elsewhere = False
+    """Another process prints the same."""
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what = what

@@ -95,3 +95,32 @@ def restart():
     moved = int(os.environ["MASTER_PORT"]) - old
     del kept
     return moved, os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True", number.item()
+
+
+def refuse_each(texts):
+    """Each rank refuses with its text, or not at all; its exit code, and what it prints."""
+    import contextlib
+    import io
+
+    from accelerate import PartialState
+
+    from trainkit.cli.failures import report_failure
+    from trainkit.errors import ResumeRefusedError, TrainkitError
+    from trainkit.parallel import ProcessRank
+    from trainkit.parallel.agreement import decided_by_each
+
+    PartialState(cpu=True)
+    process = ProcessRank.from_environment()
+    text = texts[process.dist_rank]
+
+    def decide():
+        if text is not None:
+            raise ResumeRefusedError(text)
+        return process.dist_rank
+
+    try:
+        return decided_by_each(process, decide), ""
+    except TrainkitError as error:
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            code = report_failure(error)
+        return code, printed.getvalue()

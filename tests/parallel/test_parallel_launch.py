@@ -277,6 +277,20 @@ def test_every_process_names_the_one_that_differs(facts, said, compare):
     assert f"process 1 on {socket.gethostname()} has {said}" in first
 
 
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [
+        ([None, None], [[0, ""], [1, ""]]),
+        (["no", "no"], [[1, "error: no\n"], [1, ""]]),
+        ([None, "no"], [[1, ""], [1, "error: rank 1: no\n"]]),
+        (["no", None], [[1, "error: no\n"], [1, ""]]),
+        (["no", "nor"], [[1, "error: no\n"], [1, "error: rank 1: nor\n"]]),
+    ],
+)
+def test_what_one_rank_refuses_ends_all_and_is_said_once(texts, said):
+    assert run_ranks("parallel.agreement_cases:refuse_each", texts=texts) == said
+
+
 def test_what_hosts_compare_first_needs_nothing_slow(tmp_path):
     """Under load transformers takes a minute to load; the answer should be there by then."""
     code = (

@@ -78,7 +78,8 @@ def report_failure(error: BaseException) -> int:
     if isinstance(error, TrainkitError):
         # The recipe is the same on every rank of a host, so each host prints its errors once.
         is_first = os.environ.get("LOCAL_RANK", dist_rank) == "0"
-        if is_first or not isinstance(error, RecipeError):
+        is_known = error.is_told_elsewhere or (isinstance(error, RecipeError) and not is_first)
+        if not is_known:
             _say(str(error), prefix)
         return error.exit_code
     if isinstance(error, ImportError) and "install" in str(error):

@@ -138,7 +138,11 @@ def _refuse(problems: Iterable[str | None]) -> None:
 
 
 def decided_by_main(process: ProcessRank, decide: Callable[[], Decision]) -> Decision:
-    """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang."""
+    """Let rank 0 decide for all; what it cannot do is an error on every rank, not a hang.
+
+    Raises:
+        TrainkitError: on every rank; only rank 0 prints it.
+    """
     decided: list[Any] = [None]
     if process.is_main:
         try:
@@ -150,8 +154,38 @@ def decided_by_main(process: ProcessRank, decide: Callable[[], Decision]) -> Dec
 
         broadcast_object_list(decided)
     if isinstance(decided[0], TrainkitError):
+        decided[0].is_told_elsewhere = not process.is_main
         raise decided[0]
     return cast(Decision, decided[0])
+
+
+def decided_by_each(process: ProcessRank, decide: Callable[[], Decision]) -> Decision:
+    """Let every rank decide for itself, all of them at once; what one refuses ends them all.
+
+    Returns:
+        What this rank has decided.
+
+    Raises:
+        TrainkitError: on every rank, its own or that of the first rank with one; ranks that have
+            the same one print it once.
+    """
+    error: TrainkitError | None = None
+    try:
+        decided = decide()
+    except TrainkitError as refused:
+        error = refused
+    errors = [error]
+    if process.world_size > 1:
+        from accelerate.utils import gather_object
+
+        errors = gather_object(errors)
+    first = next((each for each in errors if each is not None), None)
+    if first is None:
+        return decided
+    before = [str(each) for each in errors[: process.dist_rank] if each is not None]
+    raised = error or first
+    raised.is_told_elsewhere = error is None or str(error) in before
+    raise raised
 
 
 def largest_of(process: ProcessRank, number: int) -> int:

@@ -17,6 +17,8 @@ from trainkit.errors import ResumeRefusedError
 from trainkit.models.checks.leak_test import leak_test
 from trainkit.models.checks.row_test import row_test
 from trainkit.models.fp8.trained import KeptCodes
+from trainkit.parallel import ProcessRank
+from trainkit.parallel.agreement import decided_by_each
 from trainkit.parallel.rows import RowSplit
 from trainkit.run.console import Console
 from trainkit.run.directory import RunDirectory
@@ -188,9 +190,10 @@ class KeepToThePlan(TrainerCallback):
     learning rate, and nobody would notice.
     """
 
-    def __init__(self, point: ResumePoint, console: Console) -> None:
+    def __init__(self, point: ResumePoint, console: Console, process: ProcessRank) -> None:
         self._point = point
         self._console = console
+        self._process = process
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -200,6 +203,9 @@ class KeepToThePlan(TrainerCallback):
         Raises:
             ResumeRefusedError: the checkpoint is beyond the last step.
         """
+        decided_by_each(self._process, lambda: self._compare(state))
+
+    def _compare(self, state: TrainerState) -> None:
         if state.global_step > state.max_steps:
             raise ResumeRefusedError(
                 f"the checkpoint is at step {state.global_step}, and the recipe ends at step "

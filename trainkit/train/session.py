@@ -141,7 +141,7 @@ class Session:
         stop = StopRequest()
         trainer = self.trainer(stop)
         if point is not None:
-            trainer.add_callback(KeepToThePlan(point, self.console))
+            trainer.add_callback(KeepToThePlan(point, self.console, self.layout.process))
             trainer.add_callback(TakeUp(trainer, self.review, point.checkpoint, self.console.note))
         recorder = self._recorder(point)
         if recorder is not None:

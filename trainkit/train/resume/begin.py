@@ -6,16 +6,17 @@ from typing import Any
 
 from trainkit.checkpoint.whole.ownership import refuse_foreign
 from trainkit.models.linears import packed_kind
-from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
+from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse_disagreement
 from trainkit.run import (
     RunDirectory,
 )
 from trainkit.run.starts import begin_again, read_starts
-from trainkit.train.checkpoints import check_base_weights, find_resume_point
+from trainkit.train.checkpoints import ResumePoint, check_base_weights, find_resume_point
 from trainkit.train.prepare import Invocation, Prepared
 from trainkit.train.resume.changes import (
     IN_USE,
     PARTS,
+    Review,
     review,
     review_running,
 )
@@ -69,17 +70,10 @@ def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:
             "the same directory"
         )
         return Resumption(fingerprint)
-    starts = read_starts(RunDirectory.open(point.run))
-    reviewed = review(
-        point,
-        settings_of(start.loaded),
-        fingerprint,
-        start.options.allow_changed,
-        [row for earlier in starts for row in earlier.accepted],
-        sharded=prepared.layout.fits_its_ranks_only,
+    sharded = prepared.layout.fits_its_ranks_only
+    reviewed = decided_by_each(
+        start.process, lambda: _reviewed(start, point, fingerprint, sharded=sharded)
     )
-    check_base_weights(point, start.recipe.model.name_or_path)
-    refuse_foreign(point.checkpoint)
     for path, reason in point.skipped:
         console.warn(f"{path.name} is damaged and was passed over: {reason}")
     console.note(f"continuing from {point.checkpoint}")
@@ -88,6 +82,28 @@ def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:
     for change in reviewed.accepted:
         console.warn(f"not as it was, and accepted: {change}")
     return Resumption(fingerprint, point, reviewed)
+
+
+def _reviewed(
+    start: Invocation, point: ResumePoint, fingerprint: Mapping[str, Any], *, sharded: bool
+) -> Review:
+    """Hold recipe, surroundings and files of this host against the checkpoint."""
+    reviewed = review(
+        point,
+        settings_of(start.loaded),
+        fingerprint,
+        start.options.allow_changed,
+        _accepted_before(point),
+        sharded=sharded,
+    )
+    check_base_weights(point, start.recipe.model.name_or_path)
+    refuse_foreign(point.checkpoint)
+    return reviewed
+
+
+def _accepted_before(point: ResumePoint) -> list[Mapping[str, Any]]:
+    starts = read_starts(RunDirectory.open(point.run))
+    return [row for earlier in starts for row in earlier.accepted]
 
 
 def review_built(start: Invocation, resumption: Resumption, runs: Mapping[str, Any]) -> Resumption:
@@ -110,11 +126,9 @@ def review_built(start: Invocation, resumption: Resumption, runs: Mapping[str, A
     fingerprint = {**resumption.fingerprint, IN_USE: dict(runs)}
     point, reviewed = resumption.point, resumption.review
     if point is not None and not any(_chooses(change.key) for change in reviewed.changes):
-        accepted = review_running(
-            point,
-            fingerprint[IN_USE],
-            start.options.allow_changed,
-            [row for each in read_starts(RunDirectory.open(point.run)) for row in each.accepted],
+        allowed, before = start.options.allow_changed, _accepted_before(point)
+        accepted = decided_by_each(
+            start.process, lambda: review_running(point, fingerprint[IN_USE], allowed, before)
         )
         for change in accepted:
             start.console.warn(f"not as it was, and accepted: {change}")
