@@ -23,3 +23,12 @@ def checkpoints_in(run: Path) -> list[Path]:
     """The checkpoints of a run by step. A ``checkpoint-4-kept`` among them is the user's own."""
     found = [path for path in run.glob("checkpoint-*") if step_of(path) >= 0 and path.is_dir()]
     return sorted(found, key=step_of)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make a rename inside ``path`` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

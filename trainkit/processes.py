@@ -1,9 +1,12 @@
-"""Whether a process is alive, stopped or gone. No torch."""
+"""Whether a process is alive, stopped or gone, and which one has started it. No torch."""
 
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+
+LAUNCHER = "TRAINKIT_LAUNCHER"
+"""The variable with the number of the process that has started the ranks of this host."""
 
 
 @dataclass(frozen=True)

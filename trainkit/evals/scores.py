@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
-from trainkit.run.files import explain_os_errors, fsync_directory, jsonable
+from trainkit.places import fsync_directory
+from trainkit.run.files import explain_os_errors, jsonable
 
 RESULTS = "results.json"
 

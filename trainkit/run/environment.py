@@ -16,6 +16,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
+from trainkit.processes import LAUNCHER
 from trainkit.run.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 from trainkit.version import __version__
 
@@ -28,9 +29,8 @@ _RELEVANT_VARIABLE = re.compile(
     r"|CUBLAS_WORKSPACE_CONFIG|PYTHONHASHSEED)$"
 )
 # Set for one process of one launch: exporting them again would pin the wrong process.
-_OWN_LAUNCHER = "TRAINKIT_LAUNCHER"
 _SET_BY_LAUNCHER = re.compile(
-    rf"^(?:{_OWN_LAUNCHER}$|TORCH_DISABLE_SHARE_RDZV_TCP_STORE$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|WORLD_SIZE$|LOCAL_WORLD_SIZE$"
+    rf"^(?:{LAUNCHER}$|TORCH_DISABLE_SHARE_RDZV_TCP_STORE$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|WORLD_SIZE$|LOCAL_WORLD_SIZE$"
     r"|MASTER_ADDR$|MASTER_PORT$|NNODES$|NODE_RANK$|NPROC_PER_NODE$)"
 )
 _COMMAND_TIMEOUT_SECONDS = 20
@@ -113,7 +113,7 @@ def _started_again(arguments: Sequence[str], environ: Mapping[str, str]) -> list
         words += ["--nnodes", str(num_nodes), "--node_rank", environ.get("GROUP_RANK", "0")]
         words += ["--master_addr", environ.get("MASTER_ADDR", "127.0.0.1")]
         words += ["--master_port", environ.get("MASTER_PORT", "29500")]
-    if _OWN_LAUNCHER in environ and "sft" in arguments:
+    if LAUNCHER in environ and "sft" in arguments:
         restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         words += [] if restarts == "0" else ["--max_restarts", restarts]
         options = arguments[arguments.index("sft") + 1 :]

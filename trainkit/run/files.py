@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
+from trainkit.places import fsync_directory
 
 PRIVATE_FILE_MODE = 0o600
 PRIVATE_DIRECTORY_MODE = 0o700
@@ -115,15 +116,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
-
-
-def fsync_directory(path: Path) -> None:
-    """Make a rename inside ``path`` survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def current_umask() -> int:

@@ -31,7 +31,7 @@ from trainkit.checkpoint.whole.manifest import (
     verify_directory,
 )
 from trainkit.errors import CheckpointError
-from trainkit.places import checkpoints_in
+from trainkit.places import checkpoints_in, fsync_directory
 
 __all__ = [
     "MANIFEST_NAME",
@@ -179,7 +179,7 @@ def remove_directory(directory: Path) -> None:
     directory = Path(directory)
     trash = directory.parent / f".{directory.name}.trash-{uuid.uuid4().hex}"
     directory.rename(trash)
-    _fsync_path(directory.parent)
+    fsync_directory(directory.parent)
     shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -263,7 +263,7 @@ def _publish(staging: Path, target: Path, *, replace: bool) -> None:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
             raise CheckpointError("it appeared while it was written", where=str(target)) from error
-    _fsync_path(target.parent)
+    fsync_directory(target.parent)
     owner_file(staging).unlink(missing_ok=True)
 
 
@@ -297,15 +297,7 @@ def _write_durably(path: Path, content: bytes) -> None:
 
 def _fsync_folders(root: Path) -> None:
     for folder, _, _ in os.walk(root, topdown=False):
-        _fsync_path(Path(folder))
-
-
-def _fsync_path(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        fsync_directory(Path(folder))
 
 
 def _is_disk_full(error: BaseException, place: Path) -> bool:

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 import socket
 import time
@@ -30,6 +29,7 @@ from trainkit.data.build.store import META, DamagedStoreError, Store, file_diges
 from trainkit.data.options import DataOptions
 from trainkit.errors import DataError
 from trainkit.options import Source
+from trainkit.places import fsync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -206,11 +206,7 @@ def _publish(temporary: Path, target: Path) -> None:
         # Another machine on the same file system was faster; its store is as good.
         if not (target / META).exists():
             raise
-    handle = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync_directory(target.parent)
 
 
 def _sweep(directory: Path, mine: str) -> None:

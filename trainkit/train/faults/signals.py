@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from trainkit.errors import StoppedError
+from trainkit.processes import LAUNCHER
 
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Ctrl-C; what schedulers send before they kill; what they send to warn; the terminal is gone."""
@@ -26,9 +27,6 @@ _SAME_PRESS_SECONDS = 2.0
 """A terminal sends Ctrl-C to a launcher and to its ranks, and the launcher sends it on."""
 
 _PATIENCE_SECONDS = 5.0
-
-LAUNCHER = "TRAINKIT_LAUNCHER"
-"""The variable with the number of the process that has started the ranks of this host."""
 
 _LAUNCHER_KILLED = "the launcher was killed"
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainkit.errors import PREEMPTED, RecipeError, StoppedError
-from trainkit.train.faults.signals import LAUNCHER, acted_on, leave_to_others, watching_signals
+from trainkit.processes import LAUNCHER
+from trainkit.train.faults.signals import acted_on, leave_to_others, watching_signals
 
 SHUTDOWN_SECONDS = 600
 """How long processes may take to save before they are killed; schedulers have their own limit."""
