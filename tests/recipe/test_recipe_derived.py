@@ -38,6 +38,14 @@ CASES = {
             "greater_is_better": (False, "from training.load_best_model_at_end"),
         },
     ),
+    "the best, told nothing": (
+        [EVAL, "training.load_best_model_at_end=true"],
+        {"save_strategy": ("epoch", "from training.load_best_model_at_end")},
+    ),
+    "the best of steps": (
+        [EVAL, "training.load_best_model_at_end=true", "training.eval_steps=5"],
+        {"save_steps": (5, "from training.load_best_model_at_end")},
+    ),
     "plateau": (
         [EVAL, "training.lr_scheduler_type=reduce_lr_on_plateau"],
         {"metric_for_best_model": ("loss", "from training.lr_scheduler_type")},

@@ -125,6 +125,19 @@ def test_one_mistake_one_message(problems_of, line, what, fix):
         assert fix in advice
 
 
+@pytest.mark.parametrize("evaluated", ["eval_steps: 2", "eval_strategy: steps, logging_steps: 2"])
+def test_of_every_evaluation_there_is_a_model_to_load(load, problems_of, evaluated):
+    """transformers takes any multiple, and ends with the last model where the best has none."""
+    text = "model: {name_or_path: m}\ndata: {train: [a], eval: [b]}\ntraining:\n"
+    text += f"  {{load_best_model_at_end: true, {evaluated}, save_steps: SAVED}}\n"
+    ((where, said, advice),) = problems_of(text.replace("SAVED", "4"))
+    assert where == 4
+    assert "evaluated every 2 steps and saved every 4" in said
+    assert "save_steps: 2" in advice
+    for served in ("2", "4, save_strategy: best"):
+        load(text.replace("SAVED", served))
+
+
 @pytest.mark.parametrize(
     ("data", "what", "fix"),
     [

@@ -191,6 +191,8 @@ def _of_transformers(training: Mapping[str, Any], *, stops_early: bool) -> dict[
     found: dict[str, Derived] = {}
     if value("eval_strategy") == "steps" and not value("eval_steps"):
         found["eval_steps"] = Derived(value("logging_steps"), "from training.logging_steps")
+    if value("load_best_model_at_end"):
+        found |= _saves_of_the_best(training, found)
     metric, origin = value("metric_for_best_model"), "from training.metric_for_best_model"
     needs_metric = (
         value("load_best_model_at_end")
@@ -216,3 +218,19 @@ def _of_transformers(training: Mapping[str, Any], *, stops_early: bool) -> dict[
     if compiles and not value("torch_compile_backend"):
         found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
     return found
+
+
+def _saves_of_the_best(
+    training: Mapping[str, Any], found: Mapping[str, Derived]
+) -> dict[str, Derived]:
+    """Every evaluation has a checkpoint, for each of them may be the best."""
+    origin = "from training.load_best_model_at_end"
+    strategy = training.get("eval_strategy")
+    saves: dict[str, Derived] = {}
+    if strategy == "epoch" and not {"save_strategy", "save_steps"} & set(training):
+        saves["save_strategy"] = Derived("epoch", origin)
+    in_steps = strategy == "steps" and training.get("save_strategy", "steps") == "steps"
+    if in_steps and "save_steps" not in training:
+        steps = found["eval_steps"].value if "eval_steps" in found else training["eval_steps"]
+        saves["save_steps"] = Derived(steps, origin)
+    return saves

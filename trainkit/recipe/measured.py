@@ -6,6 +6,7 @@ from typing import Any
 
 from trainkit.options.evaluation import EarlyStopping, GenerationOptions, TaskOptions
 from trainkit.options.words import ask, nearest
+from trainkit.recipe.fields.training import TRAINING_DEFAULTS
 
 LOSS = "loss"
 
@@ -80,6 +81,7 @@ def problems(
         yield from _without_data(training, early)
     if every is not None:
         yield from _other_steps(training, metric, every)
+    yield from _unsaved_best(training, every)
 
 
 def _without_data(
@@ -111,4 +113,21 @@ def _other_steps(
             f"training.{name}",
             f"{metric} is measured every {every} steps, and decides which model is the best",
             f"remove {name}, or write eval_strategy: steps and eval_steps: {every}",
+        )
+
+
+def _unsaved_best(training: Mapping[str, Any], every: int | None) -> Iterator[tuple[str, str, str]]:
+    """An evaluation without a checkpoint may be the best: there is no model of it to load."""
+    evaluated, saved = training.get("eval_steps") or every, training.get("save_steps")
+    strategy = training.get("eval_strategy") or ("epoch" if evaluated is None else "steps")
+    both = (strategy, training.get("save_strategy", "steps"))
+    if not training.get("load_best_model_at_end") or both != ("steps", "steps") or saved is None:
+        return  # by epochs both come at once, and of two strategies transformers has its own word
+    evaluated = evaluated or training.get("logging_steps", TRAINING_DEFAULTS["logging_steps"])
+    if evaluated != saved:
+        yield (
+            "training.save_steps",
+            f"a model is evaluated every {evaluated} steps and saved every {saved}: of the best "
+            "one there may be no checkpoint for load_best_model_at_end",
+            f"remove save_steps, write save_steps: {evaluated}, or write save_strategy: best",
         )

@@ -22,9 +22,12 @@ from trainkit.parallel import Layout
 from trainkit.parallel.snapshot import pin_ahead, snapshot, tensors_of
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
+from trainkit.train.faults.signals import StopRequest
 from trainkit.train.faults.watch import Watch
 
 _OPTIMIZER, _SCHEDULER = "optimizer.pt", "scheduler.pt"
+_AT_AN_END = {"load_best_model_at_end": False, "save_total_limit": None}
+"""What leaves the checkpoints as they are, and the model."""
 
 
 class BackgroundSaves(Trainer):
@@ -33,6 +36,7 @@ class BackgroundSaves(Trainer):
     layout: Layout
     checkpoints: CheckpointWriter
     watch: Watch | None = None
+    _stop: StopRequest | None = None
     _staging: Path | None = None
     _saving: Save | None = None
     _has_pinned = False
@@ -196,6 +200,21 @@ class BackgroundSaves(Trainer):
             job()
         else:
             self._saving.attempt(job)
+
+    def _finalize_training(self, *arguments: Any) -> Any:
+        """A run that was asked to stop will go on: from its last checkpoint, not from the best.
+
+        At an end transformers loads the best one, and with ``save_total_limit: 1`` removes all
+        others.
+        """
+        self.checkpoints.wait()
+        before = {name: getattr(self.args, name) for name in _AT_AN_END}
+        try:
+            if self._stop is not None and self._stop.has_saved:
+                vars(self.args).update(_AT_AN_END)
+            return super()._finalize_training(*arguments)
+        finally:
+            vars(self.args).update(before)
 
     def _load_best_model(self) -> None:
         """When it is written."""

@@ -115,7 +115,13 @@ class CountedEpochs(Trainer):
         return epoch, steps * self.args.gradient_accumulation_steps if is_skipping else 0
 
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """One pass over the loader, with its own number of micro-batches."""
+        """One pass over the loader, with its own number of micro-batches.
+
+        None where an evaluation that was made up for has ended the run: transformers asks behind
+        the first step only.
+        """
+        if self.control.should_training_stop:
+            return
         if self._plan is not None:
             kwargs["steps_in_epoch"] = self._plan.num_batches(epoch)
             kwargs["num_update_steps_per_epoch"] = self._plan.num_steps(epoch)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from trainkit.train.checkpoints import folder_name
 from trainkit.train.resume.changes import Review
 
 _OPTIONS = ("weight_decay", "betas", "eps", "momentum")
@@ -43,6 +44,8 @@ class Resumable(Protocol):
     checkpoints: Any
     _tr_loss: Any
     _globalstep_last_logged: Any
+
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> bool: ...
 
 
 class TakeUp(TrainerCallback):
@@ -80,6 +83,7 @@ class TakeUp(TrainerCallback):
         self._set_groups(kwargs["optimizer"])
         self._set_rates(kwargs["optimizer"], kwargs["lr_scheduler"])
         load_window(self._checkpoint, self._trainer)
+        self._find_best(args, state)
         if state.is_world_process_zero:  # a kill may have come between a commit and the thinning
             best = state.best_model_checkpoint
             spared = {self._checkpoint, None if best is None else Path(best)}
@@ -94,14 +98,35 @@ class TakeUp(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """A schedule that follows a figure hears one made up for; transformers leaves it out."""
+        """One made up for decides what any other does; transformers leaves it out at a start.
+
+        The best model may be this checkpoint, and a schedule may follow the figure.
+        """
         if not self._makes_up:
             return
         self._makes_up = False
+        if self._trainer._determine_best_metric(kwargs["metrics"], None):
+            state.best_model_checkpoint = str(self._checkpoint)
         scheduler = kwargs["lr_scheduler"]
         if "metrics" in signature(scheduler.step).parameters:  # reduce_lr_on_plateau, greedy
             name = str(args.metric_for_best_model).removeprefix("eval_")
             scheduler.step(kwargs["metrics"][f"eval_{name}"])
+
+    def _find_best(self, args: TrainingArguments, state: TrainerState) -> None:
+        """The best checkpoint stands beside this one, whatever the run was called before.
+
+        transformers keeps its whole path, and forgets it where that is gone.
+        """
+        if not state.best_global_step:
+            return
+        best = self._checkpoint.parent / folder_name(state.best_global_step)
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)
+        elif args.load_best_model_at_end and state.best_model_checkpoint is None:
+            self._note(
+                f"{best.name}, the best so far, is gone: unless a better one comes, final/ will be "
+                "the model of the last step"
+            )
 
     def _set_groups(self, optimizer: Any) -> None:
         for group, wanted in zip(optimizer.param_groups, self._trainer.group_options, strict=True):
