@@ -105,7 +105,7 @@ def test_a_full_disk(write, tiny_tokenizer, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     message = refused(tmp_path / "cache", write, tiny_tokenizer)
     assert "No space left" in message
     assert "data.cache_dir" in message

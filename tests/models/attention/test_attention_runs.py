@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import transformers
+from packaging.version import Version
 from ranks import run_ranks
 from tiny_classes import classes, make_tiny
 
@@ -83,10 +85,18 @@ def test_a_named_attention_that_is_the_models_own_trains(
     assert {row["status"] for row in record["attention"]["checks"]} == {"ok"}
 
 
+# Up to 5.17 Gemma 2 let SDPA drop its soft caps, which the proof sees in the numbers.
+NO_SOFT_CAP = (
+    "it cannot run: Gemma2ForCausalLM does not support"
+    if Version(transformers.__version__) >= Version("5.18")
+    else "from eager attention"
+)
+
+
 @pytest.mark.parametrize(
     ("model_type", "attention", "packing", "reason"),
     [
-        ("gemma2", "sdpa", "false", "it cannot run: Gemma2ForCausalLM does not support"),
+        ("gemma2", "sdpa", "false", NO_SOFT_CAP),
         ("gpt_oss", "eager", "true", "those of each document alone"),
         ("mistral", "flex", "false", "is not supported"),
         ("mistral", "flash_attention_2", "true", "it cannot run"),
