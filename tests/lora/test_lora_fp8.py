@@ -271,7 +271,7 @@ def test_refused_where_it_cannot_run(monkeypatch):
     refuse_unfit_device("nf4", torch.device("cuda", 0))
 
 
-def within(folder, budget, *, kernels=True, quantize="fp8"):
+def within(folder, budget, *, kernels=True, quantize="fp8", **lora):
     """As a recipe builds it: the base's layers chosen within a budget."""
     torch.manual_seed(0)
     rows = ({"input_ids": IDS[:1], "labels": IDS[:1]} for _ in range(1))
@@ -279,7 +279,7 @@ def within(folder, budget, *, kernels=True, quantize="fp8"):
         ModelOptions(name_or_path=str(folder)),
         attention="auto",
         packing=False,
-        lora=LoraOptions(r=4, init_lora_weights=False),
+        lora=LoraOptions(r=4, init_lora_weights=False, **lora),
         quantize=quantize,
         kernels=kernels,
         reentrant=False,
@@ -287,6 +287,17 @@ def within(folder, budget, *, kernels=True, quantize="fp8"):
         fp8=None if quantize is None else Fp8Setup(Fp8Options(loss_budget=budget), rows, 64),
     )
     return made, made.model.train()
+
+
+def test_a_module_that_is_trained_whole_is_recorded_as_in_16_bits(tiny_qwen2):
+    made, model = within(
+        tiny_qwen2, "all", target_modules=["q_proj"], modules_to_save=["down_proj"]
+    )
+    assert not any("down_proj" in name for name in made.fp8_base.directions)
+    assert made.fp8_base.kept["trained whole (modules_to_save)"] == 2
+    packed = {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+    assert len(packed) == len(made.fp8_base.directions) == 12
+    assert not any("down_proj" in name for name in packed)
 
 
 @pytest.mark.parametrize("kernels", [True, False])

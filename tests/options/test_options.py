@@ -109,7 +109,11 @@ def test_kernels_of_adapters_are_switched_in_a_recipe(tmp_path):
 
 
 IN_FP8 = {  # what follows `model: {name_or_path: m, `: what is said of it
-    "fp8: al}": "model.fp8: 'al' must be one of 'all'",
+    "fp8: yes}": "write model.fp8: true",
+    "fp8: ALL}": "write model.fp8: all",
+    "fp8: null}": "write model.fp8: false",
+    "fp8: 0.01}": "write model.fp8: {loss_budget: 0.01}",
+    "fp8: [down_proj]}": "must be true, false, all, or a section",
     "fp8: {loss_budgte: 1}}": "loss_budget",
     "fp8: {loss_budget: 1.5}}": "must be below 1",
     "fp8: {min_size: 8}}": "must be at least 16",

@@ -31,6 +31,25 @@ def _kind_of_fp8(value: object) -> str:
     return "section" if isinstance(value, Mapping | Fp8Options) else "bool"
 
 
+_NO = ("no", "off", "false", "none", "bf16", "")
+
+
+def _form_of_fp8(value: object) -> object:
+    """One of the three forms; what others are meant to say is in the fix."""
+    if isinstance(value, bool | Mapping | Fp8Options) or value == ALL:
+        return value
+    word = str(value).lower()
+    if isinstance(value, int | float):
+        meant = f"{{loss_budget: {value}}}"
+    else:
+        meant = "false" if word in _NO else ALL if word in ("all", "every") else "true"
+    raise broken_rule(
+        "model.fp8",
+        f"model.fp8: {value!r} must be true, false, all, or a section as {{loss_budget: 0.005}}",
+        f"write model.fp8: {meant}",
+    )
+
+
 def _patterns(value: object) -> object:
     """One pattern may be given without a list, a layer without quotes."""
     items = value if isinstance(value, list | tuple) else [value]
@@ -78,6 +97,7 @@ class ModelOptions(Section):
         | Annotated[Literal["all"], Tag("word")]
         | Annotated[Fp8Options, Tag("section")],
         Discriminator(_kind_of_fp8),
+        BeforeValidator(_form_of_fp8),
     ] = Field(
         False,
         description="Matrix products in fp8: true as far as the loss bears it, all of them, or "

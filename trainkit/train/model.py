@@ -312,7 +312,7 @@ def _loaded(
     if fp8.options.loss_budget != ALL:
         refuse_too_large(model, device)
         model = model.to(device)  # what rounding costs is measured on the plain model
-    choice = decide(model, fp8, device, frozen=True)
+    choice = decide(model, fp8, device, frozen=True, whole=kept)
     head = model.get_output_embeddings()
     both = [
         name

@@ -4,6 +4,7 @@ The proof at start decides; here it is held against logits and gradients of eage
 """
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -115,6 +116,17 @@ def logits_and_gradients(model, inputs, places):
             if parameter.grad is not None:
                 found[f"{name} {parameter_name}"] = parameter.grad.clone()
     return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_named(packed, number):
+    """Not the attention that they spoil."""
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = number
+    with pytest.raises(ModelError, match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight"):
+        settled(model, packed=packed)
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import pytest
 import torch
 from tiny import make_qwen2
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from trainkit.errors import ModelError
 from trainkit.models.fp8 import savings
 from trainkit.models.fp8.budget import Increase, Probe, probe_batches
 from trainkit.models.fp8.choice import BACKWARD, BOTH, PLAIN, Fp8Choice, choose
 from trainkit.models.fp8.decide import Fp8Setup, decide, train_in_fp8
-from trainkit.models.fp8.groups import Candidates, find_candidates, group_layers
+from trainkit.models.fp8.groups import OUTSIDE, Candidates, find_candidates, group_layers
 from trainkit.models.fp8.savings import Saving, Timed, Took
 from trainkit.models.fp8.trained import swap_in
 from trainkit.options import Fp8Options
@@ -259,10 +260,31 @@ def test_layers_that_cannot_or_shall_not():
         "not trained": 1,
         "the output layer": 1,
     }
-    with pytest.raises(ModelError, match="no linear layer of the model has layers"):
-        find_candidates(model, Fp8Options(skip=["layers.7"]))
-    with pytest.raises(ModelError, match="no linear layer can run in fp8"):
-        find_candidates(model, Fp8Options(min_size=4096))
+    for name, meant in ("layers.7", "give names"), ("dwn_proj", "did you mean down_proj"):
+        with pytest.raises(ModelError, match=f"no linear layer of the model has {name}") as caught:
+            find_candidates(model, Fp8Options(skip=[name]))
+        assert meant in str(caught.value)
+    for frozen, key in (True, "lora.quantize"), (False, "model.fp8"):
+        with pytest.raises(ModelError, match="no linear layer can run in fp8") as caught:
+            find_candidates(model, Fp8Options(min_size=4096), frozen=frozen)
+        assert caught.value.where == key
+        assert f"remove {key}" in str(caught.value)
+
+
+def test_weights_that_no_linear_layer_holds_are_counted_among_those_in_16_bits():
+    """Experts are most of such a model; convolutions over neighbouring tokens are not products."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = MixtralConfig(**sizes, **heads, intermediate_size=16, num_local_experts=2)
+    found = find_candidates(MixtralForCausalLM(experts), Fp8Options())
+    assert found.kept == {OUTSIDE: 2, "the output layer": 1}
+    assert len(found.layers) == 4
+    with pytest.raises(ModelError, match=f"8: {OUTSIDE}"):
+        find_candidates(
+            GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2)), Fp8Options()
+        )
+    convolved = nn.Sequential(nn.Conv1d(16, 16, 4), nn.Linear(16, 16))
+    assert find_candidates(convolved, Fp8Options()).kept == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -157,6 +157,12 @@ def settle(
             checks = tuple(asdict(row) for row in [*refused, *rows])
             return replace(candidate, reason=reason, checks=checks)
         refused += [replace(row, status="refused") for row in failed]
+    if broken := _not_finite(subject):
+        raise ModelError(
+            f"the weight {broken} holds NaN or infinity, so the model predicts nothing",
+            where="model.name_or_path",
+            fix="take the files from where they came from again, or an earlier checkpoint",
+        )
     last = next(row for row in reversed(refused) if row.compared == "logits")
     if last.batch == "packed":
         raise _cannot_pack(model, f"even with {last.attention} attention, {last.detail}")
@@ -165,6 +171,12 @@ def settle(
         where="model.attn_implementation",
         fix="report this with the model's config.json and the version of transformers",
     )
+
+
+def _not_finite(model: PreTrainedModel) -> str | None:
+    """The first weight that holds what is no number."""
+    weights = model.named_parameters()
+    return next((name for name, weight in weights if not weight.isfinite().all()), None)
 
 
 def _candidates(model: PreTrainedModel, wanted: Attention, *, is_auto: bool) -> list[Attention]:

@@ -1,6 +1,6 @@
 """From ``model.fp8`` to the layers that run in fp8: measured, agreed over ranks, recorded."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,12 @@ def refuse_too_large(model: nn.Module, device: torch.device) -> None:
 
 
 def decide(
-    model: nn.Module, setup: Fp8Setup, device: torch.device, *, frozen: bool = False
+    model: nn.Module,
+    setup: Fp8Setup,
+    device: torch.device,
+    *,
+    frozen: bool = False,
+    whole: Collection[str] = (),
 ) -> Fp8Choice:
     """Which layers run in fp8; every rank comes to the same.
 
@@ -117,11 +122,12 @@ def decide(
         setup: options and data.
         device: what it computes on.
         frozen: it is the base of adapters, whose codes replace the weights.
+        whole: modules that train next to the adapters, by their names' ends.
 
     Raises:
         ModelError: no layer can; or there is no text to measure a budget on.
     """
-    candidates = find_candidates(model, setup.options, frozen=frozen)
+    candidates = find_candidates(model, setup.options, frozen=frozen, whole=whole)
     if (known := _recorded(setup, candidates)) is not None:
         return known
     savings, timing = setup.agree(

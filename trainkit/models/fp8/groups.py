@@ -7,18 +7,24 @@ between them is cut into equal parts.
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.pytorch_utils import Conv1D
 
 from trainkit.errors import ModelError
 from trainkit.kernels.fp8.function import fits_fp8
 from trainkit.models.linears import ROUTERS
 from trainkit.models.swap import plain_class
 from trainkit.options.fp8 import Fp8Options
+from trainkit.options.words import ask, nearest
+from trainkit.parallel.parameters import whole_shape
 
 _PARTS_BETWEEN = 5
+OUTSIDE = "weights outside linear layers, as of experts"
+"""Why those keep 16 bits."""
 _DEPTH = re.compile(r"\.(\d+)\.")
 
 
@@ -50,13 +56,16 @@ class Candidates:
     head: str = ""
 
 
-def find_candidates(model: nn.Module, options: Fp8Options, *, frozen: bool = False) -> Candidates:
+def find_candidates(
+    model: nn.Module, options: Fp8Options, *, frozen: bool = False, whole: Collection[str] = ()
+) -> Candidates:
     """Look at every linear layer.
 
     Args:
         model: as it was loaded.
         options: which to leave out.
         frozen: of a base under adapters; else layers that are not trained keep 16 bits.
+        whole: modules that train next to the adapters over a frozen base, by their names' ends.
 
     Raises:
         ModelError: a name in ``skip`` is no layer's, or no layer is left.
@@ -65,14 +74,19 @@ def find_candidates(model: nn.Module, options: Fp8Options, *, frozen: bool = Fal
     head = None if get_head is None else get_head()
     layers: dict[str, nn.Linear] = {}
     kept: dict[str, int] = {}
-    unused = dict.fromkeys(options.skip)
+    unused, names = dict.fromkeys(options.skip), []
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or plain_class(module) is not nn.Linear:
+            if number := _num_other_matrices(module):
+                kept[OUTSIDE] = kept.get(OUTSIDE, 0) + number
             continue
+        names.append(name)
         skipped = [part for part in options.skip if f".{part}." in f".{name}."]
         for part in skipped:
             unused.pop(part, None)
         reason = "named in skip" if skipped else _why_not(name, module, head, options, frozen)
+        if any(name == each or name.endswith(f".{each}") for each in whole):
+            reason = "trained whole (modules_to_save)"
         if reason:
             kept[reason] = kept.get(reason, 0) + 1
         else:
@@ -81,17 +95,32 @@ def find_candidates(model: nn.Module, options: Fp8Options, *, frozen: bool = Fal
         raise ModelError(
             f"no linear layer of the model has {', '.join(unused)} in its name",
             where="model.fp8.skip",
-            fix="give names as in the model's weights, or parts between dots, as layers.0",
+            fix=_meant(next(iter(unused)), names),
         )
     if not layers:
         reasons = "; ".join(f"{number}: {reason}" for reason, number in kept.items())
         raise ModelError(
             f"no linear layer can run in fp8 ({reasons or 'there is none'})",
-            where="model.fp8",
-            fix="remove model.fp8",
+            where="lora.quantize" if frozen else "model.fp8",
+            fix=f"remove {'lora.quantize' if frozen else 'model.fp8'}",
         )
     of_head = next((name for name, module in layers.items() if module is head), "")
     return Candidates(layers, kept, of_head)
+
+
+def _num_other_matrices(module: nn.Module) -> int:
+    """How many weights of a module multiply, though it is no linear layer."""
+    if isinstance(module, _ConvNd):
+        return 0
+    fewest = 2 if isinstance(module, Conv1D) else 3
+    return sum(len(whole_shape(one)) >= fewest for one in module.parameters(recurse=False))
+
+
+def _meant(part: str, names: Iterable[str]) -> str:
+    """What a name that no layer has may have meant."""
+    roles = {name.rpartition(".")[2] for name in names}
+    other = "give names as in the model's weights, or parts between dots, as layers.0"
+    return ask(nearest(part, sorted(roles))) or other
 
 
 def _why_not(
