@@ -30,6 +30,12 @@ def without_bias(directory, layout):
     change_config(directory, {key: False})
 
 
+def in_fp64(directory):
+    file = directory / "model.safetensors"
+    tensors = {name: tensor.double() for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def change_config(directory, change):
     file = directory / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from convert_cases import change_config, tensors_of, without_bias, written_twice
+from convert_cases import change_config, in_fp64, tensors_of, without_bias, written_twice
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chatglm
@@ -241,7 +241,7 @@ class ChatGLMForConditionalGeneration(GlmForCausalLM):
 
 
 @pytest.mark.parametrize("layout", ["glm", "chatglm"])
-@pytest.mark.parametrize("kind", ["no-bias", "swish", "tied-and-stored"])
+@pytest.mark.parametrize("kind", ["no-bias", "swish", "tied-and-stored", "fp64"])
 def test_what_is_exact_is_converted_and_goes_back_to_its_bytes(layout, kind, tmp_path):
     model = glm_model(num_hidden_layers=1, tie_word_embeddings=kind == "tied-and-stored")
     source = tmp_path / "source"
@@ -257,6 +257,8 @@ def test_what_is_exact_is_converted_and_goes_back_to_its_bytes(layout, kind, tmp
     elif kind == "tied-and-stored":
         written_twice(source, head_and_embedding(layout))
         change_config(source, {"tie_word_embeddings": True})
+    elif kind == "fp64":
+        in_fp64(source)
     else:
         change_config(source, {"hidden_act": "swish"})
     convert_model(source, tmp_path / "qwen2", "qwen2", ConvertOptions())

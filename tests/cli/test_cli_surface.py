@@ -28,6 +28,20 @@ def test_every_command_answers_to_a_short_h(words, capsys):
     assert f"Usage: {' '.join(('trainkit', *words))}" in short
 
 
+def test_a_seed_is_one_that_every_generator_takes(capsys):
+    """numpy's and torch's ended in a traceback, each with other numbers."""
+    found = 0
+    for words in command_lines():
+        main([*words, "-h"])
+        if "--seed" not in capsys.readouterr().out:
+            continue
+        found += 1
+        for seed in (-1, 2**32):
+            assert main([*words, "--seed", str(seed)]) == 2
+            assert "Invalid value for '--seed'" in capsys.readouterr().err, words
+    assert found >= 4
+
+
 def test_python_dash_m():
     done = subprocess.run(
         [sys.executable, "-m", "trainkit", "--version"], capture_output=True, text=True, check=False

@@ -212,6 +212,8 @@ def test_sampling_options_go_over_the_models_own(options, own, wanted):
     "options",
     [
         {"temperature": 0.0},
+        {"temperature": float("inf")},
+        {"repetition_penalty": float("inf")},
         {"top_p": 1.5},
         {"top_k": -1},
         {"num_beams": 0},

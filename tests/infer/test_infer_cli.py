@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 
@@ -76,6 +77,8 @@ def test_chat_with_adapter_and_beams(tiny_qwen2, talk, tmp_path):
         (["{run}", "--temperature", "0"], "--temperature"),
         (["{run}", "--greedy", "--top-p", "0.5"], "--greedy"),
         (["{run}", "--adapter", "nowhere"], "adapter"),
+        (["{run}", "--device", "banana"], "'banana' is no device"),
+        (["{run}", "--device", "cuda:99"], "cuda:99: torch finds"),
     ],
 )
 def test_bad_chat_commands_exit_with_a_sentence(run_directory, talk, arguments, word):
@@ -83,6 +86,39 @@ def test_bad_chat_commands_exit_with_a_sentence(run_directory, talk, arguments, 
     assert code in (1, 2)
     assert word in err
     assert "Traceback" not in err
+
+
+def test_an_answer_that_fills_the_context_says_so(tiny_qwen2, talk, tmp_path):
+    run = tmp_path / "narrow"
+    shutil.copytree(tiny_qwen2, run)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    _, _, err = talk([str(run)], ["hi"])
+    assert "context is full" in err
+    assert "--max-new-tokens" not in err
+
+
+def test_generate_counts_what_has_no_whole_answer(run_directory, tmp_path, capsys):
+    config = run_directory / "final/config.json"
+    short = {**json.loads(config.read_text()), "max_position_embeddings": 64}
+    config.write_text(json.dumps(short))
+    rows = [{"prompt": "a"}, {"prompt": "b" * 99}]
+    earlier = [{"role": "user", "content": "c" * 60}, {"role": "assistant", "content": "d"}]
+    rows.append({"messages": [*earlier, {"role": "user", "content": "e"}]})
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["generate", str(run_directory), "--prompts", str(prompts), "--no-verify"]
+    command += ["--max-new-tokens", "2", "--too-long", "left_turns"]
+    assert main([*command, "--output", str(prompts)]) == 2
+    assert "the place of the questions" in capsys.readouterr().err
+    assert main([*command, "--output", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "2 answers" in said
+    assert "1 questions too long" in said
+    assert main([*command, "--output", str(out), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    counts = {"num_answers": 2, "num_too_long": 1, "num_shortened": 1, "num_cut": 2}
+    assert {key: row[key] for key in counts} == counts
 
 
 def test_generate_and_generate_again(run_directory, tmp_path, capsys):

@@ -55,7 +55,7 @@ TopP = Annotated[float | None, typer.Option(help="Sample from this share of the 
 TopK = Annotated[int | None, typer.Option(help="Sample from this many tokens; 0 is all.")]
 RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1, repeats are rarer.")]
 Beams = Annotated[int, typer.Option("--beams", help="Search with this many beams.")]
-Seed = Annotated[int, typer.Option(help="Of the sampling.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the sampling.")]
 DtypeOption = Annotated[LoadDtype, typer.Option(help="Of the weights in memory.")]
 Quantize = Annotated[
     Base,

@@ -114,6 +114,44 @@ def generate_file(
     return len(done)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How the questions of a finished file were answered.
+
+    Attributes:
+        num_answers: with an answer.
+        num_too_long: without one: there was no room.
+        num_shortened: answered without their oldest exchanges.
+        num_cut: answers that end at the longest length, or where the context does.
+    """
+
+    num_answers: int
+    num_too_long: int
+    num_shortened: int
+    num_cut: int
+
+    def in_words(self) -> list[str]:
+        """What a reader of the answers must know, one phrase each."""
+        phrases = {
+            "cut at --max-new-tokens or at the model's context": self.num_cut,
+            "to questions without their oldest exchanges": self.num_shortened,
+            "questions too long for an answer": self.num_too_long,
+        }
+        return [f"{number} {phrase}" for phrase, number in phrases.items() if number]
+
+
+def outcome_of(target: Path) -> Outcome:
+    """Count what a file of `generate_file` holds."""
+    rows = list(_rows(target))
+    ends = [row["finish"] for row in rows]
+    return Outcome(
+        num_answers=len(rows) - ends.count("too_long"),
+        num_too_long=ends.count("too_long"),
+        num_shortened=sum("num_turns_dropped" in row for row in rows),
+        num_cut=ends.count("length") + ends.count("context"),
+    )
+
+
 @contextmanager
 def _writing(target: Path) -> Iterator[None]:
     """A disk that is full or a path that cannot be written to, as one sentence."""

@@ -23,6 +23,7 @@ from trainkit.infer.base_proof import prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
+from trainkit.models.device import device_named
 from trainkit.models.linears import quantization_config
 from trainkit.models.loading import (
     TORCH_DTYPES,
@@ -251,8 +252,7 @@ def load_engine(
         ModelError: something cannot be loaded.
         CheckpointError: files were altered, or the adapter belongs to another base.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = device_named(device)
     for name in (paths.model, paths.tokenizer):  # the hub's client would retry for a minute
         check_exists(ModelOptions(name_or_path=name), is_model=False)
     if verify:
@@ -271,10 +271,10 @@ def load_engine(
         ModelOptions(name_or_path=paths.model, dtype=dtype),
         attention=own_attention(paths.model),
         quantization=packing,
-        device=None if late else torch.device(device),
+        device=None if late else place,
     )
     if quantize is not None and late:
-        model = pack(model, quantize, torch.device(device), paths.run)
+        model = pack(model, quantize, place, paths.run)
     if paths.adapter is not None:
         # Only here: peft brings bitsandbytes and torch's compiler, a third of the time of a start.
         from trainkit.lora.adapter import load_adapter

@@ -1,5 +1,6 @@
 """How an answer is chosen: greedily, by sampling, or by beams."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,14 +35,18 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         rules = (
             ("--max-new-tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("--temperature", self.temperature is None or self.temperature > 0, "above 0"),
+            (
+                "--temperature",
+                self.temperature is None or 0 < self.temperature < math.inf,
+                "a finite number above 0",
+            ),
             ("--top-p", self.top_p is None or 0 < self.top_p <= 1, "in (0, 1]"),
             ("--top-k", self.top_k is None or self.top_k >= 0, "at least 0"),
             ("--beams", self.num_beams >= 1, "at least 1"),
             (
                 "--repetition-penalty",
-                self.repetition_penalty is None or self.repetition_penalty > 0,
-                "above 0",
+                self.repetition_penalty is None or 0 < self.repetition_penalty < math.inf,
+                "a finite number above 0",
             ),
         )
         for option, is_kept, rule in rules:

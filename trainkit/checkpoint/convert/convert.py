@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 _MAX_KEPT_BYTES = 1 << 16
 _PLAIN_DTYPES = (*DTYPES.values(), torch.float64)
+_WHOLE_NUMBERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+_STORED = {str(dtype).removeprefix("torch."): dtype for dtype in (*_PLAIN_DTYPES, *_WHOLE_NUMBERS)}
+"""What a tensor that is left out may be stored as; nothing is computed with it."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +336,7 @@ def _kept_before(
                 kept.append((str(row["name"]), reader.load(embedding)))
                 continue
             data = torch.frombuffer(bytearray.fromhex(row["hex"]), dtype=torch.uint8)
-            dtype = DTYPES[row["dtype"]]
+            dtype = _STORED[row["dtype"]]
             kept.append((str(row["name"]), data.view(dtype).reshape(row["shape"])))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{RECORD_NAME} of the source is damaged: {error}") from None

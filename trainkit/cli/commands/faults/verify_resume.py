@@ -22,7 +22,7 @@ def verify_resume(
     kills: Annotated[
         int, typer.Option(min=1, help="How often it is killed; every second time inside a save.")
     ] = 2,
-    seed: Annotated[int, typer.Option(help="Of the moments.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the moments.")] = 0,
     parent: Annotated[
         Path,
         typer.Option("--work-dir", help="Where its runs are while it lasts; on the disk to try."),

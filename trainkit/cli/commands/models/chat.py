@@ -26,6 +26,12 @@ HELP = """/reset      start a new conversation
 /ids        show the token ids that the model saw last
 /quit       leave; so does Ctrl-D. Ctrl-C stops an answer"""
 
+_CUT = {
+    "interrupted": "[stopped]",
+    "length": "[cut at --max-new-tokens]",
+    "context": "[cut: the model's context is full; /undo or /reset makes room]",
+}
+
 
 def chat(
     model: shared.Model,
@@ -152,7 +158,7 @@ class Chat:
         echo(_object(question, answer) if self.as_json else "")
         self.last_ids = (*answer.input_ids, *answer.output_ids)
         if answer.finish != "stop":
-            _note("[stopped]" if answer.finish == "interrupted" else "[cut at --max-new-tokens]")
+            _note(_CUT[answer.finish])
         self.history.add(question, answer.text, is_whole=answer.finish == "stop")
 
 

@@ -1,6 +1,7 @@
 """``trainkit generate``: answers to a file of prompts."""
 
 import json
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -65,6 +66,12 @@ def generate(
     """Answer every row of a file; the same command again goes on where it stopped."""
     if batch_size < 1:
         raise RecipeError("it must be at least 1", where="--batch-size")
+    if out.exists() and prompts.exists() and out.samefile(prompts):
+        raise RecipeError(
+            "the answers would take the place of the questions",
+            where="--output",
+            fix="give the answers a name of their own",
+        )
     from trainkit.infer.locate import find_model, is_trained_on_texts, weights_digest
     from trainkit.infer.sampling import SamplingOptions
 
@@ -78,7 +85,7 @@ def generate(
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.data.read.formats import FORMATS
     from trainkit.data.read.questions import QuestionOptions, read_questions
-    from trainkit.infer.batch import BatchOptions, generate_file
+    from trainkit.infer.batch import BatchOptions, generate_file, outcome_of
 
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
@@ -99,9 +106,10 @@ def generate(
         BatchOptions(batch_size, settings, too_long.value),
         progress=lambda done, total: echo(f"{done} of {total} answered", err=True),
     )
-    row = {"out": str(out), "num_answers": len(questions), "num_found": before}
-    echo(
-        json.dumps(row)
-        if as_json
-        else f"{out}: {len(questions)} answers, {before} of them from an earlier call"
-    )
+    outcome = outcome_of(out)
+    row = {"out": str(out), **asdict(outcome), "num_found": before}
+    if as_json:
+        echo(json.dumps(row))
+        return
+    words = [f"{before} of them from an earlier call", *outcome.in_words()]
+    echo(f"{out}: {outcome.num_answers} answers, {', '.join(words)}")

@@ -63,7 +63,7 @@ def preview(
     model: Model = None,
     mask: Mask = None,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Samples drawn.")] = 3,
-    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draw.")] = 0,
     html: Annotated[
         Path | None,
         typer.Option(

@@ -60,13 +60,14 @@ def _checked(model: Path, device: str | None) -> list[dict[str, Any]]:
     import torch
 
     from trainkit.models.checks.self_check import self_check
+    from trainkit.models.device import device_named
     from trainkit.models.loading import check_exists, load_model
     from trainkit.options import ModelOptions
     from trainkit.patching import patch
 
+    target = device_named(device)
     source = ModelOptions(name_or_path=str(model), dtype="auto")
     check_exists(source)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     loaded = load_model(source, attention="sdpa", device=target)
     report = patch(loaded)
     vocabulary = loaded.config.get_text_config().vocab_size
