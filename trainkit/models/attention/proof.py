@@ -174,7 +174,7 @@ def settle(
 
 
 def _not_finite(model: PreTrainedModel) -> str | None:
-    """The first weight that holds what is no number."""
+    """The first weight that holds NaN or infinity."""
     weights = model.named_parameters()
     return next((name for name, weight in weights if not weight.isfinite().all()), None)
 
