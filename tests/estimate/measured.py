@@ -282,9 +282,9 @@ def _optimizers(row: Row) -> tuple[Plan | str, bool]:
         known = {key: row[key] for key in ("optim", "keeps_masters", "in_backward")}
         return plan_of(Point("smollm2-135m", "full", 8, row["length"], **known)), False
     if row["bench"] == "each":
-        optim = row["case"].partition("4x2048")[2].strip()
-        point = Point("qwen2-0.5b", "full", 4)
-        return plan_of(replace(point, optim=optim) if optim else point), False
+        optim, *words = (*row["case"].partition("4x2048")[2].split(), Point.optim)
+        known = {"keeps_masters": "masters" not in words, "in_backward": "backward" in words}
+        return plan_of(Point("qwen2-0.5b", "full", 4, optim=optim, **known)), False
     if row["bench"] == "8b":
         return (plan_of(LEAST), False) if row["provider"] == "trainkit" else (OTHERS, False)
     if row["way"] != "trainkit":

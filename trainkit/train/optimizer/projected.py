@@ -1,5 +1,6 @@
 """GaLore and APOLLO: their projections are objects, which a checkpoint holds as plain values."""
 
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ _KEY, _PLAIN = "projector", "projector_values"
 def keep_projections(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Have ``state_dict`` hold no object of a class, so that nothing in a checkpoint can run.
 
-    A projection is made again from its values; its class is that of the package at hand.
+    A projection is made again from its values; its class is that of the package at hand. Of a
+    decomposed gradient it keeps the part that it uses, on the GPU and in checkpoints.
 
     Args:
         optimizer: of galore_torch or apollo_torch.
@@ -36,9 +38,30 @@ def keep_projections(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         }
         return {**saved, "state": state}
 
+    _cut_projections(sys.modules[type(optimizer).__module__])
     optimizer.register_state_dict_post_hook(pack)
     optimizer.register_load_state_dict_pre_hook(unpack)
     return optimizer
+
+
+def _cut_projections(module: Any) -> None:
+    """Have the package's projections hold ``rank`` rows, where theirs are views of a square matrix.
+
+    Of fp32 gradients, as masters have them, the packages keep a slice of what was decomposed, and
+    with it the whole: 49 MiB of a 7B's matrix instead of 1.8.
+    """
+    plain = getattr(module, "GaLoreProjector", None)
+    if plain is None or getattr(plain, "is_cut", False):
+        return
+
+    class GaLoreProjector(plain):  # type: ignore[misc, valid-type]
+        is_cut = True
+
+        def get_orthogonal_matrix(self, *args: Any, **more: Any) -> Any:
+            found = super().get_orthogonal_matrix(*args, **more)
+            return [part.clone() for part in found] if isinstance(found, list) else found.clone()
+
+    module.GaLoreProjector = GaLoreProjector
 
 
 def _made(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> Any:
