@@ -15,6 +15,7 @@ from tests.estimate.measured import (
     HOST,
     OLDER,
     OTHERS,
+    READERS,
     ROWS,
     LeftOut,
     Measured,
@@ -76,11 +77,36 @@ def _is_blind(row: measured.Row) -> bool:
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r.tokens_per_second], ids=lambda row: row.name)
 def test_speed(row: Measured) -> None:
-    """Within what is promised of an anchored time; of a pipeline, within what is stated."""
+    """Within what is promised of an anchored time; where ranks share layers, what is stated."""
     assert row.tokens_per_second is not None
     plan = row.plan
-    sharing = max(len(plan.stage_layers), 1)
+    sharing = max(len(plan.stage_layers), 1) * plan.tensor
     found = plan.tokens * plan.accumulation / sharing / seconds(plan, H200)
     off = found / row.tokens_per_second - 1
-    allowed = band(plan, H200)[0] if plan.stage_layers else BAND_ANCHORED
+    shares = plan.stage_layers or plan.tensor > 1
+    allowed = band(plan, H200)[0] if shares else BAND_ANCHORED
     assert abs(off) <= allowed, f"{found:.0f} against {row.tokens_per_second:.0f}: {off:+.2%}"
+
+
+BESIDE = 0.15
+"""By how much the fastest step may be off in any case, where other runs kept the host busy."""
+
+
+def test_the_fastest_step_next_to_other_runs_is_within_what_is_stated() -> None:
+    """Small steps, and a step with every optimizer: the median is at the mercy of the host."""
+    off = {}
+    for name in ("memory", "optimizers"):
+        for line in (measured.FOLDER / f"{name}.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            if "beside" not in row or "fastest_step_seconds" not in row:
+                continue
+            plan, _ = READERS[name](row)
+            if not isinstance(plan, str):
+                share = row["fastest_step_seconds"] / seconds(plan, H200) - 1
+                off[row["case"]] = (share, max(band(plan, H200)[0], BESIDE))
+    assert len(off) >= 25
+    wrong = {case: each for case, each in off.items() if abs(each[0]) > each[1]}
+    assert not wrong
+    of_optimizers = [abs(share) for case, (share, _) in off.items() if "0.5b full 4x2048 " in case]
+    assert len(of_optimizers) >= 15
+    assert sum(of_optimizers) / len(of_optimizers) < 0.06

@@ -124,6 +124,7 @@ def plan_of(point: Point) -> Plan:
         in_backward=point.in_backward,
         flat=point.optim == "flat_adamw",
         optimizer=state,
+        slower=row.slower if state is not None else Plan.slower,
         stepping=(row.step_bytes, row.step_largest_bytes),
         chunk_tokens=point.chunk_tokens,
     )

@@ -241,6 +241,7 @@ def _with_optimizer(plan: Plan, name: str) -> Plan:
         optimizer=optimizer_bytes(row, part, full=True),
         one_pass=row.one_pass,
         paged=row.paged,
+        slower=row.slower,
         flat=False,
         stepping=(row.step_bytes, row.step_largest_bytes),
     )

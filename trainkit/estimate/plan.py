@@ -83,6 +83,8 @@ class Plan:
         paged: bytes of it per trained number that wait in pages of host memory, besides these.
         stepping: bytes of temporaries of an optimizer's step: for every trained number while all
             step together, and for every number of the largest weight.
+        slower: what the optimizer's step takes on top of reading and writing all numbers once: see
+            `options.optimizers.Optimizer`.
         chunk_tokens: tokens whose logits the fused loss has at a time; None is its default.
         tile_tokens: of which a feed-forward block computes at a time; None is all of them.
         upcast: everything that is not quantised is fp32 (peft's prepare_model_for_kbit_training).
@@ -127,6 +129,7 @@ class Plan:
     optimizer: float | None = 8.0
     paged: float = 0.0
     stepping: tuple[float, float] = (0.0, 0.0)
+    slower: tuple[float, float, float] = (0.0, 0.0, 0.0)
     chunk_tokens: int | None = None
     tile_tokens: int | None = None
     upcast: bool = False

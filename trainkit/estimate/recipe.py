@@ -88,6 +88,7 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         in_backward=recipe.optim_in_backward,
         flat=row.name == "flat_adamw",
         paged=row.paged,
+        slower=row.slower,
         stepping=(row.step_bytes, row.step_largest_bytes),
         optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
     )

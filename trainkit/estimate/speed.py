@@ -6,11 +6,12 @@ on one H200; another GPU is scaled by its datasheet. T tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainkit.estimate import activations
-from trainkit.estimate.gpus import ANCHOR, Gpu
+from trainkit.estimate.gpus import ANCHOR, GPUS, Gpu
 from trainkit.estimate.plan import Plan
 from trainkit.estimate.ranks import ranks_of
 
@@ -103,7 +104,7 @@ def work(plan: Plan) -> Work:
         optimizer=optimizer,
         traffic=_traffic(plan),
         exchanged=_exchanged(plan),
-        layers=shape.layers * (1 + share / 3),
+        layers=shape.layers * (1 + share * AGAIN[bool(plan.ops)]),
     )
 
 
@@ -163,16 +164,20 @@ AT_ONCE = 500_000_000
 """Numbers of a layer at most that are gathered at once, as in ``parallel.deepspeed``."""
 HOST_LAYER: Mapping[str, float] = {
     "full": 2.1e-3,
-    "full, fp8": 2.1e-3,
+    "full, fp8": 4.6e-3,
     "lora": 2.4e-3,
-    "nf4": 5.5e-3,
-    "fp8": 5.0e-3,
-    "peft": 3.5e-3,
-    "peft, nf4": 5.5e-3,
+    "nf4": 4.4e-3,
+    "fp8": 4.3e-3,
+    "peft": 3.0e-3,
+    "peft, nf4": 5.3e-3,
 }
-"""Seconds that Python takes to launch a layer both ways: small steps wait for it. Those of full
-fine-tuning and LoRA were measured on an idle host, the others on one that other runs kept busy, and
-halved, since LoRA took twice as long there."""
+"""Seconds that Python takes to launch a layer both ways: small steps wait for it. Full fine-tuning
+and LoRA were measured on an idle host, the others as the fastest of 30 steps next to other runs,
+where these two took 1.01 and 1.04 times as long as on the idle one; their median 1.14."""
+AGAIN: Mapping[bool, float] = {True: 0.85, False: 0.5}
+"""Of that, once more where a layer is computed again: with trainkit's kernels, and without."""
+ONE_PASS = 115e-6
+"""Of a weight's step in the backward pass by trainkit's own kernel: 0.5B, next to other runs."""
 HOST_STEP = 25e-3
 """The same for an optimizer's step."""
 WAITING = 0.6
@@ -249,11 +254,37 @@ def _update(plan: Plan, gpu: Gpu) -> float:
     """Seconds of what comes once a step: gradients to other ranks, clipping, the optimizer."""
     each, (micro_batch, host) = work(plan), _computing(plan, gpu)
     update = FUSED.optimizer * each.optimizer / (gpu.bandwidth * 1e9)
+    own = plan.one_pass and not plan.keeps_masters
+    if own:
+        update += (ONE_PASS if plan.in_backward else 0.0) * _weights(plan)
+    elif not plan.stage:  # an engine steps flat vectors
+        per_weight, per_number, per_width = plan.slower
+        update += per_weight * _weights(plan)
+        update += per_number * plan.trained * GPUS[ANCHOR].bandwidth / gpu.bandwidth
+        update += FUSED.matrix * per_width * _numbers_by_width(plan) / (gpu.teraflops * 1e12)
     total = max(update, HOST_STEP) if micro_batch < host else update
     total += 0.5 * each.traffic / (LINK * gpu.link * 1e9)
     if plan.offloads_optimizer:
         total += plan.trained / plan.gpus * (1 / HOST_ADAM + 6 / HOST_BYTES)
     return total
+
+
+def _weights(plan: Plan) -> int:
+    """Trained tensors."""
+    shape = plan.shape
+    each = len(shape.linears())
+    if plan.adapters is not None:
+        return 2 * shape.layers * sum(map(plan.adapted, shape.linears()))
+    each += shape.traits.norms + 2 * shape.traits.head_norms + 3 * shape.qkv_bias
+    return shape.layers * each + shape.tables + shape.has_head
+
+
+def _numbers_by_width(plan: Plan) -> float:
+    """Numbers of the layers' trained matrices, each times the narrower side of its matrix."""
+    if plan.adapters is not None:
+        return plan.adapters.rank * plan.trained
+    sizes = plan.shape.linears().values()
+    return plan.shape.layers * sum(math.prod(size) * min(size) for size in sizes)
 
 
 def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
@@ -270,6 +301,8 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
         return BAND_SCALED, "from one H200's measurements: weights in shards were not timed"
     if any(host > WAITING * own for own, host in (_computing(p, gpu) for p in ranks_of(plan))):
         return BAND_GUESSED, "so few tokens that the GPU waits for Python, as fast as the host is"
+    if any(plan.slower) and not plan.stage:
+        return BAND_SCALED, "the optimizer was timed at 0.5B, next to other runs on its host"
     if gpu.name == ANCHOR:
         return BAND_ANCHORED, "measured on an H200: step, lora, fp8 and trainer of docs/benchmarks"
     if gpu.name == "h100":

@@ -42,6 +42,9 @@ class Optimizer:
         per_rank_bytes: for a matrix that is projected to a rank: of state for each of its numbers.
         step_bytes: of temporaries for every trained number, while all step together on a GPU.
         step_largest_bytes: of temporaries for every number of the largest weight.
+        slower: of a step, on top of reading and writing all numbers once, as torch's fused AdamW
+            does: seconds a weight, seconds a number on an H200, and FLOPs a number over the
+            narrower side of its matrix.
         paged: the states wait in host memory, bytes a number; above they count as nothing.
         arguments: what ``training.optim_args`` may hold.
         reads: of ``training``'s ``adam_*`` fields those that it obeys.
@@ -64,6 +67,7 @@ class Optimizer:
     per_rank_bytes: float | None = None
     step_bytes: float = 0.0
     step_largest_bytes: float = 0.0
+    slower: tuple[float, float, float] = (0.0, 0.0, 0.0)
     paged: float = 0.0
     arguments: tuple[Argument, ...] = ()
     reads: tuple[str, ...] = _ADAM
@@ -95,6 +99,9 @@ _APOLLO = Package("apollo_torch", "apollo-torch")
 _MATRICES = "it looks at whole matrices, and a shard holds a piece of a flat vector"
 _EVERYWHERE = (ZERO, FSDP2)
 _MOMENTS = "two moments, fp32"
+_FUSED, _PLAIN = (0.0, 0.0, 0.0), (30e-6, 0.0, 0.0)
+"""`slower` of one kernel for many weights, and of a few; the others' are what steps of a 0.5B took
+beyond the estimate, and of a 1B on two GPUs."""
 
 
 def _torch(
@@ -103,7 +110,7 @@ def _torch(
     return Optimizer(
         name, about, size, size, size,
         step_bytes=step, arguments=arguments, shards=_EVERYWHERE, elementwise=True,
-        reads=_ADAM if "adam" in name else (),
+        reads=_ADAM if "adam" in name else (), slower=_PLAIN if "adam" not in name else _FUSED,
     )  # fmt: skip
 
 
@@ -122,12 +129,13 @@ def _blockwise(name: str, about: str, size: float, wide: float, *arguments: Argu
         why_whole="its blocks of 256 numbers do not end where shards do",
         elementwise=True,
         one_pass="adamw" in name,
+        slower=(66e-6, 32e-12 if "adam" in name or "ademamix" in name else 0.0, 0.0),
     )
 
 
 def _torchao(name: str, about: str, size: float) -> Optimizer:
     return Optimizer(
-        name, about, size, size, size,
+        name, about, size, size, size, slower=(500e-6, 0.0, 0.0),
         arguments=(count("block_size", 2),), package=_TORCHAO,
         why_whole="its states are tensors of a kind of their own, which shards' files cannot hold",
         elementwise=True,
@@ -142,6 +150,7 @@ def _low_rank(
         about,
         steps_alone=package is not _APOLLO,  # it draws by a parameter's place among all
         per_rank_bytes=per_rank,
+        slower=(500e-6, 0.0, 0.0),
         arguments=(*_PROJECTED, *more),
         reads=() if "adafactor" in name else _ADAM,
         package=package,
@@ -209,11 +218,11 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         ),
         Optimizer(
             "adafactor", "a mean of squares of each row and column, fp32", 0.01, 0.01, 0.01,
-            step_largest_bytes=8, why_whole=_MATRICES, reads=(),
+            step_largest_bytes=8, why_whole=_MATRICES, reads=(), slower=(180e-6, 0.0, 0.0),
         ),
         Optimizer(
             "muon", "a momentum of hidden matrices, fp32; elsewhere AdamW", 4.0,
-            step_largest_bytes=10,
+            step_largest_bytes=10, slower=(250e-6, 0.0, 25.0),
             arguments=(
                 _MOMENTUM,
                 switch("nesterov"),
