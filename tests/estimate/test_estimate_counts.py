@@ -59,6 +59,33 @@ def test_the_states_are_what_the_table_says(name: str) -> None:
     assert state.optimizer_bytes(row, shape, full=False) == row.matrix_bytes
 
 
+_TORCH = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}
+
+
+@pytest.mark.parametrize("name", _TORCH)
+def test_arguments_that_keep_more_are_counted(name: str) -> None:
+    """``momentum`` and the like: 4 bytes a weight, which are 30 GiB of an 8B."""
+    row, shape = OPTIMIZERS[name], find_shape("llama-3.1-8b")
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    for argument in (None, *row.arguments):
+        text = None if argument is None else f"{argument.name}={_A_VALUE[argument.kind]}"
+        if argument is not None and argument.name == "nesterov":
+            text += ",momentum=0.9"
+        optimizer = _TORCH[name]([weight], lr=1e-3, **row.read(text))
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        kept = optimizer.state.get(weight, {})
+        numbers = sum(
+            each.numel() for each in kept.values() if torch.is_tensor(each) and each.dim()
+        )
+        for full in (True, False):
+            found = state.optimizer_bytes(row, shape, full=full, args=text)
+            assert found == pytest.approx(4 * numbers / weight.numel(), abs=1e-3), text
+
+
+_A_VALUE = {float: "0.5", bool: "true", int: "1"}
+
+
 def test_pieces_are_the_optimizers() -> None:
     assert state.PIECE == rounding.PIECE
 

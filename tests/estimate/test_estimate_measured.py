@@ -17,6 +17,7 @@ from tests.estimate.measured import (
     OTHERS,
     READERS,
     ROWS,
+    UNCUT,
     LeftOut,
     Measured,
 )
@@ -36,7 +37,7 @@ def test_no_row_is_passed_over() -> None:
     assert len(ROWS) >= 125
     others = Counter(each.why for each in EVERY if isinstance(each, LeftOut))
     # The same runs are in another file, with how their layers were dealt out.
-    for why in (OTHERS, HOST, COMPILED, CHOSEN, OLDER, ELSEWHERE):
+    for why in (OTHERS, HOST, COMPILED, CHOSEN, OLDER, UNCUT, ELSEWHERE):
         others.pop(why, None)
     assert sum(others.values()) <= 10, others
 
@@ -83,8 +84,9 @@ def test_speed(row: Measured) -> None:
     sharing = max(len(plan.stage_layers), 1) * plan.tensor
     found = plan.tokens * plan.accumulation / sharing / seconds(plan, H200)
     off = found / row.tokens_per_second - 1
-    shares = plan.stage_layers or plan.tensor > 1
-    allowed = band(plan, H200)[0] if shares else BAND_ANCHORED
+    shares = plan.stage_layers or plan.tensor > 1 or plan.sequence > 1
+    unpacks = plan.stage == 3 and plan.base == "nf4"  # and gathers: slower than the sum of both
+    allowed = band(plan, H200)[0] if shares or unpacks else BAND_ANCHORED
     assert abs(off) <= allowed, f"{found:.0f} against {row.tokens_per_second:.0f}: {off:+.2%}"
 
 
@@ -98,11 +100,12 @@ def test_the_fastest_step_next_to_other_runs_is_within_what_is_stated() -> None:
     for name in ("memory", "optimizers"):
         for line in (measured.FOLDER / f"{name}.jsonl").read_text().splitlines():
             row = json.loads(line)
-            if "beside" not in row or "fastest_step_seconds" not in row:
+            if "fastest_step_seconds" not in row:
                 continue
             plan, _ = READERS[name](row)
             if not isinstance(plan, str):
-                share = row["fastest_step_seconds"] / seconds(plan, H200) - 1
+                took = row["fastest_step_seconds" if "beside" in row else "step_seconds"]
+                share = took / seconds(plan, H200) - 1
                 off[row["case"]] = (share, max(band(plan, H200)[0], BESIDE))
     assert len(off) >= 25
     wrong = {case: each for case, each in off.items() if abs(each[0]) > each[1]}

@@ -57,6 +57,7 @@ class Point:
         lora_rank: of every adapter.
         accumulation: micro-batches in a step.
         optim: a name of ``training.optim``.
+        optim_args: ``training.optim_args``, for a row's estimate.
         keeps_masters: half-precision weights have fp32 copies.
         in_backward: weights step in the backward pass.
         chunk_tokens: tokens whose logits exist at a time; None is the default.
@@ -73,6 +74,7 @@ class Point:
     lora_rank: int = 16
     accumulation: int = 1
     optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
     keeps_masters: bool = True
     in_backward: bool = False
     chunk_tokens: int | None = None
@@ -104,7 +106,7 @@ def plan_of(point: Point) -> Plan:
     """What the estimate is asked for a point."""
     shape, is_full = find_shape(point.model), point.mode.startswith("full")
     row = optimizer_row(point.optim)
-    state: float | None = optimizer_bytes(row, shape, full=is_full)
+    state: float | None = optimizer_bytes(row, shape, full=is_full, args=point.optim_args)
     if is_full and point.provider != "trainkit":
         state = None
     plan = Plan(

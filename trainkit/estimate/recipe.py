@@ -90,7 +90,9 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
         paged=row.paged,
         slower=row.slower,
         stepping=(row.step_bytes, row.step_largest_bytes),
-        optimizer=optimizer_bytes(row, part, full=lora is None, rank=_rank(training)),
+        optimizer=optimizer_bytes(
+            row, part, full=lora is None, rank=_rank(training), args=training.get("optim_args")
+        ),
     )
     return _recomputing(_in_fp8(plan, recipe), recipe)
 

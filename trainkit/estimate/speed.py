@@ -160,6 +160,9 @@ ENGINE = 1.04
 FETCH, FETCH_MATRICES = 1.2e-3, 3.5e-3
 """Seconds that DeepSpeed's ZeRO-3 takes to fetch and let go of a layer's weights in one pass: all
 at once, 7B on 2 H200s; or matrix by matrix, 7B on 2, 4 and 8."""
+EXCHANGE = 0.2e-3
+"""Seconds of an exchange between ranks that share rows or products, however small: two a layer and
+pass of `tensor`, four of `sequence`; a 1B and a 7B on 2 H200s."""
 AT_ONCE = 500_000_000
 """Numbers of a layer at most that are gathered at once, as in ``parallel.deepspeed``."""
 HOST_LAYER: Mapping[str, float] = {
@@ -241,6 +244,8 @@ def _micro_batch(plan: Plan, gpu: Gpu) -> float:
         at_once = plan.ops and plan.adapters is None and shape.layer_matrices <= AT_ONCE
         each = FETCH if at_once else FETCH_MATRICES
         total += each * (2 + plan.recomputed_share) * shape.layers
+    exchanges = 2 * (plan.tensor > 1) + 4 * (plan.sequence > 1)
+    total += EXCHANGE * exchanges * (2 + plan.recomputed_share) * plan.shape.layers
     if plan.offloads_weights:
         total += 2 * 2 * plan.shape.parameters / HOST_BYTES
     return total
@@ -291,6 +296,8 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
     """How far a time may be off, as a share, and why."""
     if plan.offloads_optimizer or plan.offloads_weights:
         return BAND_GUESSED, "the host's part is not measured"
+    if any(host > WAITING * own for own, host in (_computing(p, gpu) for p in ranks_of(plan))):
+        return BAND_GUESSED, "so few tokens that the GPU waits for Python, as fast as the host is"
     if not plan.keeps_masters or plan.in_backward:
         return BAND_SCALED, "rounding by chance and steps in the backward pass: one run, on an H200"
     if plan.stage_layers:
@@ -299,8 +306,6 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
         return BAND_SCALED, "from one H200's measurements: what ranks exchange was not timed"
     if plan.stage == 3 and plan.gpus > 1:
         return BAND_SCALED, "from one H200's measurements: weights in shards were not timed"
-    if any(host > WAITING * own for own, host in (_computing(p, gpu) for p in ranks_of(plan))):
-        return BAND_GUESSED, "so few tokens that the GPU waits for Python, as fast as the host is"
     if any(plan.slower) and not plan.stage:
         return BAND_SCALED, "the optimizer was timed at 0.5B, next to other runs on its host"
     if gpu.name == ANCHOR:

@@ -21,7 +21,9 @@ PIECE = 2**25
 """Numbers that are fp32 at a time without masters, as in ``train.optimizer.rounding``."""
 
 
-def optimizer_bytes(row: Optimizer, shape: ModelShape, *, full: bool, rank: int = RANK) -> float:
+def optimizer_bytes(
+    row: Optimizer, shape: ModelShape, *, full: bool, rank: int = RANK, args: str | None = None
+) -> float:
     """Bytes of state per trained number, on the GPU.
 
     Args:
@@ -29,9 +31,10 @@ def optimizer_bytes(row: Optimizer, shape: ModelShape, *, full: bool, rank: int 
         shape: the model.
         full: all weights are trained; else matrices of adapters, which are too thin to project.
         rank: of projections.
+        args: ``training.optim_args``, of which some keep more.
     """
     if not full:
-        return row.matrix_bytes
+        return row.matrix_bytes + row.kept_by(args)
     matrices = row.matrix_bytes * shape.layer_matrices
     if row.per_rank_bytes is not None:
         # A moment has rank rows (or columns) of the longer side; the projection, of the shorter.
@@ -42,7 +45,7 @@ def optimizer_bytes(row: Optimizer, shape: ModelShape, *, full: bool, rank: int 
     total = shape.layers * (matrices + 8 * shape.layer_vectors) + row.embedding_bytes * shape.table
     if not shape.tied:
         total += row.head_bytes * shape.table
-    return total / shape.parameters
+    return total / shape.parameters + row.kept_by(args)
 
 
 def passing(plan: Plan, numel: int) -> float:

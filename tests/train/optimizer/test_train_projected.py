@@ -16,7 +16,7 @@ class _AsPackaged:
     def __init__(self) -> None:
         self.ortho_matrix = None
 
-    def get_orthogonal_matrix(self, weights: torch.Tensor, rank: int, type: str):  # noqa: A002
+    def get_orthogonal_matrix(self, weights: torch.Tensor, rank: int, type: str):
         left, _, right = torch.linalg.svd(weights, full_matrices=False)
         if type == "full":
             return [left[:, :rank], right[:rank, :]]

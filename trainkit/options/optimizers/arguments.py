@@ -17,6 +17,7 @@ class Argument:
         least: the smallest number.
         below: what a number is less than.
         words: those that a text may be.
+        keeps: bytes of state a trained number, where it is neither 0 nor false.
         like: the field of ``training`` that says the same; one of them may.
     """
 
@@ -25,6 +26,7 @@ class Argument:
     least: float = 0.0
     below: float = math.inf
     words: tuple[str, ...] = ()
+    keeps: float = 0.0
     like: str = ""
 
     def broken_rule(self, text: str) -> str | None:

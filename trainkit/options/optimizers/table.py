@@ -90,6 +90,11 @@ class Optimizer:
             if name in known and known[name].broken_rule(value) is None
         }
 
+    def kept_by(self, text: str | None) -> float:
+        """Bytes of state a number that ``training.optim_args`` adds."""
+        known = {argument.name: argument.keeps for argument in self.arguments}
+        return sum(known[name] for name, value in self.read(text).items() if value)
+
 
 _BITSANDBYTES = Package("bitsandbytes", "bitsandbytes>=0.50")
 _TORCHAO = Package("torchao", "torchao>=0.18")
@@ -99,6 +104,7 @@ _APOLLO = Package("apollo_torch", "apollo-torch")
 _MATRICES = "it looks at whole matrices, and a shard holds a piece of a flat vector"
 _EVERYWHERE = (ZERO, FSDP2)
 _MOMENTS = "two moments, fp32"
+_FACTORED = 0.01
 _FUSED, _PLAIN = (0.0, 0.0, 0.0), (30e-6, 0.0, 0.0)
 """`slower` of one kernel for many weights, and of a few; the others' are what steps of a 0.5B took
 beyond the estimate, and of a 1B on two GPUs."""
@@ -129,13 +135,13 @@ def _blockwise(name: str, about: str, size: float, wide: float, *arguments: Argu
         why_whole="its blocks of 256 numbers do not end where shards do",
         elementwise=True,
         one_pass="adamw" in name,
-        slower=(66e-6, 32e-12 if "adam" in name or "ademamix" in name else 0.0, 0.0),
+        slower=(50e-6, 33e-12 if "ada" in name or "ade" in name else 0.0, 0.0),
     )
 
 
 def _torchao(name: str, about: str, size: float) -> Optimizer:
     return Optimizer(
-        name, about, size, size, size, slower=(500e-6, 0.0, 0.0),
+        name, about, size, size, size, slower=(420e-6, 0.0, 0.0),
         arguments=(count("block_size", 2),), package=_TORCHAO,
         why_whole="its states are tensors of a kind of their own, which shards' files cannot hold",
         elementwise=True,
@@ -149,8 +155,10 @@ def _low_rank(
         name,
         about,
         steps_alone=package is not _APOLLO,  # it draws by a parameter's place among all
+        embedding_bytes=_FACTORED if "adafactor" in name else 8.0,
+        head_bytes=_FACTORED if "adafactor" in name else 8.0,
         per_rank_bytes=per_rank,
-        slower=(500e-6, 0.0, 0.0),
+        slower=(160e-6, 0.0, 0.0),
         arguments=(*_PROJECTED, *more),
         reads=() if "adafactor" in name else _ADAM,
         package=package,
@@ -163,6 +171,7 @@ def _unserved(name: str, instead: str) -> Optimizer:
 
 
 _MOMENTUM = Argument("momentum", below=1)
+_ADDED_MOMENTUM = Argument("momentum", below=1, keeps=4)
 _ADEMAMIX = (
     Argument("beta1", below=1, like="adam_beta1"),
     Argument("beta2", below=1, like="adam_beta2"),
@@ -207,17 +216,18 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
         ),
         _torch(
             "sgd", "nothing; with momentum 4 bytes", 0,
-            _MOMENTUM, Argument("dampening"), switch("nesterov"),
+            _ADDED_MOMENTUM, Argument("dampening"), switch("nesterov"),
         ),
         _torch(
             "adagrad", "a sum of squares, fp32", 4, Argument("lr_decay"), Argument("eps"), step=8
         ),
         _torch(
             "rmsprop", "a mean of squares, fp32", 4,
-            _MOMENTUM, Argument("alpha", below=1), Argument("eps"), switch("centered"), step=4,
+            _ADDED_MOMENTUM, Argument("alpha", below=1), Argument("eps"),
+            Argument("centered", bool, keeps=4), step=4,
         ),
         Optimizer(
-            "adafactor", "a mean of squares of each row and column, fp32", 0.01, 0.01, 0.01,
+            "adafactor", "a mean of squares of each row and column, fp32", *[_FACTORED] * 3,
             step_largest_bytes=8, why_whole=_MATRICES, reads=(), slower=(180e-6, 0.0, 0.0),
         ),
         Optimizer(
@@ -256,7 +266,7 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             word("proj", "random", "svd"), word("scale_type", "channel", "tensor"),
         ),
         Optimizer(
-            "stable_adamw", _MOMENTS,
+            "stable_adamw", _MOMENTS, slower=(35e-6, 0.0, 0.0),
             arguments=(Argument("max_lr"), switch("kahan_sum"), switch("decouple_lr")),
             package=Package("optimi", "torch-optimi"),
             why_whole="it clips by the whole of a weight",
