@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,13 @@ def test_the_readme_names_the_two_commands():
     assert "bash scripts/test.sh" in text
     assert "QUICKSTART_OUTPUT" not in text, "a place holder was left in"
     assert "bash scripts/test.sh" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_no_point_of_the_changelog_stands_twice():
+    """A merge of two branches can bring lines back that one of them took out."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    points = re.findall(r"^- .*(?:\n  .*)*", text, re.MULTILINE)
+    assert len(points) > 100
+    assert [point for point, times in Counter(points).items() if times > 1] == []
+    groups = re.findall(r"^### (.+)", text.split("\n## ")[1], re.MULTILINE)
+    assert groups == ["Added", "Changed", "Fixed", "Removed", "Numerics"]

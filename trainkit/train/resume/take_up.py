@@ -113,7 +113,7 @@ class TakeUp(TrainerCallback):
             scheduler.step(kwargs["metrics"][f"eval_{name}"])
 
     def _find_best(self, args: TrainingArguments, state: TrainerState) -> None:
-        """The best checkpoint stands beside this one, whatever the run was called before.
+        """The best checkpoint is next to this one, whatever the run was called before.
 
         transformers keeps its whole path, and forgets it where that is gone.
         """
