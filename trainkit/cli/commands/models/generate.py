@@ -64,14 +64,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Answer every row of a file; the same command again goes on where it stopped."""
-    if batch_size < 1:
-        raise RecipeError("it must be at least 1", where="--batch-size")
-    if out.exists() and prompts.exists() and out.samefile(prompts):
-        raise RecipeError(
-            "the answers would take the place of the questions",
-            where="--output",
-            fix="give the answers a name of their own",
-        )
+    _refuse(batch_size, prompts, out)
     from trainkit.infer.locate import find_model, is_trained_on_texts, weights_digest
     from trainkit.infer.sampling import SamplingOptions
 
@@ -113,3 +106,14 @@ def generate(
         return
     words = [f"{before} of them from an earlier call", *outcome.in_words()]
     echo(f"{out}: {outcome.num_answers} answers, {', '.join(words)}")
+
+
+def _refuse(batch_size: int, prompts: Path, out: Path) -> None:
+    if batch_size < 1:
+        raise RecipeError("it must be at least 1", where="--batch-size")
+    if out.exists() and prompts.exists() and out.samefile(prompts):
+        raise RecipeError(
+            "the answers would take the place of the questions",
+            where="--output",
+            fix="give the answers a name of their own",
+        )
