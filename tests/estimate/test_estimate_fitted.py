@@ -93,6 +93,45 @@ def test_a_size_is_a_gpu():
     assert gpu_of("80GB").memory_gib == pytest.approx(GPUS["h100"].memory_gib, abs=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "memory"),
+    [
+        ("RTX 4090", "4090", None),
+        ("rtx4090", "4090", None),
+        ("NVIDIA GeForce RTX 4090", "4090", None),
+        ("4090-24gb", "4090", None),
+        ("h100-80g", "h100", None),
+        ("NVIDIA H100 80GB HBM3", "h100", None),
+        ("h100-94g", "h100", 92),
+        ("h200-141gb", "h200", None),
+        ("A100-SXM4-40GB", "a100-40g", None),
+        ("a100 80GB", "a100-80g", None),
+        ("l40s-48g", "l40s", None),
+        ("rtx_6000_ada", "rtx-6000-ada", None),
+    ],
+)
+def test_a_gpu_by_any_of_its_names(name: str, row: str, memory: float | None) -> None:
+    found = gpu_of(name)
+    assert found.teraflops == GPUS[row].teraflops
+    assert found.memory_gib == pytest.approx(memory or GPUS[row].memory_gib, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("A100", "there are a100-80g and a100-40g; or a size as 24g"),
+        ("v100", "or a size as 24g"),
+        ("h100-0g", "write a size as 24g"),
+        ("h100-foo", "or a size as 24g"),
+        ("", "known are h200"),
+    ],
+)
+def test_a_gpu_that_is_none_is_refused_with_what_there_is(name: str, fix: str) -> None:
+    with pytest.raises(RecipeError, match="no GPU") as raised:
+        gpu_of(name)
+    assert fix in str(raised.value)
+
+
 def test_the_list_has_sizes_and_asks_no_hub(capsys, monkeypatch):
     def refuse(name, revision):
         raise AssertionError(f"asked the hub for {name}")

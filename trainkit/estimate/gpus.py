@@ -63,25 +63,51 @@ _FOUND = 0.98
 
 
 def gpu_of(name: str) -> Gpu:
-    """The row of a name; of a size as 24g the row that is nearest, with so much memory.
+    """The row of a name, as the table, a shop or the driver writes it.
+
+    Of a size as 24g the row that is nearest, with so much memory; of a name with a size that its
+    row does not have, as h100-94g, the row with that.
 
     Raises:
         RecipeError: there is none.
     """
     if size := re.fullmatch(r"(\d+)\s*g(?:i?b)?", name.lower()):
-        if not 1 <= int(size[1]) <= 10_000:
-            raise RecipeError(f"no GPU has {name}", where="--gpu", fix="write a size as 24g")
-        memory = int(size[1]) * _FOUND
+        memory = _memory(size[1], name)
         like = min(GPUS.values(), key=lambda row: abs(row.memory_gib - memory))
         return replace(like, name=name.lower(), memory_gib=memory, words=())
-    if name.lower() not in GPUS:
-        raise RecipeError(
-            f"no GPU {name!r} in the table",
-            where="--gpu",
-            fix=did_you_mean(name.lower(), list(GPUS))
-            or f"known are {', '.join(GPUS)}, or a size as 24g",
-        )
-    return GPUS[name.lower()]
+    plain = re.sub(r"[\s_]+", "-", name.strip().lower())
+    plain = re.sub(r"^((nvidia|geforce|tesla)-|rtx-?(?=\d{4}(-\d+gi?b?)?$))+", "", plain)
+    plain = re.sub(r"(?<=\d)gi?b$", "g", plain)
+    if plain in GPUS:
+        return GPUS[plain]
+    bare, _, size_text = plain.rpartition("-")
+    if named := GPUS.get(bare) or gpu_named(name):
+        sizes = re.findall(r"(\d+)\s*gi?b?\b", name.lower())
+        memory = _memory(sizes[-1], name) if sizes else named.memory_gib
+        if not sizes and bare and size_text and named.name == bare:
+            raise _unknown(name, plain)
+        is_as_sold = abs(memory / named.memory_gib - 1) < _SOLD
+        return named if is_as_sold else replace(named, name=plain, memory_gib=memory)
+    raise _unknown(name, plain)
+
+
+_SOLD = 0.08
+"""A card that is sold with so much more than a process finds is the row's own."""
+
+
+def _memory(gigabytes: str, name: str) -> float:
+    if not 1 <= int(gigabytes) <= 10_000:
+        raise RecipeError(f"no GPU has {name}", where="--gpu", fix="write a size as 24g")
+    return int(gigabytes) * _FOUND
+
+
+def _unknown(name: str, plain: str) -> RecipeError:
+    """What there is instead."""
+    sizes = [known for known in GPUS if known.startswith(f"{plain}-")]
+    near = f"there are {' and '.join(sizes)}" if sizes else did_you_mean(plain, list(GPUS))
+    known = near or f"known are {', '.join(GPUS)}"
+    fix = f"{known.rstrip('?')}; or a size as 24g"
+    return RecipeError(f"no GPU {name!r} in the table", where="--gpu", fix=fix)
 
 
 def gpu_named(driver_name: str) -> Gpu | None:
