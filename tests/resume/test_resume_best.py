@@ -82,3 +82,28 @@ def test_a_best_checkpoint_that_is_gone_is_told(judged):
     assert last.code == 0
     said = " ".join((last.out + last.err).split())
     assert f"checkpoint-{best}, the best so far, is gone" in said
+
+
+def test_figures_without_a_loss_are_made_up_for(judged):
+    """At a step at which nothing but answers is due, and at the last."""
+    project, *_ = judged
+    measured = (
+        "lora=null",
+        "generation_eval={data: [e.jsonl], every: 2, max_new_tokens: 2, max_samples: 2}",
+        "data.eval=[e.jsonl]",
+        "training.max_steps=6",
+        "training.eval_steps=4",
+    )
+
+    def rows(name):
+        found = record(project.root / name)["metrics"]
+        return [{k: v for k, v in row.items() if k != "eval_seconds"} for row in found]
+
+    command = ("--config", "r.yaml", *measured, "--output-dir")
+    assert project.sft(*command, "answered").code == 0
+    arguments = (*command, "asked")
+    for step in (2, 6):
+        assert project.sft(*arguments, stop_at=step, number=signal.SIGTERM).code == PREEMPTED
+        arguments = ("--resume", "asked")
+    assert project.sft(*arguments).code == 0
+    assert rows("asked") == rows("answered")

@@ -9,6 +9,7 @@ from transformers import TrainerState, TrainingArguments
 
 from trainkit.objectives.batches import BatchCounts
 from trainkit.train.checkpoints import CheckpointWriter
+from trainkit.train.faults.signals import StopRequest
 from trainkit.train.log.meter import Meter
 from trainkit.train.resume.changes import Change, Review
 from trainkit.train.resume.take_up import TakeUp, load_window, options_of, save_window
@@ -29,6 +30,8 @@ def make_trainer(tmp_path, groups=()):
         checkpoints=CheckpointWriter(tmp_path, {}),
         _tr_loss=torch.tensor(0.0),
         _globalstep_last_logged=0,
+        measurements=None,
+        _stop=StopRequest(),
         _determine_best_metric=lambda metrics, trial: False,
     )
 

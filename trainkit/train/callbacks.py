@@ -172,6 +172,7 @@ class StopOnRequest(TrainerCallback):
         if self._stop.agreed:
             control.should_save = self._stop.has_saved = self._stop.agreed != FAILED
             control.should_training_stop = True
+            self._stop.misses_evaluation = control.should_evaluate
             control.should_evaluate = False
 
     def on_epoch_end(

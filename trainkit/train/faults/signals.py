@@ -40,12 +40,14 @@ class StopRequest:
         agreed: of the signal that any rank got, once all ranks know of it at the same step.
         reason: why, where it was no signal.
         has_saved: the run ended at a step for it, with a checkpoint.
+        misses_evaluation: one was due at that step, and the user was not to wait for it.
     """
 
     number: int = 0
     agreed: int = 0
     reason: str | None = None
     has_saved: bool = False
+    misses_evaluation: bool = False
 
     def fail(self) -> None:
         """Stop without saving: a checkpoint could not be written, as will be told."""

@@ -35,6 +35,7 @@ class Resumable(Protocol):
         meter: counts tokens between logged rows.
         group_options: per parameter group, what the recipe says.
         checkpoints: writes and thins out the run's checkpoints.
+        measurements: of figures besides the loss, or None.
     """
 
     args: Any
@@ -42,6 +43,8 @@ class Resumable(Protocol):
     meter: Any
     group_options: list[dict[str, Any]]
     checkpoints: Any
+    measurements: Any
+    _stop: Any
     _tr_loss: Any
     _globalstep_last_logged: Any
 
@@ -88,7 +91,10 @@ class TakeUp(TrainerCallback):
             best = state.best_model_checkpoint
             spared = {self._checkpoint, None if best is None else Path(best)}
             self._trainer.checkpoints.thin_out(args.save_total_limit, spared)
-        self._makes_up = _misses_evaluation(args, state)
+        missed = missed_evaluation(self._checkpoint)
+        self._makes_up = missed is not None or _misses_evaluation(args, state)
+        if missed == "figures":
+            self._trainer.measurements.is_alone = True
         args.eval_on_start = self._makes_up  # else not: the run itself has begun long ago
 
     def on_evaluate(
@@ -110,7 +116,9 @@ class TakeUp(TrainerCallback):
         scheduler = kwargs["lr_scheduler"]
         if "metrics" in signature(scheduler.step).parameters:  # reduce_lr_on_plateau, greedy
             name = str(args.metric_for_best_model).removeprefix("eval_")
-            scheduler.step(kwargs["metrics"][f"eval_{name}"])
+            figure = kwargs["metrics"].get(f"eval_{name}")
+            if figure is not None:
+                scheduler.step(figure)
 
     def _find_best(self, args: TrainingArguments, state: TrainerState) -> None:
         """The best checkpoint is next to this one, whatever the run was called before.
@@ -194,13 +202,16 @@ def save_window(directory: Path, trainer: Resumable) -> None:
         "loss": float(trainer._tr_loss),  # JSON keeps every bit of a float
         "logged_step": trainer._globalstep_last_logged,
         "meter": trainer.meter.state(trainer.model),
+        "evaluation": _missed(trainer),
     }
-    _window_file(directory, trainer).write_text(json.dumps(values), encoding="utf-8")
+    _window_file(directory, trainer.args.process_index).write_text(
+        json.dumps(values), encoding="utf-8"
+    )
 
 
 def load_window(checkpoint: Path, trainer: Resumable) -> None:
     """Go on counting where a checkpoint left it; nothing to do where its step was logged."""
-    path = _window_file(checkpoint, trainer)
+    path = _window_file(checkpoint, trainer.args.process_index)
     if path.is_file():
         values = json.loads(path.read_text(encoding="utf-8"))
         trainer._tr_loss += values["loss"]
@@ -208,5 +219,23 @@ def load_window(checkpoint: Path, trainer: Resumable) -> None:
         trainer.meter.restore(values["meter"])
 
 
-def _window_file(directory: Path, trainer: Resumable) -> Path:
-    return directory / f"log_window_rank{trainer.args.process_index}.json"
+def missed_evaluation(checkpoint: Path) -> str | None:
+    """The evaluation that a stopped run missed: of ``all``, or of ``figures`` besides the loss.
+
+    All ranks must know the same, and there may be other ranks than there were.
+    """
+    path = _window_file(checkpoint, 0)
+    return (
+        json.loads(path.read_text(encoding="utf-8")).get("evaluation") if path.is_file() else None
+    )
+
+
+def _missed(trainer: Resumable) -> str | None:
+    if not trainer._stop.misses_evaluation:
+        return None
+    rows = trainer.measurements
+    return "figures" if rows is not None and rows.is_alone else "all"
+
+
+def _window_file(directory: Path, rank: int) -> Path:
+    return directory / f"log_window_rank{rank}.json"
