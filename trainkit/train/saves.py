@@ -5,6 +5,7 @@ part of the optimizer. So a host needs, besides, as much memory as its ranks' pa
 """
 
 import random
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -211,10 +212,14 @@ class BackgroundSaves(Trainer):
         before = {name: getattr(self.args, name) for name in _AT_AN_END}
         try:
             if self._stop is not None and self._stop.has_saved:
-                vars(self.args).update(_AT_AN_END)
+                self._set(_AT_AN_END)
             return super()._finalize_training(*arguments)
         finally:
-            vars(self.args).update(before)
+            self._set(before)
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self.args, name, value)
 
     def _load_best_model(self) -> None:
         """When it is written."""
