@@ -227,8 +227,9 @@ OPTIMIZERS: Mapping[str, Optimizer] = {
             Argument("centered", bool, keeps=4), step=4,
         ),
         Optimizer(
-            "adafactor", "a mean of squares of each row and column, fp32", *[_FACTORED] * 3,
-            step_largest_bytes=8, why_whole=_MATRICES, reads=(), slower=(180e-6, 0.0, 0.0),
+            "adafactor", "a mean of squares of each row and column, fp32", _FACTORED, _FACTORED,
+            _FACTORED, step_largest_bytes=8, why_whole=_MATRICES, reads=(),
+            slower=(180e-6, 0.0, 0.0),
         ),
         Optimizer(
             "muon", "a momentum of hidden matrices, fp32; elsewhere AdamW", 4.0,
