@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from trainkit.models.loading import load_model
+from trainkit.options import ModelOptions
 from trainkit.parallel import Layout
 
 _SCHEDULER = "scheduler.pt"
@@ -27,6 +30,35 @@ def _on_numbered_cpu(storage: Any, location: str) -> Any:
 # transformers 5.17 loads the optimizer of several ranks onto `cpu:0`, a place that torch.load does
 # not know; 5.23 says `cpu`.
 torch.serialization.register_package(11, lambda _: None, _on_numbered_cpu)
+
+
+def take_renamed(model: Any, folder: Path) -> None:
+    """Take up saved weights whose names in the files are not the model's.
+
+    transformers saves some classes under other names than they run with, experts one by one, and
+    its Trainer leaves out what it does not find when it loads: a continued run would go on, and a
+    best model be saved, with experts of another step.
+
+    Args:
+        model: as it trains; an adapter's files have its own names.
+        folder: a checkpoint, or a saved model.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    own = model.state_dict() if isinstance(model, PreTrainedModel) else {}
+    if all(name in own for file in files for name in names_in(file)) or not own:
+        return
+    saved = load_model(
+        ModelOptions(name_or_path=str(folder), dtype="auto"), attention="eager"
+    ).state_dict()
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(saved[name])
+
+
+def names_in(file: Path) -> list[str]:
+    """Of the tensors in a file."""
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())
 
 
 class Placed(nn.Module):
@@ -138,6 +170,7 @@ class PlacedWeights(Trainer):
         """Not yet where the engine does: it has placed nothing so far."""
         if not self.layout.engine.places_weights:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+            take_renamed(self.model if model is None else model, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Weights, optimizer and schedule, in this order."""
@@ -154,5 +187,7 @@ class PlacedWeights(Trainer):
         best = self.state.best_model_checkpoint
         if best is None or not self.layout.engine.places_weights:
             super()._load_best_model()
+            if best is not None and not self.is_deepspeed_enabled:
+                take_renamed(self.model, Path(best))
             return
         self.layout.engine.load_weights(self.model, Path(best))
