@@ -171,8 +171,8 @@ class StopOnRequest(TrainerCallback):
             self._stop.agreed = self._stop.number
         if self._stop.agreed:
             control.should_save = self._stop.has_saved = self._stop.agreed != FAILED
-            control.should_training_stop = True
             self._stop.misses_evaluation = control.should_evaluate
+            control.should_training_stop = True
             control.should_evaluate = False
 
     def on_epoch_end(
