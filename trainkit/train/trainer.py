@@ -372,7 +372,8 @@ class ObjectiveTrainer(
             self._stream.save(directory)
         if self.args.should_save:
             self._numbers.save(directory)
-        if self._stop.misses_evaluation or self.state.global_step > self._globalstep_last_logged:
+        misses = self._stop is not None and self._stop.misses_evaluation
+        if misses or self.state.global_step > self._globalstep_last_logged:
             save_window(directory, self)
 
     # -- logging --------------------------------------------------------------------------------
