@@ -36,8 +36,8 @@ class BackgroundSaves(Trainer):
 
     layout: Layout
     checkpoints: CheckpointWriter
+    _stop: StopRequest
     watch: Watch | None = None
-    _stop: StopRequest | None = None
     _staging: Path | None = None
     _saving: Save | None = None
     _has_pinned = False
@@ -211,7 +211,7 @@ class BackgroundSaves(Trainer):
         self.checkpoints.wait()
         before = {name: getattr(self.args, name) for name in _AT_AN_END}
         try:
-            if self._stop is not None and self._stop.has_saved:
+            if self._stop.has_saved:
                 self._set(_AT_AN_END)
             return super()._finalize_training(*arguments)
         finally:

@@ -372,8 +372,7 @@ class ObjectiveTrainer(
             self._stream.save(directory)
         if self.args.should_save:
             self._numbers.save(directory)
-        misses = self._stop is not None and self._stop.misses_evaluation
-        if misses or self.state.global_step > self._globalstep_last_logged:
+        if self._stop.misses_evaluation or self.state.global_step > self._globalstep_last_logged:
             save_window(directory, self)
 
     # -- logging --------------------------------------------------------------------------------
