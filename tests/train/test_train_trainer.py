@@ -12,6 +12,7 @@ from transformers import GenerationConfig, TrainerCallback
 
 from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.parallel import ProcessRank
 from trainkit.run import Console
 from trainkit.train.checkpoints import find_resume_point
 from trainkit.train.optimizer.finite import NumberError
@@ -167,7 +168,7 @@ def test_a_continued_run_is_held_to_its_plan(lab):
 
     def resume(max_steps):
         trainer = lab.trainer("run", max_steps=max_steps)
-        trainer.add_callback(KeepToThePlan(point, Console(stream=stream)))
+        trainer.add_callback(KeepToThePlan(point, Console(stream=stream), ProcessRank(0, 0, 1)))
         trainer.train(resume_from_checkpoint=str(point.checkpoint))
         return trainer.state.global_step
 

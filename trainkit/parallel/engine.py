@@ -25,6 +25,7 @@ class Engine:
         holds_back: it does not take a step with a NaN or infinite gradient.
         places_weights: it spreads the weights before the optimizer is made, so nobody may wrap the
             model; it saves and loads them, too.
+        reads_own_weights: it takes up a checkpoint's weights from files of its own.
         shards_optimizer: each rank holds a part of the optimizer's state.
         reshards: another number of ranks can take up those parts.
         runs_steps: it takes all micro-batches of a step at once, and keeps a part of the model
@@ -35,6 +36,7 @@ class Engine:
     keeps_masters = False
     holds_back = False
     places_weights = False
+    reads_own_weights = False
     shards_optimizer = False
     reshards = False
     runs_steps = False

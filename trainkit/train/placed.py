@@ -187,7 +187,7 @@ class PlacedWeights(Trainer):
         best = self.state.best_model_checkpoint
         if best is None or not self.layout.engine.places_weights:
             super()._load_best_model()
-            if best is not None and not self.is_deepspeed_enabled:
+            if best is not None and not self.layout.engine.reads_own_weights:
                 take_renamed(self.model, Path(best))
             return
         self.layout.engine.load_weights(self.model, Path(best))

@@ -30,6 +30,7 @@ class DeepSpeed(Engine):
 
     keeps_masters = True
     holds_back = True
+    reads_own_weights = True
     shards_optimizer = True
     packages = ("deepspeed",)
 
