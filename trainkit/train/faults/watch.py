@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ class Watch:
         self._progress_at = time.monotonic()
         self._factor = _SLOW
         self._done = threading.Event()
+        self._write_stacks: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
 
     # -- what the run tells ----------------------------------------------------------------------
@@ -131,6 +133,7 @@ class Watch:
         self._folder.mkdir(parents=True, exist_ok=True)
         stacks = self._stacks(self._rank).open("w", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        self._write_stacks = partial(faulthandler.dump_traceback, stacks, all_threads=True)
         self._write()
         self.mark("preparing")
         self._thread.start()
@@ -224,10 +227,12 @@ class Watch:
     def _hang(self, waited: float) -> str:
         """Have every rank of this machine write its stacks, and say who is behind."""
         others = self._others()
-        for line in (self._line, *others.values()):
+        for line in others.values():
             if line.process.is_here and not line.process.is_gone:
                 with contextlib.suppress(OSError):
                     os.kill(line.process.pid, signal.SIGUSR2)
+        # Not by a signal: that would look at this thread's frames while they change, and may crash.
+        self._write_stacks()
         stopped = [rank for rank, line in others.items() if line.process.is_stopped]
         for rank in stopped:  # writes its stacks when it goes on, and then finds the others gone
             with contextlib.suppress(OSError):
