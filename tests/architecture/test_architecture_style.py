@@ -8,9 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "trainkit").rglob("*.py"))
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 80
-MAX_FOLDER_FILES = 18
+MAX_FOLDER_FILES = 30
 
 
 def relative(path):
