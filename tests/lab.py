@@ -93,10 +93,14 @@ class Lab:
         parallel=None,
         layers=2,
         prepare=None,
+        wrap=None,
         given=None,
         **training,
     ):
-        """``prepare`` takes the model; ``given`` goes to the Trainer in place of the lab's own."""
+        """``prepare`` takes the model; ``given`` goes to the Trainer in place of the lab's own.
+
+        ``wrap`` makes of the model what is trained: adapters.
+        """
         import torch
         from tiny import make_qwen2
         from transformers import PrinterCallback, set_seed
@@ -131,7 +135,7 @@ class Lab:
             output_dir=directory,
             model_dtype="float32" if dtype is None else "bfloat16",
             layout=layout,
-            has_adapters=False,
+            has_adapters=wrap is not None,
             has_eval=False,
             gradient_accumulation_steps=accumulate,
         )
@@ -141,6 +145,8 @@ class Lab:
             model = model.to(getattr(torch, dtype))
         if prepare is not None:
             prepare(model)
+        if wrap is not None:
+            model = wrap(model)
         given = {
             "train_data": self.data(seed=values["seed"]),
             "eval_data": self.data(),

@@ -1,0 +1,67 @@
+"""Where transformers' Trainer is right our loop trains what it trains, to the last bit.
+
+37 ragged samples, so epochs end in a short step and a short micro-batch. Plain Hugging Face models
+without our kernels; the Trainer is here as the reference alone.
+"""
+
+import pytest
+from invariance.parity_cases import differences
+from ranks import run_ranks
+
+CASES = {
+    "full fp32": {"batch": 4},
+    "full under bf16 autocast": {"batch": 4, "bf16": True, "dropout": 0.1},
+    "lora with dropout": {"batch": 4, "lora": True, "max_grad_norm": 0.5},
+    "lora under bf16 autocast": {"batch": 2, "lora": True, "bf16": True, "accumulate": 2},
+    "accumulation over uneven epochs, cosine": {
+        "batch": 2,
+        "accumulate": 4,
+        "dropout": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 5,
+        "logging_steps": 3,
+    },
+    "no clipping, weight decay, adafactor": {
+        "batch": 4,
+        "max_grad_norm": 0.0,
+        "weight_decay": 0.1,
+        "optim": "adafactor",
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 3,
+    },
+    "by epochs, recomputed": {
+        "batch": 2,
+        "accumulate": 2,
+        "steps": -1,
+        "num_train_epochs": 2.5,
+        "gradient_checkpointing": True,
+        "neftune_noise_alpha": 5.0,
+        "lr_scheduler_type": "inverse_sqrt",
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_that_of_transformers_trainer(case, tmp_path):
+    assert differences(tmp_path, **CASES[case]) == []
+
+
+@pytest.mark.slow
+def test_five_hundred_steps_are_those_of_transformers_trainer(tmp_path):
+    options = {"batch": 2, "accumulate": 2, "dropout": 0.1, "lr_scheduler_type": "cosine"}
+    assert differences(tmp_path, steps=500, logging_steps=10, **options) == []
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_two_ranks_of_ddp_are_those_of_transformers_trainer(lora, tmp_path):
+    options = {"batch": 2, "accumulate": 2, "steps": 12, "lora": lora, "dropout": 0.1}
+    case = "invariance.parity_cases:differences"
+    assert run_ranks(case, root=str(tmp_path), **options) == [[], []]
+
+
+def test_what_differs_is_said(tmp_path):
+    """The comparison can fail: a rate that is another in one of the two is seen in all it moves."""
+    found = differences(tmp_path, batch=4, steps=3, other={"learning_rate": 3.1e-3})
+    assert any(each.startswith("learning_rate at step 1") for each in found)
+    assert any(each.startswith("weights of ") for each in found)
+    assert any(each.startswith("state of ") for each in found)
