@@ -1,10 +1,68 @@
-"""Where trainkit keeps what outlives a process. No torch."""
+"""Where things lie: what a name means, what may be read, what outlives a process. No torch."""
 
 import os
 import re
+import stat
 from pathlib import Path
 
+from trainkit.errors import TrainkitError
+
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+_FILE_NAME = re.compile(
+    r"\.(gguf|safetensors|jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml|zip|tar)(\.\w+)?$", re.I
+)
+
+_OPENED = re.compile(
+    r"\.(jsonl?|safetensors|gguf|bin|pt|pth|model|tiktoken|txt|jinja|py|ya?ml)$", re.I
+)
+"""What loaders open of a folder without being told to."""
+
+
+def local_path(name: str) -> Path | None:
+    """The path that the name of a model or data set means; None where it is the hub's.
+
+    What is there is meant. A name of at most two words without a file's suffix may be the hub's.
+    """
+    path = Path(os.path.expanduser(name))  # noqa: PTH111 - Path.expanduser raises for ~nobody
+    may_be = name.startswith("hf://") or (_HUB_NAME.fullmatch(name) and not _FILE_NAME.search(name))
+    return None if may_be and not os.path.exists(path) else path  # noqa: PTH110 - for long names
+
+
+def regular(path: Path, kind: type[TrainkitError]) -> Path:
+    """``path``, for a reader: a pipe would keep it waiting, a folder or device is no content.
+
+    A link is what it leads to. What is not there is for the reader to say.
+
+    Raises:
+        TrainkitError: of ``kind``; it is there and is no regular file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        if not path.is_symlink():
+            return path
+        what = "a link that leads nowhere"
+    else:
+        if stat.S_ISREG(mode):
+            return path
+        what = "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+    raise kind(
+        f"this is {what}, where a file is meant",
+        where=str(path),
+        fix="put a regular file there, or a link to one",
+    )
+
+
+def regular_files(folder: Path, kind: type[TrainkitError]) -> Path:
+    """``folder``, for a loader: `regular` for every file of it that one may open by its name."""
+    for path in folder.iterdir():
+        if _OPENED.search(path.name):
+            regular(path, kind)
+    return folder
 
 
 def data_cache() -> Path:

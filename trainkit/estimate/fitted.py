@@ -15,6 +15,7 @@ from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.recipe import plan_of, replanning
 from trainkit.estimate.shape import NAMED, ModelShape, find_config, from_config
+from trainkit.places import local_path
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.read.overrides import parse_override
 from trainkit.recipe.shipped import shipped_text
@@ -82,15 +83,14 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
         RecipeError: it cannot be made to fit without training something else.
         ModelError: the model is a path, and nothing is there, or only the name of a shape.
     """
-    path = Path(model).expanduser()
-    if model.lower() in NAMED and not path.exists():
+    path = local_path(model)
+    if model.lower() in NAMED and path is None:
         raise ModelError(
             f"{model} is a shape that `trainkit estimate` knows, and no model that can be loaded",
             where="--model",
             fix="give the hub name with its owner, as in Qwen/Qwen2.5-7B-Instruct, or a directory",
         )
-    is_path = model.startswith((".", "/", "~")) or path.suffix == ".gguf" or model.count("/") > 1
-    if is_path and not path.exists():
+    if path is not None and not path.exists():
         raise ModelError(
             f"there is no model at {path.absolute()}",
             where="--model",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ModelError
+from trainkit.places import local_path, regular
 
 
 @dataclass(frozen=True)
@@ -351,9 +352,9 @@ def find_config(name: str, revision: str | None = None) -> tuple[Mapping[str, An
     Raises:
         ModelError: nothing of these has it.
     """
-    path = Path(name).expanduser()
-    file = path / "config.json" if path.is_dir() else None
-    if file is None and not name.startswith((".", "/", "~")):
+    path = local_path(name)
+    file = None if path is None else regular(path / "config.json", ModelError)
+    if file is None:
         file = _cached(name, revision)
         if file is None and plain_name(name) in NAMED:
             short = plain_name(name)

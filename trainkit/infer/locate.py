@@ -9,6 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.places import local_path, regular_files
 from trainkit.run.going_on import resume_command
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -55,14 +56,16 @@ def find_model(
     """
     if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
         raise ModelError("there is no adapter here", where=str(adapter))
-    directory = Path(name).expanduser()
-    if not directory.exists():
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise ModelError("there is nothing at this path", where=name)
-        _check_is_no_checkpoint(directory)
+    directory = local_path(name)
+    if directory is None:
+        _check_is_no_checkpoint(Path(name))
         tokenizer = str(adapter) if adapter is not None and _has_tokenizer(adapter) else name
         return ModelPaths(name, adapter, tokenizer, None, None)
+    if not directory.exists():
+        raise ModelError("there is nothing at this path", where=name)
     directory, run = locate(directory)
+    if directory.is_dir():
+        regular_files(directory, ModelError)
     if adapter is None and (directory / ADAPTER_CONFIG).is_file():
         adapter = directory
     if adapter == directory:
@@ -120,9 +123,11 @@ def base_directory(adapter: Path, base_model: str | None = None) -> Path:
         ModelError: it is not on this machine and cannot be fetched.
     """
     name = base_model or _base_of(adapter)
-    directory = Path(name).expanduser()
-    if directory.is_dir():
-        return directory
+    directory = local_path(name)
+    if directory is not None and directory.is_dir():
+        return regular_files(directory, ModelError)
+    if directory is not None:
+        raise ModelError("there is no base model here", where=name, fix="check --base-model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -228,8 +233,8 @@ def _base_of(adapter: Path) -> str:
             where=str(adapter),
             fix="give it with --base-model",
         )
-    is_local = base.startswith((".", "/", "~")) or base.count("/") > 1
-    if is_local and not Path(base).expanduser().is_dir():
+    path = local_path(base)
+    if path is not None and not path.exists():
         raise ModelError(
             f"the adapter's base model is not at {base} any more",
             where=str(adapter),

@@ -34,6 +34,7 @@ from trainkit.lora.targets import (
 from trainkit.models.linears import num_weights
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
+from trainkit.places import regular_files
 
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
@@ -163,6 +164,7 @@ def load_adapter(
             where=str(path),
             fix="give the directory that a LoRA run saved (final/ or checkpoint-N/)",
         )
+    regular_files(path, CheckpointError)
     _refuse_endless(path, model)
     try:
         with warnings.catch_warnings(record=True) as said:

@@ -30,6 +30,7 @@ from trainkit.models.random_weights import random_model, random_part
 from trainkit.models.skeleton import skeleton
 from trainkit.models.vocabulary import NewTokens, grow, teach
 from trainkit.options.model import DTYPES, ModelOptions
+from trainkit.places import local_path, regular, regular_files
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
@@ -47,7 +48,9 @@ def from_pretrained_arguments(source: ModelOptions) -> tuple[str, dict[str, Any]
     A directory is given as a full path: peft writes it into the adapter, which then finds its base
     from any working directory, and never takes a hub's model of the same name for it.
     """
-    path = Path(source.name_or_path).expanduser()
+    path = local_path(source.name_or_path) or Path(source.name_or_path)
+    if path.is_dir():
+        regular_files(path, ModelError)
     source_path = str(path.absolute()) if path.is_dir() else source.name_or_path
     options: dict[str, Any] = {
         "revision": source.revision or "main",
@@ -71,14 +74,17 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
     Raises:
         ModelError: naming the absolute path, or the file of the directory that is damaged.
     """
-    path = Path(source.name_or_path).expanduser()
-    looks_local = source.name_or_path.startswith((".", "/", "~")) or path.suffix == ".gguf"
-    if is_model and path.is_dir() and source.gguf_file is None:
-        check_model_files(path, with_weights=source.init != "random")
-    if path.exists():
-        return
-    if not looks_local and source.name_or_path.count("/") <= 1:
+    path = local_path(source.name_or_path)
+    if path is None:
         _check_hub(source.name_or_path)
+        return
+    if path.is_dir():
+        regular_files(path, ModelError)
+        if is_model and source.gguf_file is None:
+            check_model_files(path, with_weights=source.init != "random")
+        return
+    if path.exists():
+        regular(path, ModelError)
         return
     raise ModelError(
         f"there is no model at {path.absolute()}",
@@ -116,7 +122,7 @@ def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:
         ModelError: there is none at that path, or the hub cannot be reached.
     """
     source_path, options = from_pretrained_arguments(source)
-    directory = with_sound_normalizer(Path(source.name_or_path).expanduser())
+    directory = with_sound_normalizer(Path(source_path))
     with _explained(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source_path, **options)
     if tokenizer is not None and directory.is_dir() and "gguf_file" not in options:
@@ -388,7 +394,7 @@ def _explained(source: ModelOptions, part: str) -> Any:
             first_line = "a pickle of its weights is damaged, or holds more than plain tensors"
         elif not isinstance(error, (OSError, ValueError)):
             first_line = f"{type(error).__name__}: {first_line}"
-        is_local = Path(source.name_or_path).expanduser().exists()
+        is_local = local_path(source.name_or_path) is not None
         raise ModelError(
             f"the {part} cannot be loaded: {first_line}",
             where=f"model.name_or_path: {source.name_or_path}",

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainkit.errors import RecipeError
+from trainkit.places import regular
 
 MAX_TOKENS = 100_000
 """More is another tokenizer, which is trained, not added."""
@@ -23,7 +24,7 @@ def read_tokens(choice: str | Sequence[str], key: str) -> tuple[str, ...]:
         return _checked(choice, key, [key] * len(choice))
     path = Path(choice).expanduser()
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = regular(path, RecipeError).read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"{key}: {path.absolute()} cannot be read: {error}",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainkit.errors import RecipeError
 from trainkit.options.parallel import NONE
+from trainkit.places import regular
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "deepspeed"
 
@@ -72,7 +73,9 @@ def strategy_for(shard: str) -> Strategy:
         return STRATEGIES[shard]
     path = Path(shard).expanduser()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
+        content = json.loads(
+            regular(path, RecipeError).read_text(encoding="utf-8"), object_pairs_hook=_each_key_once
+        )
     except OSError as error:
         raise RecipeError(
             f"there is no strategy {shard!r} and no file {path.absolute()}"

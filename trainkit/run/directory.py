@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError, TrainkitError
+from trainkit.places import regular_files
 from trainkit.run.files import (
     PRIVATE_DIRECTORY_MODE,
     PRIVATE_FILE_MODE,
@@ -123,7 +124,7 @@ class RunDirectory:
                 where=str(path),
                 fix="give the directory that `trainkit sft` printed as its last line",
             )
-        return cls(root.resolve())
+        return cls(regular_files(root.resolve(), RunDirectoryError))
 
     @classmethod
     def adopt(cls, path: Path | str) -> RunDirectory:

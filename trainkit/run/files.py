@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
-from trainkit.places import fsync_directory
+from trainkit.places import fsync_directory, regular
 
 PRIVATE_FILE_MODE = 0o600
 PRIVATE_DIRECTORY_MODE = 0o700
@@ -97,7 +97,8 @@ def write_json_atomic(path: Path, value: Any, *, mode: int | None = None) -> Non
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file, or None where there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    there = regular(path, RunDirectoryError).exists()
+    return json.loads(path.read_text(encoding="utf-8")) if there else None
 
 
 def jsonable(value: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError, TrainkitError
+from trainkit.places import regular
 from trainkit.run.files import explain_os_errors, jsonable, write_text_atomic
 
 Scalar = float | int | str | bool | None
@@ -140,7 +141,7 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
     Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
     """
-    if not path.exists():
+    if not regular(path, RunDirectoryError).exists():
         return
     with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
         yield from (row for row in map(decode_row, stream) if row is not None)

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from trainkit.places import local_path
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_loss
@@ -19,7 +20,6 @@ from trainkit.run.redact import redact_text
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~&$-])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 _LOAD = """\
 from transformers import {loader}, AutoTokenizer
@@ -84,7 +84,7 @@ def model_card(
 
 def _front_matter(base_model: str, *, adapter: bool) -> list[str]:
     """The YAML that the hub reads; it takes a base by its hub name only."""
-    is_hub_name = _HUB_NAME.fullmatch(base_model) and not Path(base_model).exists()
+    is_hub_name = local_path(base_model) is None
     tags = ["trainkit", "text-generation", *(["lora"] if adapter else [])]
     return [
         "---",

@@ -16,6 +16,7 @@ from typing import Any
 
 from trainkit.errors import RunDirectoryError
 from trainkit.parallel.launch.hosts import OWN_LAUNCH
+from trainkit.places import regular
 
 
 def utc_now() -> str:
@@ -110,7 +111,7 @@ def read_status(path: Path) -> Status:
         RunDirectoryError: the file is not a status.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(regular(path, RunDirectoryError).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Status()
     except (ValueError, RecursionError) as error:

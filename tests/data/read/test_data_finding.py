@@ -76,9 +76,9 @@ def test_what_other_tools_leave_is_named_or_hidden(make):
     left = ("dataset_info.json", "dataset_infos.json", "state.json", "a.jsonl.bak", "_SUCCESS")
     hidden = (".DS_Store", "._a.jsonl", "__MACOSX/._a.jsonl", ".cache/x.jsonl")
     data = make(dict.fromkeys((*left, *hidden), "{}") | {"a.jsonl": ROW})
-    os.mkfifo(data / "pipe.jsonl")
+    os.mkfifo(data / "pipe")
     assert names(resolve_files(str(data)), data) == ["a.jsonl"]
-    assert names(unread_files(str(data)), data) == sorted((*left, "pipe.jsonl"))
+    assert names(unread_files(str(data)), data) == sorted((*left, "pipe"))
     saved = make({"data-0.arrow": "", "dataset_info.json": "{}"}, "saved")
     with pytest.raises(DataError, match=r"it holds data-0\.arrow") as error:
         resolve_files(str(saved))
@@ -88,9 +88,12 @@ def test_what_other_tools_leave_is_named_or_hidden(make):
 def test_what_is_no_plain_file_is_refused(make):
     data = make({"x": ""})
     os.mkfifo(data / "pipe")
-    for path in (data / "pipe", "/dev/null"):
-        with pytest.raises(DataError, match="device or a pipe"):
+    os.mkfifo(data / "pipe.jsonl")
+    for path in (data, data / "pipe", f"{data}/*", "/dev/null"):
+        with pytest.raises(DataError, match="a pipe, a socket or a device"):
             resolve_files(str(path))
+    (data / "pipe").unlink()
+    (data / "pipe.jsonl").unlink()
     odd = os.fsencode(data) + b"/\xff.jsonl"
     with open(odd, "w") as file:  # noqa: PTH123 (the name is bytes)
         file.write(ROW)

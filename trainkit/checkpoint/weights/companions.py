@@ -12,6 +12,7 @@ from typing import Any
 from trainkit.checkpoint.weights.plain_files import is_plain_name, plain_file, read_json
 from trainkit.checkpoint.weights.tiktoken_vocabulary import build_tokenizer_json
 from trainkit.errors import CheckpointError
+from trainkit.places import local_path
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """How images, videos and sounds are read; settings alone, and no code."""
@@ -113,7 +114,7 @@ def _copy_tokenizer(source: Path, target: Path, names: Sequence[str]) -> list[st
 
 def stored_at(base: Path) -> Path:
     """The directory of a model: itself, or where the hub's cache has one of that name."""
-    if base.is_dir() or base.is_absolute() or len(base.parts) > 2:
+    if local_path(str(base)) is not None:
         return base
     from huggingface_hub import try_to_load_from_cache
 

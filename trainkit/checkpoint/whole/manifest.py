@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import CheckpointError
+from trainkit.places import regular
 
 MANIFEST_NAME = "manifest.json"
 SCHEMA_VERSION = 1
@@ -144,7 +145,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     where = str(directory)
     try:
-        raw = (directory / MANIFEST_NAME).read_bytes()
+        raw = regular(directory / MANIFEST_NAME, CheckpointError).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(
             f"{MANIFEST_NAME} is missing: the directory was not finished by trainkit", where=where

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainkit.data.read.opening import SUFFIXES, UNREADABLE, container
 from trainkit.errors import DataError
+from trainkit.places import regular
 
 
 def resolve_files(path: str) -> list[Path]:
@@ -17,9 +18,6 @@ def resolve_files(path: str) -> list[Path]:
         DataError: the file is missing, the glob matches nothing, the directory holds no data.
     """
     plain = Path(path).expanduser()
-    if plain.is_file():
-        _refuse_name(plain)
-        return [plain]
     if plain.is_dir():
         found = _data_below(plain)
         if not found:
@@ -35,19 +33,15 @@ def resolve_files(path: str) -> list[Path]:
                 fix=ways[0] if ways else "name a directory with data files, or a file",
             )
         return found
+    if plain.exists() or plain.is_symlink():
+        return _once([plain])
     if glob.has_magic(path):
-        files = _once(file for file in _matching(plain) if file.is_file())
+        files = _once(file for file in _matching(plain) if not file.is_dir())
         if not files:
             raise DataError(
                 "the glob matches no file", where=path, fix="check the pattern and its directory"
             )
         return files
-    if plain.exists():
-        raise DataError(
-            "this is a device or a pipe instead of a file, and data is read more than once",
-            where=path,
-            fix="write it to a file first",
-        )
     raise DataError(
         "there is no such file or directory", where=path, fix="check the path for a typo"
     )
@@ -86,15 +80,7 @@ def _data_below(directory: Path) -> list[Path]:
     Raises:
         DataError: a name that no text file could hold, or a link to nothing.
     """
-    named = [file for file in _files_below(directory) if is_data(file)]
-    for file in named:
-        if not file.exists():
-            raise DataError(
-                f"the link leads nowhere: {file.readlink()}",
-                where=str(file),
-                fix="bring back what it leads to, or remove the link",
-            )
-    return _once(file for file in named if file.is_file())
+    return _once(file for file in _files_below(directory) if is_data(file))
 
 
 def _once(files: Iterable[Path]) -> list[Path]:
@@ -102,6 +88,7 @@ def _once(files: Iterable[Path]) -> list[Path]:
     found: dict[Path, Path] = {}
     for file in files:
         _refuse_name(file)
+        regular(file, DataError)
         whole = file.resolve()
         if whole not in found or (found[whole].is_symlink() and not file.is_symlink()):
             found[whole] = file

@@ -1,21 +1,17 @@
 """Data sets from the Hugging Face hub, brought to a local parquet file."""
 
-import re
 import uuid
 from pathlib import Path
 
-from trainkit.data.read.opening import SUFFIXES
 from trainkit.errors import DataError
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+from trainkit.places import local_path
 
 
 def hub_name(path: str) -> str | None:
     """The hub name that ``path`` means, or None if it means a local file."""
     if path.startswith("hf://"):
         return path.removeprefix("hf://").removeprefix("datasets/")
-    plain = path.endswith(SUFFIXES) or Path(path).expanduser().exists()
-    return path if HUB_NAME.fullmatch(path) and not plain else None
+    return path if "/" in path and local_path(path) is None else None
 
 
 def fetch(name: str, split: str, directory: Path) -> Path:

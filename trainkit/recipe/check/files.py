@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainkit.errors import RecipeError
 from trainkit.options import Source
+from trainkit.places import local_path, regular
 from trainkit.recipe.check.problems import InvalidRecipe, Problem
 from trainkit.recipe.load import LoadedRecipe
 
@@ -51,8 +52,8 @@ def check_files(loaded: LoadedRecipe) -> None:
             if problem is not None:
                 problems.append(problem)
     model = recipe.model.name_or_path
-    path = Path(model).expanduser()
-    if _is_local(model) and not os.path.exists(path):  # noqa: PTH110 - as above
+    path = local_path(model)
+    if path is not None and not os.path.exists(path):  # noqa: PTH110 - as above
         problems.append(
             Problem(
                 f"model.name_or_path: there is no model at {path.absolute()}",
@@ -89,7 +90,7 @@ def read_chat_template(choice: str | None) -> str | None:
         return choice
     path = Path(choice).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return regular(path, RecipeError).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise RecipeError(
             f"data.chat_template: {path.absolute()} cannot be read: {error}",
@@ -124,15 +125,8 @@ def _missing_source(source: Source, key: str, where: str) -> Problem | None:
         if next(matches, None) is not None:
             return None
         what = f"{key}: no file matches {path.absolute()}"
-    elif _is_local(source.path) or path.suffix:
+    elif local_path(source.path) is not None:
         what = f"{key}: there is no file {path.absolute()}"
     else:
         return None
     return Problem(what, where, "check the path; it starts at the directory you are in")
-
-
-def _is_local(name: str) -> bool:
-    """Whether a name can only be a path: hub names are ``name`` or ``organisation/name``."""
-    if name.startswith("hf://"):
-        return False
-    return name.startswith((".", "/", "~")) or name.endswith(".gguf") or name.count("/") > 1

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from trainkit.errors import RecipeError
+from trainkit.places import regular
 
 KeyPath = tuple[str | int, ...]
 """Where a value sits: mapping keys and list positions from the top, ``("data", "train", 0)``."""
@@ -114,7 +115,7 @@ def read_scalar(text: str) -> Any:
 
 def _read_text(path: Path) -> str:
     try:
-        content = path.read_bytes()
+        content = regular(path, RecipeError).read_bytes()
     except FileNotFoundError as error:
         raise RecipeError(
             f"there is no recipe at {path.absolute()}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
+from trainkit.places import regular
 from trainkit.recipe.read.document import parse_value, read_document
 
 _CALLS = {
@@ -62,7 +63,7 @@ def read_theirs(path: Path) -> Theirs:
     try:
         if path.stat().st_size > _LARGEST:
             raise RecipeError("this is no recipe: it is larger than 1 MiB", where=str(path))
-        text = path.read_text(encoding="utf-8")
+        text = regular(path, RecipeError).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise RecipeError(f"cannot be read: {reason}", where=str(path)) from error

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
+from trainkit.places import regular
 from trainkit.run.format import as_float
 from trainkit.run.metrics import decode_row, read_metrics
 
@@ -113,7 +114,7 @@ class History:
     def read(cls, metrics: Path) -> History:
         """A ``metrics.jsonl``; torn lines are skipped, and one that is missing has no rows."""
         history = cls()
-        if metrics.exists():
+        if regular(metrics, RunDirectoryError).exists():
             with metrics.open("rb") as stream:
                 while lines := stream.readlines(_BLOCK_BYTES):
                     history._take(lines)
