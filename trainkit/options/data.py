@@ -28,6 +28,7 @@ ROW_FORMATS: dict[str, str] = {
     "prompt_completion": "a prompt and what follows it",
     "text": "plain text, all of it trained",
     "tokens": "input_ids, with labels or masks",
+    "template": "any columns: Jinja templates in `columns` make prompt and completion of them",
 }
 """The names of ``trainkit.data.read.formats.FORMATS``, with what a row holds."""
 
@@ -65,8 +66,14 @@ class Source(Section):
     format: RowFormat = Field("auto", description="Of the rows; auto looks at them.")
     name: str | None = Field(None, description="For logs; the file's name without it.")
     split: str = Field("train", description="Of a hub data set.")
+    subset: str | None = Field(None, description="Of a hub data set: its configuration's name.")
+    files: list[str] = Field(
+        default_factory=list, description="Of a hub data set: the files to read, not all of them."
+    )
     columns: dict[str, str] = Field(
-        default_factory=dict, description="Our column name to the file's: {messages: dialog}."
+        default_factory=dict,
+        description="Our column name to the file's: {messages: dialog}. With `format: template` "
+        "Jinja templates of the row's columns: {prompt: '{{ question }}', completion: '{{ a }}'}.",
     )
     roles: Annotated[list[Role], Field(strict=False)] = Field(
         default_factory=list, description="Trained roles of this source; empty is data.roles."
@@ -89,6 +96,19 @@ class Source(Section):
                     )
                 value = {**value, "path": path, "max_samples": int(count)}
         return value
+
+    @model_validator(mode="after")
+    def _templates_fit(self) -> "Source":
+        if self.format == "template" and not {"completion"} <= {*self.columns} <= {
+            "prompt",
+            "completion",
+        }:
+            raise broken_rule(
+                "columns",
+                "`format: template` makes the prompt and the trained completion of a row's columns",
+                "write `columns: {prompt: 'Q: {{ question }}', completion: '{{ answer }}'}`",
+            )
+        return self
 
     @property
     def label(self) -> str:

@@ -211,3 +211,21 @@ def test_repairs_are_named():
     mended = validate(row, needs_assistant=True)
     assert [m.content for m in mended.messages] == ["a\n\nb", "c"]
     assert mended.repairs == ("trailing_turns_removed", "user_turns_joined")
+
+
+def test_templates_make_the_text_of_any_columns():
+    columns = {
+        "prompt": "Q: {{ q }}\n{% if more %}{{ more }}\n{% endif %}",
+        "completion": "{{ a }}\n",
+    }
+    assert parse_row({"q": "1", "more": None, "a": "2"}, "template", columns) == TextRow(
+        "2\n", prompt="Q: 1\n"
+    )
+    assert parse_row({"q": "1", "more": "b", "a": "2"}, "template", columns).prompt == "Q: 1\nb\n"
+    assert parse_row({"a": "2"}, "template", {"completion": "{{ a }}"}) == TextRow("2")
+    with pytest.raises(RowError, match="'a' is undefined"):
+        parse_row({"q": "1", "a": None}, "template", columns)
+    with pytest.raises(RowError, match="empty completion"):
+        parse_row({"q": "1", "a": ""}, "template", {**columns, "completion": "{{ a }}"})
+    with pytest.raises(RowError, match="template of `columns` fails"):
+        parse_row({"q": "1"}, "template", {"completion": "{{ q.__class__.__mro__ }}"})

@@ -1,5 +1,7 @@
 """Hub names go through datasets; without a network the error says what to do."""
 
+import json
+
 import datasets
 import pytest
 from conftest import chat
@@ -22,17 +24,27 @@ def test_what_counts_as_a_hub_name(tmp_path, monkeypatch):
 def test_rows_come_from_datasets(ready, monkeypatch, dropped):
     asked = []
 
-    def load_dataset(name, split):
-        asked.append((name, split))
+    def load_dataset(path, split, **chosen):
+        asked.append((path, split, chosen))
         return datasets.Dataset.from_list([chat("q", "a"), chat("q", " "), chat("r", "b")])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     data = ready(Source("org/name", split="train[:3]"))
-    assert asked == [("org/name", "train[:3]")]
+    ready(Source("org/name", subset="en", files=["a.json"]))
+    assert asked == [
+        ("org/name", "train[:3]", {}),
+        ("org/name", "train", {"name": "en", "data_files": ["a.json"]}),
+    ]
     assert len(data) == 2
     assert data.sample_id(1) == "org/name:3"
     assert data.source_names == ("name",)
     assert dropped()[0]["file"] == "org/name"
+
+
+def test_a_subset_of_a_local_path_is_refused(ready, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat("q", "a")) + "\n")
+    with pytest.raises(DataError, match="local path"):
+        ready(Source(str(tmp_path / "a.jsonl"), subset="en"))
 
 
 def test_offline_the_error_says_what_to_do(ready):

@@ -104,8 +104,14 @@ class _Preparation:
     def add(self, source: Source) -> None:
         """Open or build the store of a source."""
         hub = hub_name(source.path)
+        if not hub and (source.subset or source.files):
+            raise DataError(
+                "subset and files choose within a data set of the hub, and this is a local path",
+                where=source.path,
+                fix="name the files themselves",
+            )
         files = (
-            [fetch(hub, source.split, self.directory / "hub")]
+            [fetch(hub, source.split, self.directory / "hub", source.subset, source.files)]
             if hub
             else resolve_files(source.path)
         )

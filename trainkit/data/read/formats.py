@@ -4,10 +4,14 @@ A format is recognised by the keys of its rows, and can be named instead. Every 
 types it reads: what does not fit raises :class:`RowError`, never anything else.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainkit.data.read import fields
 from trainkit.data.read.calls import parse_tools
@@ -144,6 +148,36 @@ def parse_text(row: Mapping[str, Any]) -> TextRow:
     return TextRow(text)
 
 
+class _Absent(jinja2.StrictUndefined):
+    """A column that a row does not have: a template may ask for it, and not print it."""
+
+    def __bool__(self) -> bool:  # type: ignore[override]
+        return False
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(text: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(undefined=_Absent, keep_trailing_newline=True)
+    return environment.from_string(text)
+
+
+def parse_template(row: Mapping[str, Any]) -> TextRow:
+    """What the templates of `columns` made of a row; without a prompt every token is trained."""
+    prompt, completion = fields.optional_text(row, "prompt"), fields.text(row, "completion")
+    if not completion.strip():
+        raise RowError("empty_completion", "the template makes an empty completion")
+    return TextRow(completion, prompt=prompt or "")
+
+
+def _rendered(row: Mapping[str, Any], templates: Mapping[str, str]) -> dict[str, str]:
+    """The texts that templates make of a row; a column without a value is not there."""
+    given = {str(key): value for key, value in row.items() if value is not None}
+    try:
+        return {ours: _compiled(text).render(given) for ours, text in templates.items()}
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        raise RowError("template", f"the template of `columns` fails: {error}") from error
+
+
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
     "messages": parse_messages,
     "sharegpt": parse_sharegpt,
@@ -154,6 +188,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
     "prompt_completion": parse_prompt_completion,
     "text": parse_text,
     "tokens": parse_tokens,
+    "template": parse_template,
 }
 
 
@@ -197,7 +232,9 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
         row, name = {"messages": row}, "messages"
     if not isinstance(row, Mapping):
         raise RowError("not_an_object", f"the row is {fields.kind(row)}, not an object")
-    if columns:
+    if name == "template":
+        row = _rendered(row, columns or {})
+    elif columns:
         renamed = {theirs: ours for ours, theirs in columns.items()}
         row = {renamed.get(key, key): value for key, value in row.items()}
     if name == "auto":

@@ -1,7 +1,9 @@
 """Data sets from the Hugging Face hub, brought to a local parquet file."""
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.errors import DataError
 from trainkit.places import local_path
@@ -14,21 +16,32 @@ def hub_name(path: str) -> str | None:
     return path if "/" in path and local_path(path) is None else None
 
 
-def fetch(name: str, split: str, directory: Path) -> Path:
+def fetch(
+    name: str,
+    split: str,
+    directory: Path,
+    subset: str | None = None,
+    files: Sequence[str] = (),
+) -> Path:
     """Download a split (``datasets`` keeps its own cache) and write it as parquet.
 
     Args:
         name: ``org/name``.
         split: such as ``train`` or ``train[:1%]``.
         directory: gets ``<fingerprint>.parquet``, once.
+        subset: the configuration's name, where there are several.
+        files: those to read; none means all.
 
     Raises:
         DataError: the hub cannot be reached, or has no such data set or split.
     """
     import datasets
 
+    chosen: dict[str, Any] = {"name": subset} if subset else {}
+    if files:
+        chosen["data_files"] = list(files)
     try:
-        data = datasets.load_dataset(name, split=split)
+        data = datasets.load_dataset(name, split=split, **chosen)
     except (OSError, ValueError) as error:
         raise DataError(
             f"there is no local file of this name, and the hub's data set {name!r} (split "

@@ -192,7 +192,7 @@ def question_of(parsed: ParsedRow) -> Row:
 
 def _parse(row: Any, options: QuestionOptions) -> ParsedRow:
     """Parse a row; an answer that is not there yet is put in and cut off later."""
-    if not isinstance(row, Mapping):
+    if not isinstance(row, Mapping) or options.format == "template":
         return read_row(row, options.format, options.columns)
     theirs = {theirs: ours for ours, theirs in options.columns.items()}
     row = {theirs.get(key, key): value for key, value in row.items()}

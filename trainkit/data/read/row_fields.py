@@ -25,6 +25,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion", *TALK),
     "text": ("text",),
     "tokens": tokens.READ,
+    "template": ("prompt", "completion"),
 }
 """The fields that each format reads."""
 
