@@ -8,247 +8,298 @@ save, and a last one is left alone. It has to end with the bytes of the run that
 final model, the last checkpoint with optimizer and random numbers, the metrics; and with no file
 besides.
 
-    python scripts/kills.py --kills 100 --json docs/benchmarks/kills.jsonl
-    python scripts/kills.py --cells 'lora-bf16/*' --deadline-seconds 600
-    python scripts/kills.py --at-once 10       # on a host of twenty processors and more
-    python scripts/kills.py --missing          # what is left to do; --table: what was seen
+    python scripts/kills.py --cells 'lora-bf16/*' --kills 100 --json kills.jsonl
 
-Starts are forked behind the imports; `--real` starts programs as a user does (`trainkit sft`,
-`trainkit launch`, `train.sh` in turn), which takes ten times as long. One row a cell, with what it
-has seen so far: the same command goes on where it was stopped. The exit status is 0 when every run
-ended with the right bytes and nobody had to help.
+Starts are forked behind the imports. One row a cell, with what it has seen so far: the same command
+goes on where it was stopped; ``--table`` prints them. The exit status is 0 when every run ended
+with the right bytes and nobody had to help.
 """
 
 import argparse
 import contextlib
 import ctypes
-import fcntl
 import fnmatch
+import gc
 import json
 import os
+import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from dataclasses import asdict
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from kill_rounds import KINDS, SPREADS, Cell, Row
-from kill_starts import Starts, prepare
-from moments import children
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from trainkit.parallel.launch.processes import count_local_gpus
+from forks import give_forks_their_own_threads  # noqa: E402
+from moments import PLAN, Kill, arm, children, differences, digest_of, plan_of  # noqa: E402
 
-WORKERS_END_SECONDS = 30.0
-"""After the deadline the starts that are under way may end; what has not by then does not count."""
+MODEL = "model: {name_or_path: m, dtype: bfloat16}\n"
+LORA = MODEL + "lora: {r: 4, dropout: 0.1}\n"
+KINDS = {
+    "full-fp32": MODEL.replace("bfloat16", "float32"),
+    "full-bf16": MODEL,
+    "lora-bf16": LORA,
+    "streaming": LORA,
+    "qlora": MODEL + "lora: {r: 4, quantize: nf4}\n",
+}
+"""What is trained; qlora wants a GPU."""
+SPREADS = {"one": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}
+"""Processes."""
+DATA = "data: {{train: [d.jsonl], max_length: 64, packing: false, cache_dir: {cache}{stream}}}\n"
+TRAINING = (
+    "training: {learning_rate: 1e-2, per_device_train_batch_size: 2, max_steps: 10, save_steps: 2,"
+    " save_total_limit: 2, gradient_accumulation_steps: 2}\nfaults: {step_timeout: 60}\n"
+)
+STEPS, KILLS_A_ROUND = 10, 8
+PHASES = {"save": 45, "kept": 10, "train": 15, "load": 10, "data": 10, "start": 10}
+"""Where the kill comes, and how often of a hundred."""
+PATIENCE = 240.0
+"""Seconds after which a start hangs."""
 
 
-def table(rows: dict[str, Row]) -> str:
+@dataclass
+class Row:
+    """What a cell has seen so far."""
+
+    cell: str
+    starts: str = "forked"
+    kills: int = 0
+    rounds: int = 0
+    exact: int = 0
+    phases: dict[str, int] = field(default_factory=dict)
+    victims: dict[str, int] = field(default_factory=dict)
+    inside_saves: int = 0
+    slowest_end_seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+
+
+class Cell:
+    """One kind of training under one way to spread it, in a folder of its own."""
+
+    def __init__(self, row: Row, folder: Path, overrides: list[str]) -> None:
+        self.row, self._folder, self._overrides = row, folder, overrides
+        kind, _, spread = row.cell.partition("/")
+        self._ranks = SPREADS[spread]
+        shard = "none" if spread in ("one", "ddp") else spread
+        self._stream = ", streaming: true" if kind == "streaming" else ""
+        self._recipe = KINDS[kind] + TRAINING + f"parallel: {{shard: {shard}}}\n"
+        code, run = self._start("-whole", None)
+        if code:
+            raise RuntimeError(f"{row.cell}: the whole run ended with {code}")
+        self._whole = digest_of(run)
+        reports = [folder / f"files.{rank}" for rank in range(self._ranks)]
+        self._counts = [Counter(json.loads(path.read_text())) for path in reports]
+        self._clear("-whole")
+
+    def round(self, kills: int, until: float) -> None:
+        """Kill some starts of a run, let the last one be, and compare."""
+        row, number, events = self.row, f"-{self.row.rounds}", list[str]()
+        chance = random.Random(f"{row.cell}/{row.starts}/{row.rounds}/{KILLS_A_ROUND}")
+        row.rounds += 1
+        try:
+            while row.kills < kills and len(events) < KILLS_A_ROUND and time.monotonic() < until:
+                kill = self._draw(chance, self._folder / f"run{number}")
+                code, run = self._start(number, kill)
+                events.append(f"{kill.victim} {kill.phase} {kill.at} +{kill.delay:.3f} -> {code}")
+                if not self._count(kill, run):
+                    break  # this start had ended before its kill came
+            else:
+                code, run = self._start(number, None)
+            wrong = differences(self._whole, digest_of(run)) if code == 0 else [f"exit code {code}"]
+        except (TimeoutError, OSError, ValueError) as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        if wrong:
+            row.failures.append(f"round {row.rounds - 1}: {'; '.join(wrong[:6])} after {events}")
+        else:
+            row.exact += 1
+            self._clear(number)
+
+    def _draw(self, chance: random.Random, run: Path) -> Kill:
+        """A moment of what is left of the run, so that most kills come."""
+        more = 2 if self.row.inside_saves < 0.4 * self.row.kills else 1
+        weights = {**PHASES, "save": more * PHASES["save"]}
+        phase = chance.choices(list(weights), list(weights.values()))[0]
+        rank = chance.randrange(self._ranks)
+        saved = run.glob("checkpoint-*")
+        done = max((int(path.name.partition("-")[2]) for path in saved), default=0)
+        share = {"save": 1 - done / STEPS, "start": 0.7, "load": 0.6, "data": 0.7}
+        most = max(int(self._counts[rank][phase] * (share.get(phase, 1) if done else 1)), 1)
+        delay = {"train": 1.5, "start": 0.3, "load": 0.3}.get(phase, 0.03)
+        victim = chance.choice(("rank", "launcher", "group")) if self._ranks > 1 else "rank"
+        at = 1 if phase == "train" else chance.randint(1, most)
+        return Kill(phase, at, chance.uniform(0, delay) * chance.random(), rank, victim)
+
+    def _count(self, kill: Kill, run: Path) -> bool:
+        """Whether the kill came; notes it."""
+        row, struck = self.row, self._folder / "files"
+        if not struck.exists():
+            return False
+        ended = round(time.time() - struck.stat().st_mtime, 1)
+        struck.unlink()
+        row.slowest_end_seconds = max(row.slowest_end_seconds, ended)
+        row.kills += 1
+        row.phases[kill.phase] = row.phases.get(kill.phase, 0) + 1
+        row.victims[kill.victim] = row.victims.get(kill.victim, 0) + 1
+        row.inside_saves += any(run.glob(".*staging*"))
+        return True
+
+    def _start(self, number: str, kill: Kill | None) -> tuple[int, Path]:
+        """The command of a round, the same every time: its exit code, -9 where it was killed."""
+        recipe, run = self._folder / f"recipe{number}.yaml", self._folder / f"run{number}"
+        recipe.write_text(self._recipe + DATA.format(cache=f"cache{number}", stream=self._stream))
+        words = ["--config", recipe.name, "--output-dir", run.name, "--resume", *self._overrides]
+        first = os.fork()
+        if not first:
+            with contextlib.suppress(BaseException):
+                self._become(words, run, kill)
+            os._exit(99)
+        deadline, code, hangs = time.monotonic() + PATIENCE, 0, False
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == first:
+                code = os.waitstatus_to_exitcode(status)
+            if not pid:
+                time.sleep(0.01)
+                if time.monotonic() > deadline:
+                    hangs = True
+                    for left in children(os.getpid()):
+                        os.kill(left, signal.SIGKILL)
+        if hangs:
+            raise TimeoutError(f"a start did not end in {PATIENCE:.0f} s")
+        return code, run
+
+    def _become(self, words: list[str], run: Path, kill: Kill | None) -> None:
+        """In a fork: the start itself."""
+        os.environ[PLAN] = plan_of(run, self._folder / "files", kill, is_launched=self._ranks > 1)
+        os.chdir(self._folder)
+        log = os.open("said.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1), os.dup2(log, 2)
+        if self._ranks > 1:
+            from launches import launch
+
+            os._exit(launch(words, self._ranks, in_rank=arm))
+        from trainkit.cli.app import main
+
+        arm()
+        os._exit(main(["sft", *words]))
+
+    def _clear(self, number: str) -> None:
+        for path in self._folder.glob(f"*{number}*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def prepare(folder: Path) -> None:
+    """The imports that starts are forked behind, a tiny model and some conversations."""
+    from trainkit.parallel.launch.processes import quieten_imports
+
+    quieten_imports()
+    import deepspeed
+    import launches  # noqa: F401
+    import torch
+    import torch.distributed.run
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import trainkit.cli.commands.training.sft
+    import trainkit.run.report.html
+    import trainkit.run.report.redraw
+    import trainkit.train.build
+
+    torch.set_num_threads(1)
+    give_forks_their_own_threads()
+    get_checkpoint_conversion_mapping("qwen2")  # 400 patterns
+    gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
+    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
+    trainkit.run.report.redraw.CurveRefresher.refresh = lambda self, **_: False
+    maker = os.fork()  # threads of torch's must not be there when a start is forked
+    if maker == 0:
+        from tiny import make_qwen2, make_tokenizer
+
+        tokenizer = make_tokenizer()
+        make_qwen2(len(tokenizer)).save_pretrained(folder / "m")
+        tokenizer.save_pretrained(folder / "m")
+        os._exit(0)
+    os.waitpid(maker, 0)
+    with (folder / "d.jsonl").open("w") as file:
+        for number in range(48):
+            answer = f"It is {number}{'!' * (number % 7)}"
+            texts = {"user": f"Say {number}.", "assistant": answer}
+            messages = [{"role": role, "content": text} for role, text in texts.items()]
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def table(rows: list[Row]) -> str:
     """What all cells have seen."""
     lines = [
-        "| cell | starts | kills | of them inside a save | runs ended with the same bytes |"
+        "| cell | kills | of them inside a save | runs ended with the same bytes |"
         " slowest end of a killed start |",
-        "|---|---|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|",
     ]
-    for row in rows.values():
+    for row in rows:
         lines.append(
-            f"| {row.cell} | {row.starts} | {row.kills} | {row.inside_saves} | {row.exact} of "
-            f"{row.rounds} | {row.slowest_end_seconds:.1f} s |"
+            f"| {row.cell} {row.starts} | {row.kills} | {row.inside_saves} | "
+            f"{row.exact} of {row.rounds} | {row.slowest_end_seconds:.1f} s |"
         )
-    kills = sum(row.kills for row in rows.values())
-    exact, rounds = (
-        sum(getattr(row, name) for row in rows.values()) for name in ("exact", "rounds")
-    )
-    saves = sum(row.inside_saves for row in rows.values())
-    lines.append(f"| all | | {kills} | {saves} | {exact} of {rounds} | |")
-    return "\n".join(lines)
-
-
-def read_rows(path: Path) -> dict[str, Row]:
-    """The rows so far, by cell."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [Row(**json.loads(line)) for line in lines]
-    return {f"{row.cell} {row.starts}": row for row in rows}
-
-
-def write_rows(path: Path, rows: dict[str, Row]) -> None:
-    """All of them, in one step."""
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows.values()))
-    partial.replace(path)
-
-
-def missing(rows: dict[str, Row], names: list[str], starts: str, enough: tuple[int, int]) -> str:
-    """Which cells have not seen enough."""
-    lines = ["| cell | kills missing | of them inside a save |", "|---|---:|---:|"]
-    left = {name: _row(rows, name, starts).missing(*enough) for name in names}
-    lines += [f"| {name} | {max(each)} | {each[1]} |" for name, each in left.items() if any(each)]
-    lines.append(f"| all | {sum(map(max, left.values()))} | {sum(n for _, n in left.values())} |")
-    return "\n".join(lines)
-
-
-def _row(rows: dict[str, Row], name: str, starts: str) -> Row:
-    return rows.get(f"{name} {starts}") or Row(name, starts)
-
-
-class Suite:
-    """Rounds of cells, some at a time, each in a process and a folder of its own."""
-
-    def __init__(self, arguments: argparse.Namespace, names: list[str], folder: Path) -> None:
-        self._arguments, self._names, self._folder = arguments, names, folder
-        self._enough = arguments.kills, arguments.in_saves
-        self._rows = read_rows(arguments.json)
-        self._starts = kind_of_start(arguments)
-        self._running: dict[int, str] = {}
-        self._deadline = time.monotonic() + arguments.deadline_seconds
-        # What a worker that is ended leaves comes to this process.
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-
-    def run(self) -> dict[str, Row]:
-        """Until all have enough, or the time is up; returns the rows of all cells."""
-        while True:
-            now = time.monotonic()
-            waiting = self._left() if now < self._deadline else []
-            if not waiting and not self._running:
-                return self._rows
-            if waiting and len(self._running) < self._arguments.at_once:
-                self._begin(waiting[0])
-                continue
-            self._collect()
-            if now > self._deadline + WORKERS_END_SECONDS:
-                self._end_all()
-            time.sleep(0.02)
-
-    def _left(self) -> list[str]:
-        """The cells that miss something and are not under way, those that miss most first."""
-        missed = {
-            name: max(_row(self._rows, name, self._starts).missing(*self._enough))
-            for name in self._names
-            if name not in self._running.values()
-        }
-        return sorted((name for name in missed if missed[name]), key=lambda each: -missed[each])
-
-    def _begin(self, name: str) -> None:
-        """A round, in a process that is forked behind the imports."""
-        folder = self._folder / name.replace("/", "-")
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid:
-            self._running[pid] = name
-            return
-        code = 1
-        try:
-            self._round(name, folder)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-
-    def _round(self, name: str, folder: Path) -> None:
-        """In a worker: one round; its row is left in a file."""
-        folder.mkdir(exist_ok=True)
-        for source in ("m", "d.jsonl"):
-            with contextlib.suppress(FileExistsError):
-                (folder / source).symlink_to(f"../{source}")
-        cell = Cell(name, Starts(folder, real=self._arguments.real), overrides=self._arguments.set)
-        known = folder / "whole.json"
-        if not known.exists():
-            known.write_text(json.dumps(cell.whole()))
-        digest, counts = json.loads(known.read_text())
-        row = _row(self._rows, name, self._starts)
-        left = row.missing(*self._enough)
-        num_failures = len(row.failures)
-        cell.round(row, digest, counts, missing=left, until=self._deadline)
-        if len(row.failures) > num_failures:
-            said = (folder / "said.log").read_text(errors="replace").splitlines()
-            print(f"{row.failures[-1]}; it said last:", *said[-60:], sep="\n")
-        (folder / "row.json").write_text(json.dumps(asdict(row)))
-
-    def _collect(self) -> None:
-        """Take over the rows of the rounds that have ended."""
-        for pid, name in list(self._running.items()):
-            if not os.waitpid(pid, os.WNOHANG)[0]:
-                continue
-            del self._running[pid]
-            said = self._folder / name.replace("/", "-") / "row.json"
-            if not said.exists():
-                self._names.remove(name)
-                print(f"{name}: the round ended without a row; no more of this cell", flush=True)
-                continue
-            row = Row(**json.loads(said.read_text()))
-            said.unlink()
-            self._rows[f"{name} {self._starts}"] = row
-            write_rows(self._arguments.json, self._rows)
-            print(f"{name}: {row.kills} kills, {row.exact} of {row.rounds} exact", flush=True)
-
-    def _end_all(self) -> None:
-        """End the starts that are under way, and what they started."""
-        for pid, name in self._running.items():
-            print(f"{name}: a round was cut short by the deadline", flush=True)
-            os.kill(pid, signal.SIGKILL)
-        self._running.clear()
-        while left := children(os.getpid()):
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(pid, signal.SIGKILL)
-                    os.waitpid(pid, 0)
-
-
-def kind_of_start(arguments: argparse.Namespace) -> str:
-    """How the rows call the starts of this command."""
-    words = ["real" if arguments.real else "forked", arguments.where, *arguments.set]
-    return ", ".join(word for word in words if word)
+    sums = [sum(vars(row)[name] for row in rows) for name in ("kills", "inside_saves")]
+    exact, rounds = (sum(vars(row)[name] for row in rows) for name in ("exact", "rounds"))
+    return "\n".join([*lines, f"| all | {sums[0]} | {sums[1]} | {exact} of {rounds} | |"])
 
 
 def main() -> int:
-    """Go through the cells, those that miss most first, until all have enough or time is up."""
-    arguments = parser().parse_args()
-    rows = read_rows(arguments.json)
-    if arguments.table:
-        print(table(rows))
-        return 0
-    patterns = arguments.cells.split(",")
-    kinds = [kind for kind in KINDS if kind != "qlora" or count_local_gpus()]
-    names = [f"{kind}/{spread}" for kind in kinds for spread in SPREADS]
-    names = [name for name in names if any(fnmatch.fnmatch(name, each) for each in patterns)]
-    if arguments.missing:
-        enough = arguments.kills, arguments.in_saves
-        print(missing(rows, names, kind_of_start(arguments), enough))
-        return 0
-    with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
-        folder = Path(arguments.work or scratch).resolve()
-        folder.mkdir(exist_ok=True)
-        lock = (folder / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another one's kills would count here
-        prepare(folder, real=arguments.real)
-        rows = Suite(arguments, names, folder).run()
-    print(table(rows))
-    for row in rows.values():
-        for failure in row.failures:
-            print(f"{row.cell}: {failure}")
-    return int(any(row.failures for row in rows.values()))
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+    """Go through the cells until each has enough kills or the time is up."""
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--cells", default="*", help="patterns, with commas: lora-bf16/*,*/zero2")
-    made.add_argument("--kills", type=int, default=100, help="of each cell")
-    made.add_argument("--in-saves", type=int, default=40, help="of them, a save half done")
-    made.add_argument("--json", type=Path, default=Path("kills.jsonl"), help="the rows")
-    made.add_argument("--work", type=Path, help="a folder to work in, and to keep what fails in")
-    made.add_argument("--deadline-seconds", type=float, default=float("inf"))
-    made.add_argument("--at-once", type=int, default=1, help="cells; each takes two processors")
-    made.add_argument("--real", action="store_true", help="start programs, as a user does")
-    made.add_argument("--set", action="append", default=[], help="KEY=VALUE of the recipe; again")
-    made.add_argument("--where", default="", help="a word for the rows: two GPUs")
-    made.add_argument("--table", action="store_true", help="print the rows' table, and no more")
-    made.add_argument("--missing", action="store_true", help="print what is left to do, likewise")
-    return made
+    parser.add_argument("--cells", default="*", help="patterns, with commas: lora-bf16/*,*/zero2")
+    parser.add_argument("--kills", type=int, default=100, help="of each cell")
+    parser.add_argument("--json", type=Path, default=Path("kills.jsonl"), help="the rows")
+    parser.add_argument("--deadline-seconds", type=float, default=float("inf"))
+    parser.add_argument("--set", action="append", default=[], help="KEY=VALUE of the recipe; again")
+    parser.add_argument("--table", action="store_true", help="print the rows' table, and no more")
+    options = parser.parse_args()
+    lines = options.json.read_text().splitlines() if options.json.exists() else []
+    rows = {(r["cell"], r["starts"]): Row(**r) for r in map(json.loads, lines)}
+    if options.table:
+        print(table(list(rows.values())))
+        return 0
+    from trainkit.parallel.launch.processes import count_local_gpus
+
+    # What a killed launcher leaves comes to this process, which waits for it.
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    until = time.monotonic() + options.deadline_seconds
+    starts = ", ".join(["forked", *options.set])
+    with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
+        prepare(Path(scratch))
+        for name in (f"{kind}/{spread}" for kind in KINDS for spread in SPREADS):
+            is_chosen = any(fnmatch.fnmatch(name, each) for each in options.cells.split(","))
+            if not is_chosen or (name.startswith("qlora") and not count_local_gpus()):
+                continue
+            folder = Path(scratch, name.replace("/", "-"))
+            folder.mkdir()
+            for source in ("m", "d.jsonl"):
+                (folder / source).symlink_to(f"../{source}")
+            row = rows.setdefault((name, starts), Row(name, starts))
+            cell = Cell(row, folder, options.set)
+            while row.kills < options.kills and time.monotonic() < until:
+                before = len(row.failures)
+                cell.round(options.kills, until)
+                if len(row.failures) > before:
+                    said = (folder / "said.log").read_text(errors="replace").splitlines()
+                    print(f"{row.failures[-1]}; it said last:", *said[-60:], sep="\n")
+                partial = options.json.with_suffix(".partial")
+                partial.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows.values()))
+                partial.replace(options.json)
+                print(f"{name}: {row.kills} kills, {row.exact} of {row.rounds} exact", flush=True)
+    print(table(list(rows.values())))
+    return int(any(row.failures for row in rows.values()))
 
 
 if __name__ == "__main__":

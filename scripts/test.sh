@@ -11,6 +11,7 @@ unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 
+"$python" scripts/count.py
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 # mypy takes one of CI's two cores; the other compiles what both workers are about to import.

@@ -107,11 +107,10 @@ def used_by(compiled: object) -> dict[str, float]:
 
 def _keep(case: str, name: str, **values: float) -> None:
     """Append rows to the file that TUTORIAL_ROWS names."""
-    from trainkit.bench.measure import record
+    from trainkit.bench.record import Records
 
     if rows := os.environ.get("TUTORIAL_ROWS"):
-        common = record.environment()
-        record.append(Path(rows), record.records("tutorial", case, name, values, common))
+        Records("tutorial", Path(rows)).of(case, {"provider": name, **values})
 
 
 def _microseconds(work: Callable[[], object]) -> float:

@@ -7,11 +7,10 @@ beforehand; `test_estimate_measured` sees to it that no file and no row is passe
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit.bench.memory_points import LEAST, POINTS, Point, plan_of
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.peak import Peak, peak, peak_of_rank
@@ -19,8 +18,10 @@ from trainkit.estimate.plan import ALL_OPS, Adapters, Plan
 from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
+from trainkit.estimate.state import optimizer_bytes
 from trainkit.options import Fp8Options
 from trainkit.options.fp8 import ALL
+from trainkit.options.optimizers import optimizer_row
 from trainkit.recipe import load_recipe
 from trainkit.recipe.shipped import shipped_recipes
 
@@ -28,6 +29,92 @@ FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PLAIN: frozenset[str] = frozenset()
 BARE: dict[str, Any] = {"trainer": False, "optimizer": None}
 H200 = GPUS["h200"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is measured.
+
+    Args:
+        model: of the table of shapes.
+        mode: "full", "full_fp8" (all products in fp8), "lora", "qlora" or "fp8".
+        batch_size: sequences in a micro-batch.
+        length: tokens in each.
+        provider: "trainkit" through the Trainer, "bare" trainkit, or "hf".
+        recompute: every so many layers are recomputed; 0 keeps all.
+        selective: of these, matrix products and attention are kept.
+        offload: inputs of recomputed layers wait on the host.
+        lora_rank: of every adapter.
+        accumulation: micro-batches in a step.
+        optim: a name of ``training.optim``.
+        optim_args: ``training.optim_args``, for a row's estimate.
+        keeps_masters: half-precision weights have fp32 copies.
+        in_backward: weights step in the backward pass.
+        chunk_tokens: tokens whose logits exist at a time; None is the default.
+    """
+
+    model: str
+    mode: str
+    batch_size: int
+    length: int = 2048
+    provider: str = "trainkit"
+    recompute: int = 0
+    selective: bool = False
+    offload: bool = False
+    lora_rank: int = 16
+    accumulation: int = 1
+    optim: str = "adamw_torch_fused"
+    optim_args: str | None = None
+    keeps_masters: bool = True
+    in_backward: bool = False
+    chunk_tokens: int | None = None
+
+
+def plan_of(point: Point) -> Plan:
+    """What the estimate is asked for a point."""
+    shape, is_full = find_shape(point.model), point.mode.startswith("full")
+    row = optimizer_row(point.optim)
+    state: float | None = optimizer_bytes(row, shape, full=is_full, args=point.optim_args)
+    if is_full and point.provider != "trainkit":
+        state = None
+    plan = Plan(
+        shape,
+        point.batch_size,
+        point.length,
+        accumulation=point.accumulation,
+        base={"qlora": "nf4", "fp8": "fp8"}.get(point.mode, "bfloat16"),
+        adapters=None if is_full else Adapters(rank=point.lora_rank, offload=point.offload),
+        fp8=1.0 if point.mode in ("full_fp8", "fp8") else None,
+        recompute=point.recompute,
+        selective=point.selective,
+        offload=point.offload,
+        trainer=point.provider == "trainkit",
+        keeps_masters=point.keeps_masters,
+        one_pass=row.one_pass,
+        in_backward=point.in_backward,
+        flat=point.optim == "flat_adamw",
+        optimizer=state,
+        slower=row.slower if state is not None else Plan.slower,
+        stepping=(row.step_bytes, row.step_largest_bytes),
+        chunk_tokens=point.chunk_tokens,
+    )
+    if point.provider == "hf":
+        plan = replace(plan, ops=frozenset(), upcast=point.mode == "qlora")
+    return plan
+
+
+LEAST = Point(
+    "llama-3.1-8b",
+    "full",
+    2,
+    recompute=1,
+    offload=True,
+    optim="paged_adamw_8bit",
+    keeps_masters=False,
+    in_backward=True,
+    chunk_tokens=512,
+)
+"""The shipped recipe for 18 GiB."""
 
 Row = dict[str, Any]
 Values = Mapping[str, float]
@@ -209,7 +296,7 @@ def _multi_gpu(row: Row) -> tuple[Plan | str, bool]:
 
 
 def _runs(row: Row) -> tuple[Plan | str, bool]:
-    """Runs of ``scripts/multi_gpu.py`` as recipes; none of them calibrated a peak."""
+    """Whole runs as recipes; none of them calibrated a peak."""
     name, *_, total = row["case"].split()
     model = re.sub(r",|-lora|-nf4|-fp8", "", name)
     changed = {
@@ -270,7 +357,7 @@ def _ladder(row: Row) -> tuple[Plan | str, bool]:
 
 
 def _memory(row: Row) -> tuple[Plan | str, bool]:
-    """The points of ``trainkit.bench.memory``; none of them calibrated anything."""
+    """Points that calibrated nothing."""
     if row["mode"] == "full_fp8" and row["commit"].startswith("98405e2"):
         return OLDER, False
     known = {field.name: row[field.name] for field in fields(Point) if field.name in row}
@@ -297,8 +384,8 @@ def _optimizers(row: Row) -> tuple[Plan | str, bool]:
 
 def _recompute(row: Row) -> tuple[Plan | str, bool]:
     model, mode, size = row["case"].removeprefix("trainkit ").split()
-    point = next(p for p in POINTS if p.name.startswith(f"trainkit {model} {mode} {size}"))
-    plan = plan_of(replace(point, recompute=int(row["recompute"] == "full")))
+    batch, length = map(int, size.split("x"))
+    plan = plan_of(Point(model, mode, batch, length, recompute=int(row["recompute"] == "full")))
     return replace(plan, recompute_first=row["recomputed"] or 0), True
 
 

@@ -232,9 +232,6 @@ def test_an_answer_ends_where_the_context_does(tiny_qwen2):
 
 # Texts that other programs wrote and in which a line can end in nothing but a newline.
 NO_JSON_LINES = {
-    "bench/data.py",
-    "bench/memory.py",
-    "bench/recompute.py",
     "checkpoint/weights/contents.py",
     "checkpoint/weights/tiktoken_vocabulary.py",
     "checkpoint/zero/zero.py",

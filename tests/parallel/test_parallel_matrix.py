@@ -1,27 +1,18 @@
 """The table of what cannot be combined, and the script that holds the rest against one process."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks import parity
 from trainkit.errors import RecipeError
 from trainkit.parallel.matrix import REFUSALS
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def parity():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import parity_cells as parity
-
-    yield parity
-    sys.path.remove(str(ROOT / "scripts"))
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_the_script_walks_every_way_that_as_many_ranks_can_be_spread(ranks, parity):
+def test_the_script_walks_every_way_that_as_many_ranks_can_be_spread(ranks):
     """A cell that the table refuses has its reason, and nothing else is left out."""
     cells = list(parity.cells(ranks, "", parity.SWITCHES["all"]))
     assert len({cell.name for cell in cells}) == len(cells)
@@ -40,12 +31,10 @@ def test_the_script_walks_every_way_that_as_many_ranks_can_be_spread(ranks, pari
     assert ways == fitting
 
 
-def test_the_guide_has_the_table_of_the_rows(parity):
-    """Make it with ``python scripts/parity_table.py``."""
-    import parity_table
-
+def test_the_guide_has_the_table_of_the_rows():
+    """Make it with ``python -m benchmarks parity --table``."""
     guide = (ROOT / "docs/guides/parallel.md").read_text(encoding="utf-8")
-    assert parity_table.table() in guide
+    assert parity.guide_table() in guide
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: f"{row.key}-{row.why[:20]}")

@@ -1,133 +1,44 @@
 """LoRA and QLoRA steps side by side: forward, backward and a fused AdamW step, a process per cell.
 
-A cell is a provider in a mode. Providers: peft on SDPA, Unsloth, trainkit, and ``frozen``: the same
-step of trainkit on the same frozen base without adapters, which is what adapters cost nothing over.
-Modes: plain, checkpointed, checkpointed on an nf4 base, and on an fp8 base (trainkit's and
-``frozen`` alone), plain and checkpointed. Weights and tokens are random, made on
-the device; Unsloth loads what `save_base` wrote. Every step runs under bf16 autocast with adapters
-in fp32.
-
-Run as ``python -m trainkit.bench.lora`` it is the process of one cell.
+Providers: peft on SDPA, Liger under peft, Unsloth, trainkit, and ``frozen``: the same step of
+trainkit on the same frozen base without adapters, which is what adapters cost nothing over. Modes:
+plain, checkpointed, checkpointed on an nf4 base, and on an fp8 base (trainkit's and ``frozen``
+alone), plain and checkpointed. Weights and tokens are random, made on the device; Unsloth loads
+what `save_base` wrote. Every step runs under bf16 autocast with adapters in fp32.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainkit.bench.measure.clock import peak_gib, timed
-from trainkit.bench.measure.processes import run_in_processes
-from trainkit.bench.providers import MODELS, Shape, build, provide
+from trainkit.bench.cells import FIRST_IMPORT, Cell
+from trainkit.bench.measure import peak_gib, timed
+from trainkit.bench.providers import Shape, build, provide
 
 PROVIDERS = ("peft", "liger", "unsloth", "trainkit", "frozen")
 MODES = ("lora", "lora_checkpointed", "qlora_checkpointed", "fp8", "fp8_checkpointed")
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-QWEN2_1_5B = Shape(
-    "qwen2",
-    {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-    },
-    4,
-    2048,
-)
-_FIRST_IMPORT = "TRAINKIT_BENCH_FIRST_IMPORT"
-SHAPES = {**MODELS, "qwen2-1.5b": QWEN2_1_5B}
+LORA_RANK = 16
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """What one process measures.
+def environment_of(cell: Cell, peer_path: str) -> Mapping[str, str]:
+    """What a cell's process needs of its environment: Unsloth comes first, and stays offline.
 
     Args:
-        model: a key of `SHAPES`.
-        provider: one of `PROVIDERS`.
-        mode: one of `MODES`.
-        lora_rank: of every adapter.
-        offload: trainkit keeps checkpointed activations on the host.
-        loss_chunk_tokens: of trainkit's loss; None is its default.
-        warmups: steps before the clock runs.
-        steps: steps on the clock.
-        folder: where `save_base` wrote; for Unsloth.
-        batch_size: instead of the shape's.
-        length: instead of the shape's.
-        profile: a file to write the GPU's time by kernel to; empty for none.
-        shape: measured instead of the model's own; for tests.
+        cell: of this bench.
+        peer_path: put before PYTHONPATH for Unsloth, which needs packages of its own.
     """
-
-    model: str
-    provider: str
-    mode: str
-    lora_rank: int = 16
-    offload: bool = False
-    loss_chunk_tokens: int | None = None
-    warmups: int = 3
-    steps: int = 7
-    folder: str = ""
-    batch_size: int = 0
-    length: int = 0
-    profile: str = ""
-    shape: Shape | None = None
-
-    def shape_to_measure(self) -> Shape:
-        """The shape this cell runs."""
-        shape = self.shape or SHAPES[self.model]
-        return replace(
-            shape,
-            batch_size=self.batch_size or shape.batch_size,
-            length=self.length or shape.length,
-        )
-
-    @property
-    def checkpointed(self) -> bool:
-        """Whether the mode recomputes activations."""
-        return self.mode.endswith("checkpointed")
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the base is nf4."""
-        return self.mode.startswith("qlora")
-
-
-def run(cells: Sequence[Cell], *, peer_path: str = "") -> Iterator[dict[str, Any]]:
-    """Measure cells one after another, each in its own process.
-
-    Args:
-        cells: what to measure.
-        peer_path: put before PYTHONPATH for Unsloth's processes, which need their own packages.
-
-    Yields:
-        Per cell its model, provider, mode and the measured values, or ``error``.
-    """
-    answers = run_in_processes(
-        "trainkit.bench.lora",
-        [asdict(cell) for cell in cells],
-        environments=[_environment(cell, peer_path) for cell in cells],
-    )
-    for cell, answer in zip(cells, answers, strict=True):
-        yield {"model": cell.model, "provider": cell.provider, "mode": cell.mode, **answer}
-
-
-def _environment(cell: Cell, peer_path: str) -> dict[str, str]:
     if cell.provider != "unsloth":
         return {}
     paths = [path for path in (peer_path, os.environ.get("PYTHONPATH", "")) if path]
     return {
-        _FIRST_IMPORT: "unsloth",
+        FIRST_IMPORT: "unsloth",
         "HF_HUB_OFFLINE": "1",
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
@@ -171,60 +82,55 @@ def quantize(model: Any, compute_dtype: torch.dtype = torch.bfloat16) -> Any:
                 quant_type="nf4",
                 quant_storage=torch.bfloat16,
             )
-        device = module.weight.device
         packed.weight = Params4bit(
-            module.weight.data.cpu() if device.type == "cpu" else module.weight.data,
+            module.weight.data,
             requires_grad=False,
             quant_type="nf4",
             compress_statistics=True,
             quant_storage=torch.bfloat16,
             module=packed,
-        ).to(device)
+        ).to(module.weight.device)
         packed.bias = module.bias
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, packed)
-    model.is_loaded_in_4bit = True
-    model.is_quantized = True
+    model.is_loaded_in_4bit = model.is_quantized = True
     return model
 
 
 def _peft(cell: Cell, device: torch.device) -> Any:
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    model: Any = build(cell.shape_to_measure(), device, "sdpa")
+    model: Any = build(cell.size, device, "sdpa")
     if cell.provider == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model)
-    if cell.quantized:
+    if cell.mode.startswith("qlora"):
         model = prepare_model_for_kbit_training(quantize(model))
-    elif cell.checkpointed:
+    elif cell.mode.endswith("checkpointed"):
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
-    config = LoraConfig(
-        r=cell.lora_rank, lora_alpha=32, target_modules=list(TARGETS), task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=LORA_RANK, lora_alpha=32, target_modules=TARGETS, task_type="CAUSAL_LM")
     return get_peft_model(model, config)
 
 
 def _unsloth(cell: Cell, device: torch.device) -> Any:
     from unsloth import FastLanguageModel
 
-    shape = cell.shape_to_measure()
     model, _ = FastLanguageModel.from_pretrained(
-        cell.folder,
-        max_seq_length=shape.length,
+        cell.settings["folder"],
+        max_seq_length=cell.size.length,
         dtype=torch.bfloat16,
-        load_in_4bit=cell.quantized,
+        load_in_4bit=cell.mode.startswith("qlora"),
         local_files_only=True,
     )
     return FastLanguageModel.get_peft_model(
         model,
-        r=cell.lora_rank,
+        r=LORA_RANK,
         lora_alpha=32,
-        target_modules=list(TARGETS),
+        target_modules=TARGETS,
         lora_dropout=0,
-        use_gradient_checkpointing="unsloth" if cell.checkpointed else False,
+        use_gradient_checkpointing="unsloth" if cell.mode.endswith("checkpointed") else False,
     )
 
 
@@ -233,11 +139,8 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
     from trainkit.models.fp8_linear import quantize_to_fp8
     from trainkit.models.recompute.layers import Recomputed, every
 
-    provided = provide(
-        "trainkit", cell.shape_to_measure(), device, loss_chunk_tokens=cell.loss_chunk_tokens
-    )
-    model: Any = provided.model
-    if cell.quantized:
+    model: Any = provide("trainkit", cell.size, device).model
+    if cell.mode.startswith("qlora"):
         model = quantize(model)
     if cell.mode.startswith("fp8"):
         quantize_to_fp8(model, device)
@@ -247,17 +150,17 @@ def _trainkit(cell: Cell, device: torch.device) -> Any:
         model.enable_input_require_grads()
         adapted = model
     else:
-        adapted = attach(model, LoraOptions(r=cell.lora_rank, alpha=32))
+        adapted = attach(model, LoraOptions(r=LORA_RANK, alpha=32))
         fuse(adapted)
-    if cell.checkpointed:
+    if cell.mode.endswith("checkpointed"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        if cell.offload:
+        if cell.settings.get("offload"):
             layers = Recomputed(model)
             layers.apply(every(len(layers.layers), 1, "offload"))
     return adapted
 
 
-_BUILDERS: dict[str, Callable[[Cell, torch.device], Any]] = {
+_BUILDERS = {
     "peft": _peft,
     "liger": _peft,
     "unsloth": _unsloth,
@@ -266,21 +169,16 @@ _BUILDERS: dict[str, Callable[[Cell, torch.device], Any]] = {
 }
 
 
-def build_cell(cell: Cell, device: torch.device) -> Any:
-    """A cell's model, adapters and all.
+def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
+    """Build a cell's model and time its steps.
 
     Raises:
         ValueError: the provider does not have the mode.
     """
     if cell.mode.startswith("fp8") and cell.provider not in ("trainkit", "frozen"):
         raise ValueError(f"{cell.provider} has no fp8 base that it trains adapters over")
-    return _BUILDERS[cell.provider](cell, device)
-
-
-def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
-    """Build a cell's model and time its steps."""
-    shape = cell.shape_to_measure()
-    model = build_cell(cell, device).train()
+    shape = cell.size
+    model = _BUILDERS[cell.provider](cell, device).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = None
     if trained:
@@ -299,56 +197,17 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         return loss.detach()
 
     first = step()
-    for _ in range(cell.warmups - 1):
+    for _ in range(2):
         step()
     milliseconds, loss = timed(step, cell.steps, device)
-    values = {
+    return {
         "batch_size": shape.batch_size,
         "length": shape.length,
-        "lora_rank": cell.lora_rank,
-        "offload": cell.offload,
+        "lora_rank": LORA_RANK,
+        "offload": cell.settings.get("offload", False),
         "ms": milliseconds,
         "tokens_per_second": shape.batch_size * shape.length / milliseconds * 1e3,
         "peak_memory_gib": peak_gib(device),
         "loss": first.item(),
         "last_loss": loss.item(),
     }
-    if cell.profile:
-        _profile(step, Path(cell.profile), device)
-    return values
-
-
-def _profile(step: Callable[[], torch.Tensor], file: Path, device: torch.device) -> None:
-    """Write the GPU time of two steps by kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, acc_events=True) as profiler:
-        step()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    table = profiler.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110)
-    file.write_text(table)
-
-
-def main() -> None:
-    """Read one cell from stdin, measure it, write one JSON line."""
-    if os.environ.get(_FIRST_IMPORT) == "unsloth":
-        import unsloth  # noqa: F401  (it must come before transformers and peft)
-    import peft  # noqa: F401  (imported while other cells have the GPU)
-
-    values = json.loads(sys.stdin.readline())
-    shape = values.pop("shape")
-    cell = Cell(**values)
-    if shape is not None:
-        cell = replace(cell, shape=Shape(**shape))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sys.stdout.write("\n" + json.dumps(measure(cell, device)) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
 """The models of the benchmarks, and the peers that train them."""
 
-import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,92 +24,59 @@ class Shape:
 
     family: str
     config: dict[str, Any]
-    batch_size: int
-    length: int
+    batch_size: int = 4
+    length: int = 2048
 
 
-_GLM4_9B = {
-    "hidden_size": 4096,
-    "intermediate_size": 13696,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "vocab_size": 151552,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-7,
-}
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+
+
+def _shape(
+    family: str, *sizes: int, tie: bool = False, longest: int = 32768, batch: int = 4, **more: Any
+) -> Shape:
+    config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+    config |= {"tie_word_embeddings": tie, "max_position_embeddings": longest, **more}
+    return Shape(family, config, batch)
+
+
+def _glm4_9b(family: str, **more: Any) -> Shape:
+    sizes = (4096, 13696, 40, 32, 2, 151552)
+    return _shape(family, *sizes, longest=131072, rms_norm_eps=1.5625e-7, **more)
+
 
 MODELS: dict[str, Shape] = {
-    "qwen2-0.5b": Shape(
+    "qwen2-0.5b": _shape("qwen2", 896, 4864, 24, 14, 2, 151936, tie=True, batch=16),
+    "qwen2-1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, tie=True),
+    "qwen2-7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-3b": _shape("qwen2", 2048, 11008, 36, 16, 2, 151936, tie=True),
+    "qwen3-0.6b": _shape("qwen3", 1024, 3072, 28, 16, 8, 151936, tie=True, head_dim=128),
+    "qwen3-1.7b": _shape("qwen3", 2048, 6144, 28, 16, 8, 151936, tie=True, head_dim=128),
+    "qwen3-4b": _shape("qwen3", 2560, 9728, 36, 32, 8, 151936, tie=True, head_dim=128),
+    "qwen3-8b": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
+    "llama-3.2-1b": _shape(
+        "llama", 2048, 8192, 16, 32, 8, 128256, tie=True, longest=131072, batch=16, head_dim=64
+    ),
+    "llama-3.2-3b": _shape("llama", 3072, 8192, 28, 24, 8, 128256, tie=True, head_dim=128),
+    "llama-3.1-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256),
+    "gemma-2b": _shape("gemma", 2048, 16384, 18, 8, 1, 256000, tie=True, head_dim=256),
+    "mistral-7b": _shape("mistral", 4096, 14336, 32, 32, 8, 32768, sliding_window=None),
+    "glm4-9b": _glm4_9b(
+        "glm", head_dim=128, attention_bias=True, rope_theta=5e6, partial_rotary_factor=0.5
+    ),
+    "glm4-9b-as-qwen2": _glm4_9b(  # what `trainkit convert glm4-to-qwen2` makes of it
         "qwen2",
-        {
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 32768,
-        },
-        16,
-        2048,
-    ),
-    "llama-3.2-1b": Shape(
-        "llama",
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 128256,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 131072,
-        },
-        16,
-        2048,
-    ),
-    "qwen2-7b": Shape(
-        "qwen2",
-        {
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-            "max_position_embeddings": 32768,
-        },
-        4,
-        2048,
-    ),
-    "glm4-9b": Shape(
-        "glm",
-        {
-            **_GLM4_9B,
-            "head_dim": 128,
-            "attention_bias": True,
-            "rope_theta": 5e6,
-            "partial_rotary_factor": 0.5,
-        },
-        4,
-        2048,
-    ),
-    "glm4-9b-as-qwen2": Shape(  # what `trainkit convert glm4-to-qwen2` makes of it
-        "qwen2",
-        {
-            **_GLM4_9B,
-            "rope_theta": full_base(5e6, 128, 64),
-            "rope_scaling": rope_scaling(5e6, 128, 64, 131072),
-        },
-        4,
-        2048,
+        rope_theta=full_base(5e6, 128, 64),
+        rope_scaling=rope_scaling(5e6, 128, 64, 131072),
     ),
 }
+"""THE TABLE of shapes."""
 
 PROVIDERS = (
     "hf_sdpa",
@@ -177,10 +142,16 @@ def provide(
     if provider not in PROVIDERS:
         raise ValueError(f"unknown provider {provider!r}; known are {', '.join(PROVIDERS)}")
     if provider.startswith("trainkit"):
-        provided = _trainkit(shape, device, packed, loss_chunk_tokens)
-        if provider == "trainkit_compile":
-            return Provided(provided.model, torch.compile(provided.model))
-        return provided
+        import trainkit
+        from trainkit.models import attention
+        from trainkit.models.loss import loss_head
+
+        chosen = attention.resolve_attention(packed=packed, device=device)
+        model = build(shape, device, chosen.name)
+        attention.install(model, chosen.engine)
+        trainkit.patch(model)
+        loss_head.configure(model, loss_head.LossOptions(chunk_tokens=loss_chunk_tokens))
+        return Provided(model, torch.compile(model) if provider.endswith("compile") else model)
     if packed:
         raise ValueError(f"{provider} is not measured on packed batches")
     model = build(shape, device, "sdpa")
@@ -207,34 +178,3 @@ def attention_of(provider: str) -> AbstractContextManager[Any]:
     }
     _, _, ending = provider.partition("_")
     return sdpa_kernel(kernels[ending]) if ending in kernels else nullcontext()
-
-
-def _trainkit(
-    shape: Shape, device: torch.device, packed: bool, loss_chunk_tokens: int | None
-) -> Provided:
-    import trainkit
-    from trainkit.models import attention
-    from trainkit.models.loss import loss_head
-
-    chosen = attention.resolve_attention(packed=packed, device=device)
-    model = build(shape, device, chosen.name)
-    attention.install(model, chosen.engine)
-    trainkit.patch(model)
-    loss_head.configure(model, loss_head.LossOptions(chunk_tokens=loss_chunk_tokens))
-    return Provided(model, model)
-
-
-def answer_cell(kind: type[Any], measure: Callable[[Any, torch.device], Mapping[str, Any]]) -> None:
-    """The process of one cell: read it from stdin, measure it, write one JSON line.
-
-    Args:
-        kind: the dataclass of the cell, with a ``shape``.
-        measure: the cell and the device to figures.
-    """
-    import transformers  # noqa: F401  (imported while other cells have the GPU)
-
-    values = json.loads(sys.stdin.readline())
-    shape = values.pop("shape")
-    cell = kind(**values, shape=None if shape is None else Shape(**shape))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sys.stdout.write(json.dumps(measure(cell, device)) + "\n")

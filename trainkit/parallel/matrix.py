@@ -1,6 +1,6 @@
 """THE TABLE of what cannot be combined with a way of spreading a run, and why. No torch.
 
-What no row refuses is allowed, and ``scripts/parity.py`` holds it against one process.
+What no row refuses is allowed, and ``python -m benchmarks parity`` holds it against one process.
 """
 
 from collections.abc import Callable, Iterator

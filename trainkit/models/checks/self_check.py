@@ -53,7 +53,7 @@ class CheckRow:
             comes nearest to its allowance.
         reference_error: the same for plain torch in the model's dtype: what is to be matched.
         speedup: plain torch's time over the kernel's, on a GPU, host time included. At
-            ``MAX_TOKENS`` tokens most of it is launches; speed at size is ``trainkit bench ops``.
+            ``MAX_TOKENS`` tokens most of it is launches.
         status: "ok", "failed", "off", "skipped", or "reference" where the op, on a CPU, ran its
             reference: then the row shows that it is wired up, and nothing about a kernel.
         detail: the tensor in question, or the reason.

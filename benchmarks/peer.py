@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
-"""A run of Hugging Face's Trainer, with Liger or without, for `multi_gpu.py` to measure.
+"""A run of Hugging Face's Trainer, with Liger or without, for `benchmarks.runs` to measure.
 
-torchrun --nproc_per_node N scripts/multi_gpu_peer.py '{"provider": "hf", "model": ..., ...}'
+torchrun --nproc_per_node N -m benchmarks.peer '{"provider": "hf", "model": ..., ...}'
 """
 
 from __future__ import annotations

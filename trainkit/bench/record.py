@@ -72,44 +72,59 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     }
 
 
-def records(
-    bench: str,
-    case: str,
-    provider: str,
-    values: Mapping[str, Any],
-    common: Mapping[str, Any],
-    **conditions: Any,
-) -> list[dict[str, Any]]:
-    """One record per metric among ``values``.
-
-    Args:
-        bench: the benchmark.
-        case: what was measured.
-        provider: whose code ran.
-        values: those whose name is in `UNITS` and that are not None become records.
-        common: from `environment`.
-        conditions: further keys of every record: batch size, length, settings.
-    """
-    return [
-        {
-            "bench": bench,
-            "case": case,
-            "provider": provider,
-            "metric": metric,
-            "value": round(value, 6),
-            "unit": UNITS[metric],
-            **conditions,
-            **common,
-        }
-        for metric, value in values.items()
-        if metric in UNITS and value is not None
-    ]
-
-
 def append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add records to a file of JSON lines."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+class Records:
+    """Makes flat records of one benchmark, one per metric, and adds them to a file.
+
+    Args:
+        bench: the benchmark.
+        output: a file of JSON lines; None for none.
+        commit: of the code that ran; read from the package's own checkout when None.
+    """
+
+    def __init__(self, bench: str, output: Path | None = None, commit: str | None = None) -> None:
+        self._bench, self._output = bench, output
+        self.common = environment(commit)
+
+    def of(self, case: str, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """One provider's figures on a case; none of a row with an ``error``.
+
+        What `UNITS` names and is not None becomes a record; the rest (batch size, length, settings)
+        are keys of every record.
+        """
+        if "error" in row:
+            return []
+        conditions = {k: v for k, v in row.items() if k not in UNITS and k != "provider"}
+        found = [
+            {
+                "bench": self._bench,
+                "case": case,
+                "provider": row["provider"],
+                "metric": metric,
+                "value": round(value, 6),
+                "unit": UNITS[metric],
+                **conditions,
+                **self.common,
+            }
+            for metric, value in row.items()
+            if metric in UNITS and value is not None
+        ]
+        if self._output is not None:
+            append(self._output, found)
+        return found
+
+    def ceilings(self) -> list[dict[str, Any]]:
+        """What this GPU can do at most, in this run."""
+        from trainkit.bench.measure import ceilings
+
+        values = ceilings(torch.device("cuda"))
+        torch.cuda.empty_cache()
+        return self.of("ceiling", {"provider": "torch", **values})
 
 
 def _versions() -> Iterable[tuple[str, str]]:

@@ -1,8 +1,7 @@
 """Preparing conversations for training: trainkit against TRL, on the same file and cores.
 
 Both read a JSON lines file, render it with the same chat template, tokenise, mask everything but
-the assistants' words, and pack to ``max_length``. Imports are not counted. Run as ``python -m
-trainkit.bench.data`` it is the process of one measurement.
+the assistants' words, and pack. Imports are not counted.
 """
 
 import json
@@ -10,42 +9,22 @@ import os
 import pydoc_data.topics
 import random
 import resource
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainkit.bench.measure.processes import run_in_processes
+import torch
+
+from trainkit.bench.cells import Cell
 
 PROVIDERS = ("trainkit", "trl")
+LENGTH = 2048
 TEMPLATE = "qwen2_5"
 """A template for which TRL brings a patched twin; it refuses masks for any it does not know."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One measurement.
-
-    Attributes:
-        provider: ``trainkit`` or ``trl``.
-        path: of the conversations.
-        model: a directory with a tokenizer that has ChatML's control tokens.
-        num_workers: processes.
-        max_length: tokens per row.
-        packing: whether rows are packed.
-    """
-
-    provider: str
-    path: str
-    model: str
-    num_workers: int
-    max_length: int = 2048
-    packing: bool = True
 
 
 def write_conversations(path: Path, num_rows: int, *, seed: int = 0) -> None:
@@ -67,13 +46,6 @@ def write_conversations(path: Path, num_rows: int, *, seed: int = 0) -> None:
                     text = " ".join(words[start : start + count])
                     messages.append({"role": role, "content": text})
             file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-
-
-def run(jobs: Sequence[Job]) -> Iterator[dict[str, Any]]:
-    """Measure jobs one after another, each in its own process."""
-    for job in jobs:
-        (row,) = run_in_processes("trainkit.bench.data", [asdict(job)])
-        yield {"provider": job.provider, **row}
 
 
 class MemoryWatch:
@@ -135,26 +107,25 @@ def _tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def _with_trainkit(job: Job, scratch: str) -> Callable[[], dict[str, Any]]:
+def _with_trainkit(job: Cell, scratch: str) -> Callable[[], dict[str, Any]]:
     from trainkit.data import DataOptions, Ledger, PackedDataset, Source, prepare
 
     tokenizer = _tokenizer(job.model)
     options = DataOptions(
-        max_length=job.max_length, num_workers=job.num_workers, cache_dir=f"{scratch}/cache"
+        max_length=LENGTH, num_workers=job.settings["num_workers"], cache_dir=f"{scratch}/cache"
     )
 
     def work() -> dict[str, Any]:
-        data = prepare([Source(path=job.path)], tokenizer, options, ledger=Ledger())
+        data = prepare([Source(path=job.settings["path"])], tokenizer, options, ledger=Ledger())
         facts = {"rows": data.summary["totals"]["rows"], "tokens": int(data.lengths.sum())}
-        if job.packing:
-            rows = len(PackedDataset(data, job.max_length))
-            facts["packing_fill"] = facts["tokens"] / (rows * job.max_length)
+        rows = len(PackedDataset(data, LENGTH))
+        facts["packing_fill"] = facts["tokens"] / (rows * LENGTH)
         return facts
 
     return work
 
 
-def _with_trl(job: Job, scratch: str) -> Callable[[], dict[str, Any]]:
+def _with_trl(job: Cell, scratch: str) -> Callable[[], dict[str, Any]]:
     import datasets
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from trl import SFTConfig, SFTTrainer
@@ -167,9 +138,9 @@ def _with_trl(job: Job, scratch: str) -> Callable[[], dict[str, Any]]:
     args = SFTConfig(
         output_dir=f"{scratch}/out",
         assistant_only_loss=True,
-        packing=job.packing,
-        max_length=job.max_length,
-        dataset_num_proc=job.num_workers,
+        packing=True,
+        max_length=LENGTH,
+        dataset_num_proc=job.settings["num_workers"],
         use_cpu=True,
         bf16=False,
         report_to=[],
@@ -177,7 +148,7 @@ def _with_trl(job: Job, scratch: str) -> Callable[[], dict[str, Any]]:
 
     def work() -> dict[str, Any]:
         rows = datasets.load_dataset(
-            "json", data_files=job.path, split="train", cache_dir=f"{scratch}/cache"
+            "json", data_files=job.settings["path"], split="train", cache_dir=f"{scratch}/cache"
         )
         trainer = SFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
         return {"rows": len(rows), "samples": len(trainer.train_dataset)}
@@ -185,7 +156,7 @@ def _with_trl(job: Job, scratch: str) -> Callable[[], dict[str, Any]]:
     return work
 
 
-def measure(job: Job) -> dict[str, Any]:
+def measure(job: Cell, device: torch.device) -> dict[str, Any]:
     """Do one job in this process."""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["HF_HOME"] = scratch
@@ -212,8 +183,3 @@ def measure(job: Job) -> dict[str, Any]:
 def _cpu_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-if __name__ == "__main__":
-    answer = measure(Job(**json.loads(sys.stdin.readline())))
-    sys.stdout.write("\n" + json.dumps(answer) + "\n")

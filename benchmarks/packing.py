@@ -4,61 +4,23 @@ Lengths follow a lognormal distribution whose mean is a sixth of the longest seq
 does; of each conversation the last 60% of the tokens are trained. A cell is a provider with a
 layout: every row padded to the longest sequence (``max``), to the longest of its batch (``batch``),
 or several conversations packed into rows (``packed``).
-
-Run as ``python -m trainkit.bench.packing`` it is the process of one cell.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from trainkit.bench.measure.ceilings import warm_up
-from trainkit.bench.measure.clock import peak_gib, timed
-from trainkit.bench.measure.processes import run_in_processes
-from trainkit.bench.providers import MODELS, Provided, Shape, answer_cell, attention_of, provide
+from trainkit.bench.cells import Cell
+from trainkit.bench.measure import peak_gib, timed, warm_up
+from trainkit.bench.providers import Provided, Shape, attention_of, provide
 from trainkit.data.build.packing import pack
 from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 
 LAYOUTS = ("max", "batch", "packed")
 TRAINED_SHARE = 0.6
 _SIGMA = 1.0
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What one process measures.
-
-    Args:
-        model: a key of `trainkit.bench.providers.MODELS`.
-        provider: one of `trainkit.bench.providers.PROVIDERS`; only trainkit packs.
-        layout: one of `LAYOUTS`.
-        num_batches: of the shape's batch size; all of them are run and timed together.
-        warm_up_seconds: before the clock runs.
-        shape: measured instead of the model's own; for tests.
-    """
-
-    model: str
-    provider: str
-    layout: str
-    num_batches: int = 12
-    warm_up_seconds: float = 3.0
-    shape: Shape | None = None
-
-
-def run(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """Measure cells, each in its own process.
-
-    Yields:
-        Per cell its model, provider and layout with tokens_per_second and
-        trained_tokens_per_second (padding counts as neither), padding, peak_memory_gib and loss.
-    """
-    rows = run_in_processes("trainkit.bench.packing", [asdict(cell) for cell in cells])
-    for cell, row in zip(cells, rows, strict=True):
-        names = {"model": cell.model, "provider": cell.provider, "layout": cell.layout}
-        yield {**names, **row}
 
 
 def conversations(count: int, max_length: int, vocab_size: int) -> list[dict[str, Any]]:
@@ -77,10 +39,10 @@ def conversations(count: int, max_length: int, vocab_size: int) -> list[dict[str
 
 def batches(cell: Cell, shape: Shape) -> list[dict[str, Any]]:
     """The batches of a layout, on the host."""
-    rows_needed = cell.num_batches * shape.batch_size
+    rows_needed = cell.steps * shape.batch_size
     vocab_size = shape.config["vocab_size"]
     collate: Callable[[Any], dict[str, Any]]
-    if cell.layout == "packed":
+    if cell.mode == "packed":
         samples = conversations(rows_needed * 8, shape.length, vocab_size)
         lengths = np.array([len(sample["input_ids"]) for sample in samples])
         packs = pack(lengths, shape.length, seed=0, epoch=0)[:rows_needed]
@@ -88,7 +50,7 @@ def batches(cell: Cell, shape: Shape) -> list[dict[str, Any]]:
         collate = PackingCollator(shape.length, 0)
     else:
         rows = conversations(rows_needed, shape.length, vocab_size)
-        pad_to = shape.length if cell.layout == "max" else None
+        pad_to = shape.length if cell.mode == "max" else None
         collate = PaddingCollator(0, pad_to=pad_to, pad_to_multiple_of=8)
     size = shape.batch_size
     return [collate(rows[start : start + size]) for start in range(0, rows_needed, size)]
@@ -96,8 +58,8 @@ def batches(cell: Cell, shape: Shape) -> list[dict[str, Any]]:
 
 def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
     """Time all batches of a cell on ``device``."""
-    shape = cell.shape or MODELS[cell.model]
-    provided = provide(cell.provider, shape, device, packed=cell.layout == "packed")
+    shape = cell.size
+    provided = provide(cell.provider, shape, device, packed=cell.mode == "packed")
     on_host = batches(cell, shape)
     trained = [int((batch["labels"][:, 1:] != -100).sum()) for batch in on_host]
     real = [_num_tokens(batch) for batch in on_host]
@@ -144,7 +106,3 @@ def _num_tokens(batch: dict[str, Any]) -> int:
     labels = batch["labels"].flatten()
     # A tail is the one segment in which nothing is trained.
     return sum(stop - start for start, stop in spans if bool((labels[start:stop] != -100).any()))
-
-
-if __name__ == "__main__":
-    answer_cell(Cell, measure)

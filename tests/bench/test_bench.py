@@ -1,5 +1,6 @@
 """The benchmarks run, at a size where they measure nothing."""
 
+import itertools
 import json
 import subprocess
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from trainkit.bench import curve, linear_loss, packing, step
-from trainkit.bench.measure import kernel_times, record
-from trainkit.bench.measure.picture import draw_curves, draw_steps
-from trainkit.bench.providers import MODELS, Shape, attention_of
+from benchmarks import curve, loss, ops, packing, runs
+from trainkit.bench import measure, record, step
+from trainkit.bench.cells import Cell, run
+from trainkit.bench.lora import MODES, quantize
+from trainkit.bench.lora import measure as measure_lora
+from trainkit.bench.providers import MODELS, Shape, attention_of, build
 from trainkit.cli.commands.setup.bench import app
 
 TINY = Shape(
@@ -29,12 +32,15 @@ TINY = Shape(
 )
 
 
+CPU = torch.device("cpu")
+
+
 def test_providers_compute_the_same_loss_in_processes_of_their_own():
     cells = [
-        step.Cell("tiny", provider, shape=TINY, warm_up_seconds=0.0, steps=1)
+        Cell("trainkit.bench.step", "tiny", provider, warm_up_seconds=0.0, steps=1, shape=TINY)
         for provider in ("nobody", "hf_sdpa", "trainkit")
     ]
-    failed, plain, ours = step.run(cells)
+    failed, plain, ours = run(cells)
     assert "nobody" in failed["error"]  # and the others run all the same
     assert plain["provider"] == "hf_sdpa"
     # bf16 on both sides.
@@ -42,9 +48,30 @@ def test_providers_compute_the_same_loss_in_processes_of_their_own():
     assert plain["tokens_per_second"] == pytest.approx(4 * 64 / plain["ms"] * 1e3)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_providers_train_the_same_adapters(mode):
+    def loss_of(provider):
+        cell = Cell("", "tiny", provider, mode, steps=1, shape=TINY)
+        return measure_lora(cell, CPU)["loss"]
+
+    ours, frozen = loss_of("trainkit"), loss_of("frozen")
+    assert frozen == pytest.approx(ours, abs=5e-3)  # B starts at zero
+    if mode.startswith("fp8"):
+        with pytest.raises(ValueError, match="peft has no fp8 base"):
+            loss_of("peft")
+    else:  # bf16: a loss of log(128) = 4.9 with roundings of a few thousandths
+        assert ours == pytest.approx(loss_of("peft"), abs=5e-3)
+
+
+def test_quantising_in_place_packs_the_decoder_and_leaves_the_head():
+    model = quantize(build(TINY, CPU, "sdpa"))
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    assert kinds["model.layers.0.self_attn.q_proj"] == "Linear4bit"
+
+
 @pytest.mark.parametrize("layout", packing.LAYOUTS)
 def test_layouts_count_their_tokens(layout):
-    cell = packing.Cell("tiny", "trainkit", layout, num_batches=2, shape=TINY)
+    cell = Cell("", "tiny", "trainkit", layout, steps=2, shape=TINY)
     for batch in packing.batches(cell, TINY):
         assert batch["input_ids"].shape[0] == TINY.batch_size
         assert batch["input_ids"].shape[1] <= TINY.length
@@ -67,9 +94,9 @@ def test_flops_are_those_of_the_published_figures():
 
 
 def test_records_are_flat_and_name_their_units(tmp_path):
-    common = record.environment(commit="abc")
-    rows = record.records("step", "tiny", "x", {"ms": 1.5, "mfu": None, "other": 3}, common, b=2)
-    record.append(tmp_path / "step.jsonl", rows)
+    records = record.Records("step", tmp_path / "step.jsonl", commit="abc")
+    assert not records.of("tiny", {"provider": "x", "error": "no"})
+    records.of("tiny", {"provider": "x", "ms": 1.5, "mfu": None, "b": 2})
     (row,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
     assert row["metric"] == "ms"
     assert row["unit"] == "ms"
@@ -77,23 +104,11 @@ def test_records_are_flat_and_name_their_units(tmp_path):
     assert {"bench", "case", "provider", "value", "gpu", "versions", "commit"} <= row.keys()
 
 
-def test_pictures(tmp_path):
-    common = record.environment(commit="abc")
-    rows = []
-    for provider, ms in (("liger", 2.0), ("trainkit", 1.0)):
-        values = {"ms": ms, "tokens_per_second": 1 / ms, "peak_memory_gib": 3.0}
-        rows += record.records("step", "tiny", provider, values, common)
-    draw_steps(rows, tmp_path / "step.png")
-    draw_curves({"hf_cudnn": [2.0, 1.0], "trainkit": [2.0, 1.001]}, tmp_path / "curve.png")
-    for name in ("step.png", "curve.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("trained", [1.0, 0.5])
 def test_the_loss_is_measured_beside_matrix_products(trained):
-    case = linear_loss.Case(64, 8, 40, trained=trained)
+    case = loss.Case(64, 8, 40, trained=trained)
     providers = ("trainkit", "eager")
-    rows = list(linear_loss.run([case], providers, torch.device("cpu"), matrix_size=32))
+    rows = list(loss.run([case], providers, torch.device("cpu"), matrix_size=32))
     assert [row["provider"] for row in rows] == ["trainkit", "eager"][: 1 if trained < 1 else 2]
     for row in rows:
         assert row["share_of_matmul"] == pytest.approx(row["tflops"] / row["tflops_sustained"])
@@ -101,10 +116,10 @@ def test_the_loss_is_measured_beside_matrix_products(trained):
 
 
 def test_providers_of_the_loss_compute_the_same():
-    case = linear_loss.Case(64, 8, 40)
-    hidden, weight, labels = linear_loss._inputs(case, torch.device("cpu"))
+    case = loss.Case(64, 8, 40)
+    hidden, weight, labels = loss._inputs(case, torch.device("cpu"))
     call = (hidden, weight, labels, torch.tensor(64), 64)
-    ours, plain = (linear_loss._loss_of(name, case)(*call) for name in ("trainkit", "eager"))
+    ours, plain = (loss._loss_of(name, case)(*call) for name in ("trainkit", "eager"))
     torch.testing.assert_close(ours, plain, rtol=1e-2, atol=0.0)  # bf16 logits on both sides
 
 
@@ -138,7 +153,7 @@ def test_kernels_are_told_apart_by_their_names():
         "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>": 1.0,
         "something": 3.0,
     }
-    assert kernel_times.by_kind(times) == {
+    assert measure.by_kind(times) == {
         "matmul_ms": 4.5,
         "attention_ms": 2.0,
         "loss_ms": 1.0,
@@ -147,10 +162,10 @@ def test_kernels_are_told_apart_by_their_names():
         "elementwise_ms": 1.0,
         "other_ms": 3.0,
     }
-    assert kernel_times.by_kind(times).keys() <= record.UNITS.keys()
+    assert measure.by_kind(times).keys() <= record.UNITS.keys()
     for name, owner in ((cudnn, "cuDNN"), (flash, "flash"), (efficient, "memory-efficient")):
-        assert kernel_times.attention_kernel({name: 1.0, "nvjet": 2.0}) == owner
-    assert kernel_times.attention_kernel({"nvjet": 2.0}) == "math"
+        assert measure.attention_kernel({name: 1.0, "nvjet": 2.0}) == owner
+    assert measure.attention_kernel({"nvjet": 2.0}) == "math"
 
 
 @pytest.mark.parametrize("provider", ["hf_cudnn", "liger_cudnn"])
@@ -167,3 +182,34 @@ def test_the_commit_is_the_packages_own_wherever_one_stands(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     subprocess.run(["git", "init", "-q"], check=True)
     assert record.environment()["commit"] == at_home
+
+
+def test_only_a_peer_may_fail(monkeypatch):
+    def failing(provider, op):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(ops, "function_of", failing)
+    monkeypatch.setattr(ops, "_copy_rows", lambda cell, copy: ())
+    for row in ops.run(["rms_norm"], ["liger"], 4000.0):
+        assert "out of order" in row["error"]
+    with pytest.raises(RuntimeError, match="out of order"):
+        list(ops.run(["rms_norm"], ["trainkit"], 4000.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_clock_of_an_op(monkeypatch):
+    monkeypatch.setattr(ops, "HIDDEN", (256,))
+    rows = list(ops.run(["rms_norm"], ["trainkit", "eager"], 4000.0))
+    assert not [row for row in rows if "error" in row]
+    clocks = {(row["provider"], row["clock"], row["pass"]) for row in rows}
+    passes = itertools.product(("autograd", "kernel"), ("forward", "backward"))
+    assert {("copy", *each) for each in passes} <= clocks
+    assert ("trainkit", "host", "forward") in clocks
+
+
+@pytest.mark.parametrize("each", runs.RUNS, ids=lambda each: each.name)
+def test_the_runs_that_are_compared_are_recipes_that_can_be_estimated(each):
+    assert len([other for other in runs.RUNS if other.name == each.name]) == 1
+    if each.provider == "trainkit":
+        assert runs.estimated(each, 8, "NVIDIA H200")["estimated_gib"] > 1

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.bench.measure.clock import peak_gib, timed
+from trainkit.bench.measure import peak_gib, timed
 from trainkit.kernels import linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]

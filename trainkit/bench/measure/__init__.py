@@ -1,1 +1,0 @@
-"""What the benchmarks measure with: clocks, ceilings, processes, records, pictures."""
