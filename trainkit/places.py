@@ -65,10 +65,10 @@ def regular_files(folder: Path, kind: type[TrainkitError]) -> Path:
     return folder
 
 
-def data_cache() -> Path:
-    """Of tokenised data: ``$XDG_CACHE_HOME/trainkit/data``, or the same under ``~/.cache``."""
+def cache_of(kind: str) -> Path:
+    """``$XDG_CACHE_HOME/trainkit/KIND``, or the same under ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trainkit" / "data"
+    return (Path(base) if base else Path.home() / ".cache") / "trainkit" / kind
 
 
 def step_of(checkpoint: Path) -> int:

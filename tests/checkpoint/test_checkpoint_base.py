@@ -1,8 +1,11 @@
 """An adapter merges into the base it was trained over: its weights, its vocabulary."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -10,8 +13,14 @@ from tiny import make_qwen2, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
+from trainkit.checkpoint.weights import base_fingerprint
 from trainkit.checkpoint.weights.adapter import read_adapter
-from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, fingerprint, write_fingerprint
+from trainkit.checkpoint.weights.base_fingerprint import (
+    FILE_NAME,
+    base_files,
+    check_fingerprint,
+    write_fingerprint,
+)
 from trainkit.errors import CheckpointError
 
 VOCAB = 40
@@ -42,15 +51,91 @@ def merge(adapter, base, target, **options):
     return done, told
 
 
-def test_digest_knows_weights_and_not_how_they_are_stored(tmp_path):
-    plain = fingerprint(write_base(tmp_path / "a"))
-    assert fingerprint(write_base(tmp_path / "shards", max_shard_size="30KB")) == plain
-    assert fingerprint(write_base(tmp_path / "bf16", dtype=torch.bfloat16)) == plain
-    assert fingerprint(write_base(tmp_path / "other", seed=1)) != plain
-    tensors = AutoModelForCausalLM.from_pretrained(tmp_path / "a").state_dict()
-    (tmp_path / "bin").mkdir()
-    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
-    assert fingerprint(tmp_path / "bin") == plain
+def flip(path, place):
+    """One bit of one byte, as no clock tells: the times are those from before."""
+    content, before = bytearray(path.read_bytes()), path.stat()
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.fixture
+def copies(tmp_path):
+    """A base with its tokenizer, an adapter over it, and a way to copy the base."""
+    base = write_base(tmp_path / "base", max_shard_size="60KB")
+    make_tokenizer().save_pretrained(base)
+    write_adapter(base, tmp_path / "adapter")
+    assert write_fingerprint(tmp_path / "adapter")
+    return base, tmp_path / "adapter"
+
+
+def test_every_byte_of_every_file_counts(copies, tmp_path, monkeypatch):
+    """Whether the digests of before are in the cache or not, and on whatever path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base, adapter = copies
+    assert check_fingerprint(adapter, base) is None
+    known = base_files(base)
+    assert {"config.json", "generation_config.json", "tokenizer.json"} < known.keys()
+    shards = [name for name in known if name.endswith(".safetensors")]
+    assert len(shards) > 2
+    for path in base.iterdir():  # as if all had been written some time ago
+        os.utime(path, ns=(10**18, 10**18))
+    monkeypatch.setattr(base_fingerprint, "_SETTLED_SECONDS", -1)
+    random = np.random.default_rng(0)
+    for name in known:
+        whole = (base / name).read_bytes()
+        places = {0, len(whole) - 1, *random.integers(len(whole), size=6).tolist()}
+        for place in places if name in shards else [len(whole) // 2]:
+            assert check_fingerprint(adapter, base) is None
+            flip(base / name, place)
+            with pytest.raises(CheckpointError, match=f"{name} was changed"):
+                check_fingerprint(adapter, base)
+            (base / name).write_bytes(whole)
+    shutil.copytree(base, tmp_path / "moved")
+    assert check_fingerprint(adapter, tmp_path / "moved") is None
+    (base / "config.json").unlink()
+    shutil.copy(base / shards[0], base / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        check_fingerprint(adapter, base)
+
+
+def test_other_shards_are_another_base(copies, tmp_path):
+    """Its tensors may be the same: who knows where it has been in between."""
+    base, adapter = copies
+    other = shutil.copytree(base, tmp_path / "other")
+    for path in other.glob("model*"):
+        path.unlink()
+    write_base(other)
+    with pytest.raises(CheckpointError, match=r"-of-00007\.safetensors is missing"):
+        check_fingerprint(adapter, other)
+
+
+def test_a_file_is_read_once(copies, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base, _ = copies
+    read = []
+    plain = Path.open
+
+    def opened(self, *arguments, **keywords):
+        read.append(self)
+        return plain(self, *arguments, **keywords)
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(base_fingerprint, "_SETTLED_SECONDS", 3600)
+    known = base_files(base)
+    weights = next(base.resolve() / name for name in known if name.endswith("safetensors"))
+    read.clear()
+    base_files(base)
+    assert weights in read  # written just now: a change within the clock's tick would not be seen
+    monkeypatch.setattr(base_fingerprint, "_SETTLED_SECONDS", -1)
+    base_files(base)
+    read.clear()
+    assert base_files(base) == known
+    assert weights not in read
+    for path in (tmp_path / "cache").rglob("*.json"):
+        path.write_text("[]")
+    assert base_files(base) == known
+    assert weights in read
 
 
 def test_base_with_other_weights_is_refused(tmp_path):
@@ -60,11 +145,21 @@ def test_base_with_other_weights_is_refused(tmp_path):
     assert write_fingerprint(tmp_path / "adapter")
     merge(tmp_path / "adapter", base, tmp_path / "merged", verify=False)
     assert json.loads((tmp_path / "merged" / "merge.json").read_text())["is_base_of_training"]
-    with pytest.raises(CheckpointError, match="other weights than the base"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed"):
         merge(tmp_path / "adapter", other, tmp_path / "wrong", verify=False)
     assert not (tmp_path / "wrong").exists()
     _, told = merge(tmp_path / "adapter", other, tmp_path / "asked", verify=False, any_base=True)
     assert "shapes only" in told[0]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_record_of_samples_is_taken_with_a_word(version, tmp_path):
+    base = write_base(tmp_path / "base")
+    write_adapter(base, tmp_path / "adapter")
+    record = {"schema_version": version, "base": "b", "sha256": "0" * 64}
+    (tmp_path / "adapter" / FILE_NAME).write_text(json.dumps(record))
+    _, told = merge(tmp_path / "adapter", base, tmp_path / "merged", verify=False)
+    assert "older trainkit" in told[0]
 
 
 def test_adapter_without_a_fingerprint_merges_with_a_note(tmp_path):
@@ -86,7 +181,9 @@ def test_base_that_cannot_be_read_leaves_no_fingerprint(tmp_path):
     assert not (tmp_path / "adapter" / FILE_NAME).exists()
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"sha256": 3}', "{"])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"schema_version": 3, "files": {"a": 3}}', '{"schema_version": 9}', "{"]
+)
 def test_damaged_fingerprint(tmp_path, text):
     base = write_base(tmp_path / "base")
     write_adapter(base, tmp_path / "adapter")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.doctor.finding import Finding, State, judged
-from trainkit.places import data_cache
+from trainkit.places import cache_of
 
 _GIB = 2**30
 _SMALL_SHM_GIB = 1.0
@@ -35,7 +35,7 @@ def check_disk() -> Iterator[Finding]:
     places = {
         "disk here": (Path.cwd(), "cd /a/larger/disk  # or give a run's place: -o /a/larger/disk"),
         "hub cache": (Path(constants.HF_HUB_CACHE), "export HF_HOME=/a/larger/disk/hf"),
-        "data cache": (data_cache(), "export XDG_CACHE_HOME=/a/larger/disk/cache"),
+        "data cache": (cache_of("data"), "export XDG_CACHE_HOME=/a/larger/disk/cache"),
         "kernel cache": (Path(triton), "export TRITON_CACHE_DIR=/a/larger/disk/triton"),
         "temporary files": (Path(tempfile.gettempdir()), "export TMPDIR=/a/larger/disk/tmp"),
     }

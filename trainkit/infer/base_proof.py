@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from trainkit.auto_class import auto_class
 from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
-from trainkit.checkpoint.weights.base_fingerprint import FILE_NAME, base_on_disk, check_fingerprint
+from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
 from trainkit.checkpoint.weights.plain_files import plain_file
 from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
 from trainkit.errors import CheckpointError
@@ -22,7 +22,7 @@ _EMBEDDING_AXES = {"lora_embedding_A": (1, 0), "lora_embedding_B": (0, 1)}
 
 
 def prove_base(adapter: Path, base: str, say: Callable[[str], None], *, any_base: bool) -> None:
-    """Compare weights and shapes; neither model is loaded.
+    """Compare shapes and every byte of the base; neither model is loaded.
 
     Args:
         adapter: directory.
@@ -36,14 +36,12 @@ def prove_base(adapter: Path, base: str, say: Callable[[str], None], *, any_base
     _check_shapes(adapter, base)
     if any_base:
         return
-    reason = "the adapter does not say which weights it was trained over"
-    if (adapter / FILE_NAME).exists():
-        try:
-            check_fingerprint(adapter, base_on_disk(base))
-            return
-        except OSError:
-            reason = "the base's weights are not on this disk"
-    say(f"{adapter}: the base {base} was compared by its shapes only: {reason}")
+    try:
+        reason = check_fingerprint(adapter, base_on_disk(base))
+    except OSError:
+        reason = "the base's weights are not on this disk"
+    if reason is not None:
+        say(f"{adapter}: the base {base} was compared by its shapes only: {reason}")
 
 
 def _check_shapes(adapter: Path, base: str) -> None:

@@ -97,19 +97,19 @@ def _check_is_no_checkpoint(directory: Path) -> None:
 def weights_digest(paths: ModelPaths) -> str | None:
     """Tells whether the weights at given paths are those of an earlier call; None where unreadable.
 
-    The model's are sampled, as ``base_fingerprint`` does; an adapter's are read in full.
+    Every byte counts, of the configuration and the tokenizer too.
     """
-    from trainkit.checkpoint.weights.base_fingerprint import fingerprint
+    from trainkit.checkpoint.weights.base_fingerprint import base_files, file_digest
 
-    digest = hashlib.sha256()
+    directory, adapter = Path(paths.model).expanduser(), paths.adapter
     try:
-        digest.update(fingerprint(Path(paths.model).expanduser()).encode())
+        files: dict[str, str] = base_files(directory)
         for name in ("adapter_model.safetensors", "adapter_model.bin"):
-            if paths.adapter is not None and (paths.adapter / name).is_file():
-                digest.update((paths.adapter / name).read_bytes())
+            if adapter is not None and (adapter / name).is_file():
+                files[f"adapter/{name}"] = file_digest(adapter / name)
     except (CheckpointError, OSError):
         return None  # a hub name or a GGUF
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def base_directory(adapter: Path, base_model: str | None = None) -> Path:

@@ -14,7 +14,7 @@ from trainkit.options import RecomputeOptions
 from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import strategy_for
-from trainkit.places import data_cache
+from trainkit.places import cache_of
 from trainkit.recipe.accumulation import resolve_accumulation
 from trainkit.recipe.fields.table import CHECKPOINTING
 from trainkit.recipe.fields.training_fields import training_fields
@@ -81,7 +81,7 @@ def derive_data(recipe: Recipe) -> dict[str, Derived]:
         cores = os.cpu_count() or 1
         found["data.num_workers"] = Derived(cores, "this machine's cores", is_of_machine=True)
     if recipe.data.cache_dir is None:
-        place = str(data_cache())
+        place = str(cache_of("data"))
         found["data.cache_dir"] = Derived(place, "this user's cache", is_of_machine=True)
     return found
 

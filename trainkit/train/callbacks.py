@@ -166,7 +166,12 @@ class StopOnRequest(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Save and stop; an evaluation that is due is made up for when the run goes on."""
+        """Save and stop; an evaluation that is due is made up for when the run goes on.
+
+        The last step is logged in any case: the record then has every step's tokens and seconds.
+        """
+        if state.global_step >= state.max_steps and args.logging_strategy != "no":
+            control.should_log = True
         if args.world_size == 1:
             self._stop.agreed = self._stop.number
         if self._stop.agreed:

@@ -17,11 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 
-from trainkit.checkpoint.weights.base_fingerprint import (
-    base_on_disk,
-    check_fingerprint,
-    write_fingerprint,
-)
+from trainkit.checkpoint.weights.base_fingerprint import write_fingerprint
 from trainkit.checkpoint.weights.companions import carry_record, copy_processors, stored_at
 from trainkit.checkpoint.weights.contents import check_contents
 from trainkit.checkpoint.whole.atomic import (
@@ -39,6 +35,8 @@ from trainkit.places import checkpoints_in, step_of
 from trainkit.train.background import Background, Notes, Save
 
 TRAINER_STATE = "trainer_state.json"
+BASE = "base"
+"""Where a checkpoint's record keeps the digests of the base's files, by name."""
 
 
 def folder_name(step: int) -> str:
@@ -252,13 +250,18 @@ class CheckpointWriter:
             remove_directory(path)
 
 
-def remember_origin(directory: Path, base: Path) -> None:
+def remember_origin(directory: Path, base: Path, files: Mapping[str, str] | None = None) -> None:
     """Write down where saved weights come from, in checkpoints as in ``final/``.
 
     An adapter gets the fingerprint of its base, and a model what a conversion knew about
     the model that it was made from, and how its base reads images.
+
+    Args:
+        directory: with the weights.
+        base: where the model was loaded from.
+        files: the digests of its files as they were then.
     """
-    if not write_fingerprint(directory):
+    if not write_fingerprint(directory, files):
         base = stored_at(base)
         carry_record(base, directory)
         copy_processors(base, directory)
@@ -365,18 +368,3 @@ def _resume_point(
     check_contents(path, state_file=TRAINER_STATE)
     check_parts(path)
     return ResumePoint(path.parent, path, step, run, settings, skipped)
-
-
-def check_base_weights(point: ResumePoint, base: str) -> None:
-    """Compare the weights under an adapter, where they lie on this disk.
-
-    Raises:
-        CheckpointError: they are not those it was trained over so far.
-    """
-    try:
-        check_fingerprint(point.checkpoint, base_on_disk(base))
-    except CheckpointError as error:
-        fix = "put the base's weights back, or start a new run without --resume"
-        raise CheckpointError(error.what, where=error.where, fix=fix) from None
-    except OSError:
-        return  # a hub name without a local copy: loading the model will say so

@@ -22,7 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 from trainkit.parallel import Layout
 from trainkit.parallel.snapshot import pin_ahead, snapshot, tensors_of
 from trainkit.train.background import Save
-from trainkit.train.checkpoints import CheckpointWriter, folder_name, remember_origin
+from trainkit.train.checkpoints import BASE, CheckpointWriter, folder_name, remember_origin
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.faults.watch import Watch
 
@@ -139,7 +139,8 @@ class BackgroundSaves(Trainer):
         if self.args.should_save:
             target = Path(output_dir or str(self.args.output_dir))
             (target / "training_args.bin").unlink(True)
-            remember_origin(target, Path(self.model.config.name_or_path))
+            base = Path(self.model.config.name_or_path)
+            remember_origin(target, base, self.checkpoints.fingerprint.get(BASE))
 
     def _saved_weights(self) -> dict[str, Any]:
         """What ``save_pretrained`` writes of the model's state; of a frozen base, nothing."""

@@ -106,9 +106,9 @@ def merge_adapter(
             fix="give the base model before it was quantised",
         )
     proof = origin or adapter.directory  # one that was put together from shards has none itself
-    is_same_base = not options.any_base and check_fingerprint(proof, base)
-    if not is_same_base:
-        progress("the base was compared by its shapes only")
+    unproved = "as asked for" if options.any_base else check_fingerprint(proof, base)
+    if unproved is not None:
+        progress(f"the base was compared by its shapes only: {unproved}")
     source = str(origin or adapter.directory)
     metadata = {"kind": "merge", "base": str(base), "adapter": source}
     with WeightsReader(base) as reader:
@@ -151,7 +151,7 @@ def merge_adapter(
                 if packing is None or packing.base == own_base(packing.quantize):
                     parity.check()  # merged into the other base, it is off by the packing itself
             record = {**_record(base, adapter, options, changes, parity), "adapter": source}
-            record["is_base_of_training"] = is_same_base or None  # None: not known
+            record["is_base_of_training"] = True if unproved is None else None  # not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     return Merge(target, changes, parity)
 

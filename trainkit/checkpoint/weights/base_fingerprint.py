@@ -1,116 +1,168 @@
-"""Which weights an adapter was trained over: a digest of samples, kept next to the adapter.
+"""What a run stands on, byte for byte: a digest of every file of its base that is loaded.
 
-Shapes tell a model from one of another size, but not a base model from its chat version. The digest
-takes values from several positions of every tensor, rounded to bfloat16, so that it costs
-milliseconds and does not depend on shards or on whether the same weights are stored in float32 or
-in bfloat16.
+An adapter carries the record next to it. The same weights in other shards or another dtype are
+other files, and so another base: what is fetched again from the hub is equal to the byte.
+
+A file is read once: its digest is kept by path, size, times and inode. It tells what changed, by
+accident as a rule, and is no proof against somebody who seeks out another file of the same digest.
 """
 
-import hashlib
 import json
-import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-import torch
+import xxhash
 
 from trainkit.checkpoint.weights.adapter import CONFIG_NAME
+from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
-from trainkit.checkpoint.weights.reader import WeightsReader
-from trainkit.checkpoint.weights.writer import tensor_bytes
+from trainkit.checkpoint.weights.reader import weight_files
 from trainkit.errors import CheckpointError
+from trainkit.places import cache_of
 
 FILE_NAME = "base_fingerprint.json"
-SCHEMA_VERSION = 2
-_NUM_VALUES = 64  # from each position
-_NUM_PLACES = {1: 1, 2: 8}  # by schema version; version 1 took four times as many values from one
-_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+SCHEMA_VERSION = 3
+_SAMPLED = (1, 2)
+"""Records of earlier versions: of a few values of each tensor, which nobody computes any more."""
+_SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    f"{NAMED_TEMPLATES}/*.jinja",
+    "*processor_config.json",
+    "*.py",
+)
+_BLOCK_BYTES = 8 << 20
+_SETTLED_SECONDS = 2.0
+"""A file written later than this before it was read may change once more within a clock tick."""
+_MAX_NAMED = 4
 
 
-def fingerprint(base: Path, version: int = SCHEMA_VERSION) -> str:
-    """The digest of a model directory's weights.
+def base_files(
+    directory: Path, *, weights: bool = True, gguf_file: str | None = None
+) -> dict[str, str]:
+    """The digest of each file that a model directory is loaded from, by name.
 
     Args:
-        base: the directory.
-        version: of the record to compare with.
+        directory: of the base.
+        weights: those too; a model that trains whole has its own in every checkpoint.
+        gguf_file: the one that has the weights, where it is one.
 
     Raises:
-        CheckpointError: there are no weights that can be read.
+        CheckpointError: there are no weights.
     """
-    digest = hashlib.sha256()
-    with WeightsReader(base) as reader:
-        samples: dict[str, bytes] = {}
-        for name in sorted(reader.tensors):
-            if name.endswith("inv_freq"):
-                continue  # frequencies follow from the config
-            shape = list(reader.tensors[name].shape)
-            samples[name] = f"{shape}\n".encode() + _sample(reader, name, version)
-        embeddings = {value for name, value in samples.items() if name.endswith(_EMBEDDING)}
-        for name, value in samples.items():
-            # A tied output matrix is stored by some and not by others.
-            is_tied = name.endswith(_HEAD) and (version == 1 or value in embeddings)
-            if not is_tied:
-                digest.update(f"{name} ".encode() + value)
-    return digest.hexdigest()
+    found = {path.relative_to(directory) for each in _SETTINGS for path in directory.glob(each)}
+    names = {each.as_posix() for each in found if (directory / each).is_file()}
+    if gguf_file is not None:
+        names |= {gguf_file} if weights else set()
+    elif weights:
+        names |= set(weight_files(directory))
+    return _digests(directory, sorted(names))
 
 
-def _sample(reader: WeightsReader, name: str, version: int) -> bytes:
-    """Values from equally spaced positions, the first and the last one included."""
-    count, places = math.prod(reader.tensors[name].shape), _NUM_PLACES[version]
-    size = _NUM_VALUES if places > 1 else 4 * _NUM_VALUES
-    last = max(count - size, 0)
-    starts = sorted({last * place // max(places - 1, 1) for place in range(places)})
-    values = torch.cat([reader.load_part(name, size, start) for start in starts])
-    return bytes(tensor_bytes(values.to(torch.bfloat16) if values.is_floating_point() else values))
+def _digests(directory: Path, names: Sequence[str]) -> dict[str, str]:
+    """On a few threads: reading and hashing let go of Python's lock."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        paths = (directory / name for name in names)
+        return dict(zip(names, pool.map(file_digest, paths), strict=True))
 
 
-def write_fingerprint(adapter: Path) -> bool:
-    """Keep the digest of an adapter's base next to the adapter.
+def file_digest(path: Path) -> str:
+    """The digest of a file's bytes; one that is as it was at an earlier call is not read again."""
+    path = path.resolve()  # a link of the hub's cache
+    state, now = _state(path), time.time_ns()
+    kept = cache_of("digests") / f"{xxhash.xxh3_128_hexdigest(os.fsencode(path))}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        if known["state"] == state and isinstance(known["digest"], str):
+            return str(known["digest"])
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while size := stream.readinto(block):
+            digest.update(block[:size])
+    found = digest.hexdigest()
+    is_settled = now - max(state[1:3]) > _SETTLED_SECONDS * 1e9 and _state(path) == state
+    if is_settled:
+        with suppress(OSError):  # no room for a cache is no reason to stop
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            written = kept.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps({"state": state, "digest": found}), encoding="utf-8")
+            written.replace(kept)
+    return found
+
+
+def _state(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def write_fingerprint(adapter: Path, files: Mapping[str, str] | None = None) -> bool:
+    """Keep the record of an adapter's base next to the adapter.
 
     Args:
         adapter: directory; its adapter_config.json names the base.
+        files: the base's digests as it was loaded; None reads it as it is now.
 
     Returns:
         Whether it was written. False for what is not an adapter, and where the base has no
-        weight files that can be read
-        here (a GGUF).
+        weight files that can be read here.
     """
     try:
         base = str(read_json(plain_file(adapter, CONFIG_NAME))["base_model_name_or_path"] or "?")
-        found = fingerprint(base_on_disk(base))
+        known = dict(files) if files else base_files(base_on_disk(base))
     except (CheckpointError, OSError, LookupError, TypeError):
         return False
-    text = (
-        json.dumps({"schema_version": SCHEMA_VERSION, "base": base, "sha256": found}, indent=2)
-        + "\n"
-    )
-    (adapter / FILE_NAME).write_text(text, encoding="utf-8")
+    record = {"schema_version": SCHEMA_VERSION, "base": base, "files": known}
+    (adapter / FILE_NAME).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return True
 
 
-def check_fingerprint(adapter: Path, base: Path) -> bool:
-    """Compare the base at hand with the one that the adapter was trained over.
+def check_fingerprint(adapter: Path, base: Path) -> str | None:
+    """Compare every byte of the base at hand with the one that the adapter was trained over.
 
     Returns:
-        False if the adapter does not say.
+        Why that could not be; None where it was, and they are the same.
 
     Raises:
-        CheckpointError: they are different weights.
+        CheckpointError: they are not, naming each file.
     """
     if not (adapter / FILE_NAME).exists():
-        return False
+        return "the adapter does not say what it was trained over"
     record = read_json(plain_file(adapter, FILE_NAME))
-    wanted = record.get("sha256") if isinstance(record, dict) else None
     version = record.get("schema_version") if isinstance(record, dict) else None
-    if not isinstance(wanted, str) or type(version) is not int or version not in _NUM_PLACES:
+    if version in _SAMPLED and type(version) is int:
+        return "an older trainkit recorded samples of the base only"
+    files = record.get("files") if isinstance(record, dict) else None
+    is_right = isinstance(files, dict) and all(isinstance(each, str) for each in files.values())
+    if version != SCHEMA_VERSION or not files or not is_right:
         raise CheckpointError(f"{FILE_NAME} is damaged", where=str(adapter))
-    if fingerprint(base, version) != wanted:
+    there = [name for name in files if (base / name).is_file()]
+    digests = _digests(base, there)
+    faults = [f"{name} is missing" for name in files if name not in digests]
+    faults += [f"{name} was changed" for name in there if digests[name] != files[name]]
+    with suppress(CheckpointError):  # without any weights, those of the record are missing
+        faults += [f"{name} is new" for name in weight_files(base) if name not in files]
+    if faults:
+        more = f" and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
         raise CheckpointError(
-            f"{base} has other weights than the base that the adapter was trained over "
-            f"({record.get('base')})",
+            f"{base} is not the base that the adapter was trained over ({record.get('base')}): "
+            f"{', '.join(faults[:_MAX_NAMED])}{more}",
             where=str(adapter),
-            fix="give that base with --base-model, or take this one all the same with --any-base",
+            fix="give that base, file for file, with --base-model, or take this one all the same "
+            "with --any-base",
         )
-    return True
+    return None
 
 
 def base_on_disk(name: str) -> Path:

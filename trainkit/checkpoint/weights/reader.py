@@ -243,6 +243,55 @@ class PickledFile:
         self._content = {}
 
 
+def weight_files(directory: Path) -> list[str]:
+    """The files that a model directory's weights are loaded from, an index included.
+
+    Raises:
+        CheckpointError: as of `find_weights`.
+    """
+    files = find_weights(directory)
+    shards = sorted({*files.values()})
+    stem = "model.safetensors" if shards[0].endswith(".safetensors") else "pytorch_model.bin"
+    return shards if "" in files else [f"{stem}.index.json", *shards]
+
+
+def find_weights(directory: Path) -> dict[str, str]:
+    """Tensor name to file name as the index says; without an index one nameless entry.
+
+    Raises:
+        CheckpointError: no weights, or an index that names a path.
+    """
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        index = f"{stem}{suffix}.index.json"
+        if (directory / index).exists():
+            return _read_index(directory, index, suffix)
+        if os.path.lexists(directory / f"{stem}{suffix}"):
+            return {"": f"{stem}{suffix}"}
+    raise CheckpointError(
+        "no weights: neither model.safetensors nor pytorch_model.bin nor an index of shards",
+        where=str(directory),
+    )
+
+
+def _read_index(directory: Path, index: str, suffix: str) -> dict[str, str]:
+    content = read_json(plain_file(directory, index))
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map", where=str(directory))
+    for name, file_name in weight_map.items():
+        if (
+            not isinstance(file_name, str)
+            or not is_plain_name(file_name)
+            or not file_name.endswith(suffix)
+        ):
+            raise CheckpointError(
+                f"{index} sends {name!r} to {file_name!r}, which is not a *{suffix} file of "
+                "the directory",
+                where=str(directory),
+            )
+    return weight_map
+
+
 class WeightsReader:
     """The weights of a model directory: one file, or shards with an index.
 
@@ -262,7 +311,7 @@ class WeightsReader:
         """
         self.directory = Path(directory)
         self._open: dict[str, SafetensorsFile | PickledFile] = {}
-        self.files = self._find()
+        self.files = find_weights(self.directory)
         self._home: dict[str, str] = {}
         self._infos: dict[str, TensorInfo] = {}
         try:
@@ -296,37 +345,6 @@ class WeightsReader:
         for file in self._open.values():
             file.close()
         self._open = {}
-
-    def _find(self) -> dict[str, str]:
-        """Tensor name to file name as the index says; without an index one nameless entry."""
-        for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
-            index = f"{stem}{suffix}.index.json"
-            if (self.directory / index).exists():
-                return self._read_index(index, suffix)
-            if os.path.lexists(self.directory / f"{stem}{suffix}"):
-                return {"": f"{stem}{suffix}"}
-        raise CheckpointError(
-            "no weights: neither model.safetensors nor pytorch_model.bin nor an index of shards",
-            where=str(self.directory),
-        )
-
-    def _read_index(self, index: str, suffix: str) -> dict[str, str]:
-        content = read_json(plain_file(self.directory, index))
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map", where=str(self.directory))
-        for name, file_name in weight_map.items():
-            if (
-                not isinstance(file_name, str)
-                or not is_plain_name(file_name)
-                or not file_name.endswith(suffix)
-            ):
-                raise CheckpointError(
-                    f"{index} sends {name!r} to {file_name!r}, which is not a *{suffix} file of "
-                    "the directory",
-                    where=str(self.directory),
-                )
-        return weight_map
 
     def _index_file(self, file_name: str) -> None:
         file = self._file(file_name)

@@ -32,7 +32,7 @@ from trainkit.data.read.hub import fetch, hub_name
 from trainkit.data.read.opening import container
 from trainkit.errors import DataError
 from trainkit.options import Source
-from trainkit.places import data_cache
+from trainkit.places import cache_of
 
 __all__ = ["Progress", "prepare"]
 
@@ -69,7 +69,7 @@ def prepare(
             where=sources[0].path,
             fix="give one of them a weight above 0",
         )
-    directory = Path(options.cache_dir) if options.cache_dir else data_cache()
+    directory = Path(options.cache_dir) if options.cache_dir else cache_of("data")
     preparation = _Preparation(tokenizer, options, directory, ledger, progress)
     for source in sources:
         preparation.add(source)

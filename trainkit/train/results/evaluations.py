@@ -4,6 +4,7 @@ Random numbers, dropout and the modes of all modules are as before, so a curve w
 measurements is the curve without them, bit for bit.
 """
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -110,18 +111,14 @@ class MeasuredTraining(Trainer):
         figures, self._figures = self._figures, {}
         return figures
 
-    def _measures_the_best(self, metrics: Mapping[str, float]) -> bool:
-        name = str(self.args.metric_for_best_model or "loss").removeprefix("eval_")
-        return f"eval_{name}" in metrics
-
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """An evaluation that does not measure the figure changes nothing about the best model."""
-        if self._is_other(metrics):
+        """An evaluation that does not measure the figure, or finds no number, changes nothing."""
+        figure = judged_figure(self.args, metrics)
+        if figure is None and self.measurements is not None:
+            return False
+        if figure is not None and not math.isfinite(figure):
             return False
         return bool(super()._determine_best_metric(metrics, trial))
-
-    def _is_other(self, metrics: Mapping[str, float]) -> bool:
-        return self.measurements is not None and not self._measures_the_best(metrics)
 
 
 def evaluation_rows(samples: Any, args: TrainingArguments) -> Any:
@@ -164,10 +161,16 @@ def _marking(trainer: Any) -> Iterator[None]:
         handle.remove()
 
 
+def judged_figure(args: TrainingArguments, metrics: Mapping[str, float]) -> float | None:
+    """The figure that the best model is judged by; None where it was not measured."""
+    name = str(args.metric_for_best_model or "loss").removeprefix("eval_")
+    return metrics.get(f"eval_{name}")
+
+
 class StopEarly(TrainerCallback):
     """Ends training when the figure that the best model is judged by gets no better.
 
-    It keeps no state: the evaluations of a continued run are in the Trainer's log.
+    What it has seen is kept in the Trainer's state, so that every checkpoint has it.
 
     Args:
         patience: evaluations in a row that may bring nothing.
@@ -186,10 +189,13 @@ class StopEarly(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Take up what a continued run has seen."""
-        self._best, self._num_worse = None, 0
-        for row in state.log_history:
-            if row.get("step", 0) <= state.global_step:
+        kept = state.stateful_callbacks.get(_EARLY)
+        if kept is None:  # a checkpoint of trainkit before it kept this: its log has the rows
+            self._best, self._num_worse = None, 0
+            for row in state.log_history:
                 self._see(args, row)
+        else:
+            self._best, self._num_worse = kept["best"], kept["num_worse"]
 
     def on_evaluate(
         self,
@@ -200,23 +206,31 @@ class StopEarly(TrainerCallback):
         **_: Any,
     ) -> None:
         """End the run where patience is over."""
-        name = self._see(args, metrics or {})
-        if name is not None and self._num_worse >= self._patience:
-            control.should_training_stop = True
+        if not self._see(args, metrics or {}):
+            return
+        state.stateful_callbacks[_EARLY] = {"best": self._best, "num_worse": self._num_worse}
+        if self._num_worse >= self._patience:
+            control.should_training_stop = control.should_log = True
+            name = str(args.metric_for_best_model or "loss").removeprefix("eval_")
+            found = "a number" if self._best is None else f"better than {self._best:.4g}"
             self._say(
-                f"stopped at step {state.global_step}: {name} was no better than "
-                f"{self._best:.4g} in {self._num_worse} "
-                f"evaluation{'' if self._num_worse == 1 else 's'}"
+                f"stopped at step {state.global_step}: {name} was not {found} in "
+                f"{self._num_worse} evaluation{'' if self._num_worse == 1 else 's'}"
             )
 
-    def _see(self, args: TrainingArguments, metrics: Mapping[str, float]) -> str | None:
-        name = str(args.metric_for_best_model or "loss").removeprefix("eval_")
-        value = metrics.get(f"eval_{name}")
+    def _see(self, args: TrainingArguments, metrics: Mapping[str, float]) -> bool:
+        """Whether the figure was measured."""
+        value = judged_figure(args, metrics)
         if value is None:
-            return None
+            return False
         sign = 1.0 if args.greater_is_better else -1.0
-        if self._best is None or sign * (value - self._best) > self._min_delta:
+        is_better = self._best is None or sign * (value - self._best) > self._min_delta
+        if is_better and math.isfinite(value):
             self._best, self._num_worse = value, 0
         else:
             self._num_worse += 1
-        return name
+        return True
+
+
+_EARLY = "early_stopping"
+"""Its place in the Trainer's state."""

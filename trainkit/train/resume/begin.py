@@ -1,17 +1,20 @@
 """Where a start begins: a new run directory, or a checkpoint that fits."""
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from trainkit.checkpoint.weights.base_fingerprint import base_files, base_on_disk
 from trainkit.checkpoint.whole.ownership import refuse_foreign
+from trainkit.errors import CheckpointError
 from trainkit.models.linears import packed_kind
 from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse_disagreement
 from trainkit.run import (
     RunDirectory,
 )
 from trainkit.run.starts import begin_again, read_starts
-from trainkit.train.checkpoints import ResumePoint, check_base_weights, find_resume_point
+from trainkit.train.checkpoints import BASE, ResumePoint, find_resume_point
 from trainkit.train.prepare import Invocation, Prepared
 from trainkit.train.resume.changes import (
     IN_USE,
@@ -45,6 +48,23 @@ def fingerprint_around(start: Invocation, prepared: Prepared) -> dict[str, Any]:
     }
 
 
+def files_of_base(start: Invocation) -> dict[str, str] | None:
+    """The digests of the base's files; None where another process of this host reads them.
+
+    A model that trains whole has its weights in every checkpoint, whatever the base's are by then.
+    None, too, of what cannot be read: the model will not load then, and that says why.
+    """
+    model, lora = start.recipe.model, start.recipe.lora
+    if start.process.local_rank != 0:
+        return None
+    try:
+        base = base_on_disk(model.name_or_path)
+        is_frozen = lora is not None and model.init != "random"
+        return base_files(base, weights=is_frozen, gguf_file=model.gguf_file)
+    except (CheckpointError, OSError):
+        return None
+
+
 def refuse_other_hosts(start: Invocation, prepared: Prepared) -> None:
     """Stop where ranks have other settings or data: each host may have read files of its own."""
     around = {**fingerprint_around(start, prepared), "continues": str(start.options.resume)}
@@ -62,6 +82,8 @@ def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:
     fingerprint = fingerprint_around(start, prepared)
     console, resume = start.console, start.options.resume
     if resume is None:
+        # Read while the model loads: its digests are known by the time they are asked for.
+        threading.Thread(target=files_of_base, args=(start,), daemon=True).start()
         return Resumption(fingerprint)
     point = decided_by_main(start.process, lambda: find_resume_point(resume))
     if point is None:
@@ -74,6 +96,11 @@ def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:
     reviewed = decided_by_each(
         start.process, lambda: _reviewed(start, point, fingerprint, sharded=sharded)
     )
+    if BASE not in point.fingerprint:
+        console.note(
+            f"{point.checkpoint.name} is of an older trainkit, which did not record every byte of "
+            "the base: that it is still the same could not be checked"
+        )
     for path, reason in point.skipped:
         console.warn(f"{path.name} is damaged and was passed over: {reason}")
     console.note(f"continuing from {point.checkpoint}")
@@ -91,12 +118,11 @@ def _reviewed(
     reviewed = review(
         point,
         settings_of(start.loaded),
-        fingerprint,
+        {**fingerprint, BASE: files_of_base(start)},
         start.options.allow_changed,
         _accepted_before(point),
         sharded=sharded,
     )
-    check_base_weights(point, start.recipe.model.name_or_path)
     refuse_foreign(point.checkpoint)
     return reviewed
 
@@ -123,7 +149,7 @@ def review_built(start: Invocation, resumption: Resumption, runs: Mapping[str, A
     Raises:
         ResumeRefusedError: naming what runs otherwise.
     """
-    fingerprint = {**resumption.fingerprint, IN_USE: dict(runs)}
+    fingerprint = {**resumption.fingerprint, IN_USE: dict(runs), BASE: files_of_base(start)}
     point, reviewed = resumption.point, resumption.review
     if point is not None and not any(_chooses(change.key) for change in reviewed.changes):
         allowed, before = start.options.allow_changed, _accepted_before(point)

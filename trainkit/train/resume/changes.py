@@ -14,7 +14,7 @@ from typing import Any
 
 from trainkit.errors import ResumeRefusedError
 from trainkit.recipe import default_of
-from trainkit.train.checkpoints import ResumePoint
+from trainkit.train.checkpoints import BASE, ResumePoint
 
 ANY = "all"
 """What a bare ``--allow-changed`` accepts."""
@@ -97,7 +97,7 @@ PARTS = "data_parts"
 IN_USE = "in_use"
 """Where a checkpoint keeps which kernels and which attention ran."""
 
-_AROUND = ("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE)
+_AROUND = ("versions", "gpu", "device", "code", "num_ranks", "rows_per_step", "data", IN_USE, BASE)
 """What surrounds a run, whether or not this one's checkpoint has it."""
 
 
@@ -170,8 +170,11 @@ def review(
     known = [*settings, *point.settings, *fingerprint, *point.fingerprint]
     _refuse_unknown(allowed, known)
     changes = list(_differences(point.settings, settings)) if point.settings else []
-    before = {k: v for k, v in point.fingerprint.items() if k not in (PARTS, IN_USE)}
-    around = list(_differences(before, fingerprint, only_known=True))
+    before = {k: v for k, v in point.fingerprint.items() if k not in (PARTS, IN_USE, BASE)}
+    around = [
+        *_differences(before, fingerprint, only_known=True),
+        *_other_files(point.fingerprint.get(BASE), fingerprint.get(BASE)),
+    ]
     refused = {change.key: _reason(change, settings) for change in changes}
     if sharded:
         refused |= {change.key: _OTHER_RANKS for change in around if change.key == "num_ranks"}
@@ -309,7 +312,7 @@ def _data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def _consent_key(key: str) -> str:
     """What to give ``--allow-changed`` for a key: versions and data go as a whole."""
     section = key.partition(".")[0]
-    return section if section in ("versions", "data", IN_USE) else key
+    return section if section in ("versions", "data", IN_USE, BASE) else key
 
 
 def _from_the_weights(point: ResumePoint) -> str:
@@ -340,6 +343,14 @@ def _differences(
                     yield Change(f"{key}.{inner.key}", inner.before, inner.now)
             elif then != today:
                 yield Change(key, then, today)
+
+
+def _other_files(before: Any, now: Any) -> Iterable[Change]:
+    """Each file of the base that is not what it was; nothing where one side does not know."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now}):
+            if before.get(name) != now.get(name):
+                yield Change(f"{BASE}.{name}", before.get(name), now.get(name))
 
 
 def _was_written(section: str, settings: Mapping[str, Any]) -> bool:
