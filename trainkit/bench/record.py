@@ -2,12 +2,13 @@
 
 import importlib.metadata
 import json
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from trainkit.run.git import repository_state
 
 UNITS = {
     "ms": "ms",
@@ -137,10 +138,9 @@ def _versions() -> Iterable[tuple[str, str]]:
 
 def _git_commit() -> str:
     """The commit of this package's own checkout, ``-dirty`` where the code differs from it."""
-    here = Path(__file__).parent
-    command = ["git", "-C", str(here), "describe", "--always", "--exclude=*", "--dirty"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+    state = repository_state(Path(__file__).parent)
+    if state is None:
         return "unknown"
-    return found.stdout.strip()
+    # A file that git does not know is none of the code.
+    is_changed = any(not line.startswith("??") for line in state["changed_files"] or [])
+    return state["commit"][:10] + ("-dirty" if is_changed else "")

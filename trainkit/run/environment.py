@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.processes import LAUNCHER
+from trainkit.run.git import repository_state
 from trainkit.run.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 from trainkit.version import __version__
 
@@ -34,7 +35,6 @@ _SET_BY_LAUNCHER = re.compile(
     r"|MASTER_ADDR$|MASTER_PORT$|NNODES$|NODE_RANK$|NPROC_PER_NODE$)"
 )
 _COMMAND_TIMEOUT_SECONDS = 20
-_LARGEST_DIFF_BYTES = 1 << 20
 
 
 def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
             "machine": _machine(),
             "gpus": _gpus(),
             "torch": _torch(),
-            "git": _git(where),
+            "git": repository_state(where),
             "working_directory": str(where),
             "argv": redact_argv(sys.orig_argv),
             "variables": relevant_variables(os.environ),
@@ -191,27 +191,6 @@ def _torch() -> dict[str, Any] | None:
         details["cudnn"] = torch.backends.cudnn.version()
         details["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return details
-
-
-def _git(where: Path) -> dict[str, Any] | None:
-    """Commit, branch and uncommitted changes of the repository around ``where``."""
-    commit = _output(["git", "-C", str(where), "rev-parse", "HEAD"])
-    if commit is None:
-        return None
-    branch = _output(["git", "-C", str(where), "rev-parse", "--abbrev-ref", "HEAD"])
-    remote = _output(["git", "-C", str(where), "remote", "get-url", "origin"])
-    changed = _output(["git", "-C", str(where), "status", "--porcelain"]) or ""
-    diff = _output(["git", "-C", str(where), "diff", "HEAD", "--no-color", "--no-ext-diff"]) or ""
-    if len(diff) > _LARGEST_DIFF_BYTES:
-        diff = diff[:_LARGEST_DIFF_BYTES] + "\n... (cut: the diff is longer than 1 MiB)\n"
-    return {
-        "commit": commit.strip(),
-        "branch": (branch or "").strip(),
-        "remote": (remote or "").strip() or None,
-        "dirty": bool(changed.strip()),
-        "changed_files": changed.splitlines(),
-        "diff": diff,
-    }
 
 
 def _output(command: list[str]) -> str | None:

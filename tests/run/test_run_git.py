@@ -1,0 +1,205 @@
+"""Nothing that a repository's configuration names is run when a command describes it."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.bench.measure import record
+from trainkit.run.git import repository_state
+
+NAMED = """
+[core]
+    fsmonitor = PROGRAM
+    pager = PROGRAM
+    editor = PROGRAM
+    sshCommand = PROGRAM
+    askPass = PROGRAM
+    gitProxy = PROGRAM
+    alternateRefsCommand = PROGRAM
+    hooksPath = HOOKS
+[diff]
+    external = PROGRAM
+    submodule = log
+    ignoreSubmodules = none
+[diff "named"]
+    textconv = PROGRAM
+    command = PROGRAM
+[filter "named"]
+    clean = PROGRAM
+    smudge = PROGRAM
+    required = true
+[filter "process"]
+    process = PROGRAM
+    required = true
+[pager]
+    status = PROGRAM
+    diff = PROGRAM
+[alias]
+    status = !PROGRAM
+    diff = !PROGRAM
+    rev-parse = !PROGRAM
+[credential]
+    helper = !PROGRAM
+[gpg]
+    program = PROGRAM
+[log]
+    showSignature = true
+[status]
+    submoduleSummary = true
+[submodule]
+    recurse = true
+"""
+
+
+def git(where, *words):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    identity += ["-c", "protocol.file.allow=always"]
+    done = subprocess.run(["git", *identity, *words], cwd=where, check=True, capture_output=True)
+    return done.stdout.decode()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A changed repository with a submodule, whose every setting names a program."""
+    marker, program, hooks = tmp_path / "MARKER", tmp_path / "program", tmp_path / "hooks"
+    program.write_text(f"#!/bin/sh\necho \"$0 $@\" >> '{marker}'\nexit 0\n")
+    program.chmod(0o755)
+    hooks.mkdir()
+    for hook in ("post-index-change", "post-checkout", "pre-commit", "fsmonitor-watchman"):
+        (hooks / hook).symlink_to(program)
+    inner, outer = tmp_path / "inner", tmp_path / "outer"
+    for where in (inner, outer):
+        where.mkdir()
+        git(where, "init", "-q")
+        (where / "plain.txt").write_text("one\n")
+        (where / "sub").mkdir()
+        (where / "sub" / "other.bin").write_text("one\n")
+        (where / ".gitattributes").write_text(
+            "*.txt filter=named diff=named\n*.bin filter=process diff=named\n"
+        )
+        git(where, "add", ".")
+        git(where, "commit", "-qm", "first")
+    git(outer, "submodule", "--quiet", "add", str(inner), "module")
+    git(outer, "commit", "-qm", "second")
+    named = NAMED.replace("PROGRAM", str(program)).replace("HOOKS", str(hooks))
+    for config in (outer / ".git" / "config", outer / ".git/modules/module/config"):
+        config.write_text(f"{config.read_text()}[include]\n\tpath = included\n")
+        (config.parent / "included").write_text(named)
+    for file in ("plain.txt", "sub/other.bin", "module/plain.txt"):
+        (outer / file).write_text("two\n")
+    (outer / "new.txt").write_text("three\n")
+    return outer, marker
+
+
+def test_what_changed_is_told_and_nothing_is_run(repository, monkeypatch):
+    outer, marker = repository
+    for name in ("GIT_EXTERNAL_DIFF", "GIT_SSH_COMMAND", "GIT_PAGER", "GIT_ASKPASS"):
+        monkeypatch.setenv(name, str(outer.parent / "program"))
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "1")
+    monkeypatch.setenv("GIT_CONFIG_KEY_0", "core.fsmonitor")
+    monkeypatch.setenv("GIT_CONFIG_VALUE_0", str(outer.parent / "program"))
+    monkeypatch.setenv("GIT_DIR", str(outer.parent / "inner" / ".git"))
+    monkeypatch.setenv("GIT_TRACE", str(marker))
+    before = {path: path.stat().st_mtime_ns for path in outer.rglob("*")}
+    found = repository_state(outer / "sub")
+    assert not marker.exists(), marker.read_text()
+    assert found["dirty"]
+    assert found["changed_files"] == [" M plain.txt", " M sub/other.bin", "?? new.txt"]
+    assert found["diff"].count("-one\n+two\n") == 2
+    assert found["branch"] in ("main", "master")
+    assert {path: path.stat().st_mtime_ns for path in outer.rglob("*")} == before
+    # The same repository does run them for git itself, so the test could fail.
+    for name in ("GIT_DIR", "GIT_TRACE"):
+        monkeypatch.delenv(name)
+    subprocess.run(["git", "status"], cwd=outer, check=False, capture_output=True)
+    assert marker.exists()
+
+
+def test_a_measurement_names_its_commit_and_runs_nothing(repository, monkeypatch):
+    outer, marker = repository
+    monkeypatch.setattr(record, "__file__", str(outer / "sub" / "record.py"))
+    commit = record._git_commit()
+    assert commit.endswith("-dirty")
+    assert repository_state(outer)["commit"].startswith(commit.removesuffix("-dirty"))
+    assert not marker.exists()
+
+
+def test_no_remote_is_asked_for_an_object_that_is_missing(repository):
+    outer, marker = repository
+    program = outer.parent / "program"
+    config = outer / ".git" / "config"
+    config.write_text(
+        f'{config.read_text()}[remote "origin"]\n\turl = ext::{program}\n\tpromisor = true\n'
+        "[extensions]\n\tpartialClone = origin\n[protocol]\n\tallow = always\n"
+    )
+    blob = git(outer, "rev-parse", "HEAD:plain.txt").strip()
+    marker.unlink(missing_ok=True)
+    (outer / ".git" / "objects" / blob[:2] / blob[2:]).unlink()
+    found = repository_state(outer)
+    assert not marker.exists(), marker.read_text()
+    assert found["dirty"]
+    assert found["diff"] is None
+
+
+def test_a_configuration_that_takes_files_elsewhere_for_its_own_is_not_followed(repository):
+    outer, _ = repository
+    secret = outer.parent / "home"
+    secret.mkdir()
+    (secret / "plain.txt").write_text("private\n")
+    config = outer / ".git" / "config"
+    config.write_text(f"{config.read_text()}[core]\n\tworktree = {secret}\n")
+    assert repository_state(outer) is None
+
+
+def test_worktrees_split_indexes_and_folders_without_a_commit(tmp_path):
+    assert repository_state(tmp_path) is None
+    main, other = tmp_path / "main", tmp_path / "other"
+    main.mkdir()
+    git(main, "init", "-q")
+    assert repository_state(main) is None
+    (main / "f.txt").write_text("one\n")
+    git(main, "add", ".")
+    git(main, "commit", "-qm", "first")
+    git(main, "remote", "add", "origin", "https://example.org/x.git")
+    git(main, "worktree", "add", "-q", str(other))
+    git(other, "update-index", "--split-index")
+    (other / "f.txt").write_text("two\n")
+    (main / ".git" / "info" / "exclude").write_text("hidden*\n")
+    for where in (main, other):
+        (where / "hidden.txt").write_text("three\n")
+    assert repository_state(main)["dirty"] is False
+    found = repository_state(other)
+    assert found["changed_files"] == [" M f.txt"]
+    assert (found["branch"], found["remote"]) == ("other", "https://example.org/x.git")
+
+
+def test_a_repository_of_someone_else_is_not_read(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "first", "--allow-empty")
+    assert repository_state(tmp_path)
+    if os.geteuid() != 0:
+        pytest.skip("only root gives a folder to someone else")
+    os.chown(tmp_path, 12345, 12345)
+    os.chown(tmp_path / ".git", 12345, 12345)
+    assert repository_state(tmp_path) is None
+
+
+def test_a_git_that_does_not_answer_is_left(tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "first", "--allow-empty")
+    os.mkfifo(tmp_path / ".gitignore")
+    monkeypatch.setattr("trainkit.run.git._SECONDS", 1)
+    started = time.monotonic()
+    found = repository_state(tmp_path)
+    assert time.monotonic() - started < 10
+    assert found["dirty"] is None
+
+
+def test_git_is_run_in_one_place():
+    package = Path(trainkit.__file__).parent
+    files = [path for path in package.rglob("*.py") if '["git"' in path.read_text()]
+    assert [path.relative_to(package) for path in files] == [Path("run/git.py")]
