@@ -2,9 +2,11 @@
 
 import pytest
 
+from trainkit.errors import RecipeError
 from trainkit.recipe.check.foreign import FOREIGN, REFUSED, REMOVED
 from trainkit.recipe.check.validation import vocabulary
 from trainkit.recipe.fields.training_fields import training_fields
+from trainkit.recipe.load import load_recipe
 
 BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"
 
@@ -269,3 +271,22 @@ def test_short_names_of_dtypes_are_told_in_full(problems_of, short, full):
     text = f"model: {{name_or_path: m, dtype: {short}}}\ndata: {{train: [a.jsonl]}}\n"
     ((_, _, advice),) = problems_of(text)
     assert advice == f"did you mean {full}?"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data: {train: ['https://me:pass-1@example.org/rows.jsonl']}",
+        "model: {name_or_path: hf_abcdefghijklmnopqrstuvwxyz012345}",
+        "training: {lr_scheduler_kwargs: {a: 'sk_live_abcdefghijklmnop'}}",
+        "data: {train: ['https://<redacted>@example.org/rows.jsonl']}",
+    ],
+)
+def test_a_recipe_that_its_record_could_not_hold_is_refused(tmp_path, line):
+    """The record leaves a secret out: a resumed run would have read something else."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{line}\n")
+    with pytest.raises(RecipeError, match="holds a secret") as caught:
+        load_recipe(recipe)
+    assert "pass-1" not in str(caught.value)
+    assert "recipe.yaml:1" in str(caught.value)

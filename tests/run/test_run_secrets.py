@@ -1,9 +1,16 @@
+import json
 import logging
+import random
+import string
 import subprocess
+import time
+from html import escape
+from pathlib import Path
 
 import pytest
 import yaml
 
+from trainkit.redact import is_secret_name, redact_argv
 from trainkit.run import (
     capture_environment,
     command_script,
@@ -12,7 +19,6 @@ from trainkit.run import (
     start_rank_log,
     stop_rank_log,
 )
-from trainkit.run.redact import is_secret_name, redact_argv
 
 CANARY = "canary-5e1f09"
 
@@ -31,6 +37,18 @@ CANARY = "canary-5e1f09"
         "training.push_to_hub_token",
         "client-secret",
         "api_key",
+        "apiKey",
+        "hubToken",
+        "clientSecret",
+        "OpenAIApiKey",
+        "SharedAccessKey",
+        "accessKey",
+        "apikey",
+        "X-Api-Key",
+        "dbPassword",
+        "DB_PWD",
+        "smtp_pass",
+        "_authToken",
     ],
 )
 def test_secret_names(name):
@@ -53,6 +71,15 @@ def test_secret_names(name):
         "key",
         "learning_rate",
         "SSH_AUTH_SOCK",
+        "eosToken",
+        "padToken",
+        "numTokens",
+        "forward_pass",
+        "next_token",
+        "sortKey",
+        "tokenizer_name_or_path",
+        "keys",
+        "cache_key_digest",
     ],
 )
 def test_innocent_names(name):
@@ -90,6 +117,201 @@ def test_text_is_redacted(text):
 )
 def test_innocent_text_is_left_alone(text):
     assert redact_text(text, {"PWD": "/home/me/project"}) == text
+
+
+# The shapes of credentials as services publish them: a prefix, and how many characters follow.
+LOWER, UPPER = string.ascii_lowercase + string.digits, string.ascii_uppercase + string.digits
+ALL, HEX, URL = (
+    string.ascii_letters + string.digits,
+    "0123456789abcdef",
+    string.ascii_letters + "-_0",
+)
+SHAPES = {
+    "hugging_face": [("hf_", ALL, 34)],
+    "hugging_face_organisation": [("api_org_", ALL, 34)],
+    "openai": [("sk-", ALL, 20), ("T3BlbkFJ", ALL, 20)],
+    "openai_project": [("sk-proj-0", URL, 120)],
+    "openai_service": [("sk-svcacct-0", URL, 60)],
+    "anthropic": [("sk-ant-api03-", URL, 93), ("AA", ALL, 0)],
+    "groq": [("gsk_", ALL, 52)],
+    "replicate": [("r8_", ALL, 37)],
+    "perplexity": [("pplx-", ALL, 48)],
+    "nvidia": [("nvapi-", URL, 64)],
+    "langsmith": [("lsv2_pt_", HEX, 32), ("_", HEX, 10)],
+    "wandb": [("wandb_v1_", ALL, 60)],
+    "aws_key": [("AKIA", UPPER, 16)],
+    "aws_session": [("ASIA", UPPER, 16)],
+    "google_api": [("AIza", URL, 35)],
+    "google_access": [("ya29.", URL, 60)],
+    "google_client": [("GOCSPX-", URL, 28)],
+    "alibaba": [("LTAI", ALL, 20)],
+    "azure_client": [("aB1", "8", 1), ("Q~", ALL, 34)],
+    "digitalocean": [("dop_v1_", HEX, 64)],
+    "databricks": [("dapi", HEX, 32)],
+    "vault": [("hvs.", URL, 90)],
+    "terraform": [("", ALL, 14), (".atlasv1.", URL, 64)],
+    "pulumi": [("pul-", HEX, 40)],
+    "tailscale": [("tskey-auth-", ALL, 16), ("-", ALL, 32)],
+    "grafana": [("glsa_", ALL, 32), ("_", HEX, 8)],
+    "doppler": [("dp.pt.", ALL, 43)],
+    "supabase": [("sbp_", HEX, 40)],
+    "github": [("ghp_", ALL, 36)],
+    "github_fine": [("github_pat_", ALL, 22), ("_", ALL, 59)],
+    "github_app": [("ghs_", ALL, 36)],
+    "gitlab": [("glpat-", URL, 20)],
+    "gitlab_runner": [("glrt-", URL, 20)],
+    "npm": [("npm_", ALL, 36)],
+    "pypi": [("pypi-AgEIcHlwaS5vcmc", URL, 80)],
+    "docker": [("dckr_pat_", URL, 27)],
+    "rubygems": [("rubygems_", HEX, 48)],
+    "atlassian": [("ATATT3", URL, 186)],
+    "sentry": [("sntryu_", HEX, 64)],
+    "postman": [("PMAK-", HEX, 24), ("-", HEX, 34)],
+    "new_relic": [("NRAK-", UPPER, 27)],
+    "figma": [("figd_", URL, 40)],
+    "linear": [("lin_api_", ALL, 40)],
+    "slack_bot": [("xoxb-", string.digits, 12), ("-", ALL, 24)],
+    "slack_app": [("xapp-1-A", UPPER, 10), ("-", HEX, 64)],
+    "twilio": [("SK", HEX, 32)],
+    "sendgrid": [("SG.", URL, 22), (".", URL, 43)],
+    "mailgun": [("key-", HEX, 32)],
+    "mailchimp": [("", HEX, 32), ("-us", "1", 2)],
+    "brevo": [("xkeysib-", HEX, 64), ("-", ALL, 16)],
+    "telegram": [("", "123456789", 10), (":AA", URL, 33)],
+    "discord": [("M", ALL, 23), (".", ALL, 6), (".", URL, 38)],
+    "stripe": [("sk_live_", ALL, 24)],
+    "stripe_restricted": [("rk_test_", ALL, 99)],
+    "stripe_webhook": [("whsec_", ALL, 32)],
+    "shopify": [("shpat_", HEX, 32)],
+    "square": [("sq0atp-", URL, 22)],
+    "age": [("AGE-SECRET-KEY-1", UPPER, 58)],
+    "jwt": [("eyJhbGciOi", ALL, 26), (".eyJzdWIi", ALL, 60), (".", URL, 43)],
+    "slack_webhook": [
+        ("https://hooks.slack.com/services/T", UPPER, 9),
+        ("/B", UPPER, 9),
+        ("/", ALL, 24),
+    ],
+}
+PLACES = [
+    "{}",
+    "logged in with {} at step 3",
+    "+x = '{}'",
+    '{{"url": "{}"}}',
+    "- [{}]",
+    "a=1&{}",
+    "run --with {} --steps 3",
+]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_shapes_of_services_are_known(name):
+    draw = random.Random(name)
+    for place in PLACES:
+        parts = [(prefix, "".join(draw.choices(of, k=k))) for prefix, of, k in SHAPES[name]]
+        text = place.format("".join(prefix + rest for prefix, rest in parts))
+        found = redact_text(text, {})
+        assert [rest for _, rest in parts if len(rest) > 8 and rest in found] == []
+        assert "<redacted>" in found
+        assert "step" not in text or "step" in found
+
+
+# Every line of a key that is one: without the words, no scanner of this repository finds one here.
+KEY = "-----BEGIN {0}PRIVATE KEY-----\n{1}\n{1}\n-----END {0}PRIVATE KEY-----".format
+ASSIGNED = [
+    'token = "{}"',
+    "+    token = '{}'",
+    'self.api_key: str = "{}"',
+    'login(token="{}")',
+    "const apiKey = `{}`;".replace("`", '"'),
+    "clientSecret: '{}',",
+    '"hubToken": "{}"',
+    'os.environ["HF_TOKEN"] = "{}"',
+    "export DB_PASSWORD='{}'",
+    'password: "{} with words"',
+    "DefaultEndpointsProtocol=https;AccountName=a;AccountKey={}==;EndpointSuffix=core.windows.net",
+    "Endpoint=sb://a.servicebus.windows.net/;SharedAccessKeyName=x;SharedAccessKey={}=",
+    "Server=a;User=b;Pwd={};",
+    "postgresql+psycopg2://user:{}@db:5432/x",
+    "redis://:{}@cache:6379/0",
+    "https://{}:x-oauth-basic@github.com/a/b.git",
+    "https://a.blob.core.windows.net/x?sv=2020&sig={}%3D",
+    "Authorization: Basic {}",
+    '-H "Authorization: token {}"',
+    "{{'authorization': 'Bearer {}'}}",
+    "proxy-authorization: Digest {}",
+    "Cookie: session={}",
+    "X-Api-Key: {}",
+    "curl -u me:{} https://example.org",
+    "//registry.example.org/:_authToken={}",
+    "machine-secret := {}",
+    "aws_secret_access_key = {}",
+    "  hub_token: {}  # mine",
+    "--wandb-api-key {}",
+]
+
+
+@pytest.mark.parametrize(
+    "line", [*ASSIGNED, KEY("RSA ", "{}"), KEY("", "+{}"), KEY("OPENSSH ", " {}")]
+)
+def test_secrets_that_are_assigned_go_in_every_file(line):
+    value = "kq7" + "".join(random.Random(line).choices(ALL, k=37))
+    text = f"before\n{line.format(value, value)}\nafter"
+    for shown in (text, json.dumps(text), escape(text), text.replace("\n", "\r\n")):
+        found = redact_text(shown, {})
+        assert value not in found
+        assert "before" in found
+        assert "after" in found
+    assert value not in str(redact({"a": [{"b": text}]}, {}))
+
+
+def test_what_is_no_secret_stays_as_it_is():
+    root = Path(__file__).parents[2]
+    files = [*root.rglob("configs/**/*.yaml"), root / "README.md", *root.glob("docs/**/*.md")]
+    assert len(files) > 50
+    for path in files:
+        text = path.read_text()
+        assert redact_text(text, {}) == text, path
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+        "commit 077fffcd1a2b3c4d5e6f7a8b9c0d1e2f3a4b5c6d",
+        "model: {name_or_path: Qwen/Qwen2.5-0.5B-Instruct, dtype: bfloat16}",
+        "unsloth/Llama-3.2-1B-Instruct-bnb-4bit",
+        "eos_token_id: [151645, 151643], pad_token: <|endoftext|>",
+        '{"token": 151645, "next_token": "the", "token": "</s>"}',
+        "token = tokenizer.decode(ids[0])",
+        "    token = next_token",
+        "hub_token=hub_token, password=None, api_key=os.environ['KEY']",
+        "max_tokens: 4096, tokens_per_second=123.4, num_tokens: 5",
+        'data.files=["a.jsonl", "b@1.jsonl"] lora.target_modules=all-linear',
+        "git@github.com:me/project.git",
+        "sk-learn-pipelines-and-other-words",
+        "basic understanding of bearer bonds",
+        "a secret: nobody knows it",
+        "export HF_HOME=/data/hf HF_TOKEN=$TOKEN",
+        "Authorization: none",
+        "2026-11-23T20:43:30 rank0 INFO step 5: loss 1.25",
+        "model.layers.0.self_attn.q_proj.weight: 1e-5",
+        "-----BEGIN CERTIFICATE-----",
+    ],
+)
+def test_the_words_of_this_field_stay(text):
+    assert redact_text(text, {}) == text
+    assert json.loads(redact_text(json.dumps([text]), {})) == [text]
+
+
+PIECES = ["a", "a.", "eyJ-", "sk-", "token ", 'token="', "a: str | ", 'a="\\', "&quot;", "M.aa"]
+PIECES += ["-----BEGIN PRIVATE KEY-----", "ab://", "http://a:", "Basic A", "?token", " ", " -u a"]
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_no_text_takes_long(piece):
+    started = time.process_time()
+    redact_text(piece * (200_000 // len(piece)), {})
+    assert time.process_time() - started < 5
 
 
 def test_values_of_secret_variables_go_wherever_they_turn_up():

@@ -181,6 +181,7 @@ def load_recipe(
         settings.assign(keys, value, Origin(label, f"override {text!r}"))
     for option, (key, value) in option_values(cli or {}, settings.values).items():
         settings.assign(tuple(key.split(".")), value, Origin(option, option))
+    settings.refuse_secrets()
     recipe = validate(settings)
     _check_strategy(recipe, settings)
     origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}

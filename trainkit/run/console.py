@@ -21,8 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from trainkit.redact import redact_text
 from trainkit.run.format import format_count, format_duration, format_loss, format_number
-from trainkit.run.redact import redact_text
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _REFRESH_PER_SECOND = 4

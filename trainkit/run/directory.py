@@ -1,7 +1,7 @@
 """The run directory: where everything a run reads, does and leaves behind can be found.
 
 ``train_model/<name>-<UTC stamp>/`` is made once and never overwritten. Every file in it is written
-complete or not at all (``trainkit.run.files``) and goes through ``trainkit.run.redact``.
+complete or not at all (``trainkit.run.files``) and goes through ``trainkit.redact``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError, TrainkitError
 from trainkit.places import regular_files
+from trainkit.redact import redact, redact_text
 from trainkit.run.files import (
     PRIVATE_DIRECTORY_MODE,
     PRIVATE_FILE_MODE,
@@ -26,7 +27,6 @@ from trainkit.run.files import (
     write_text_atomic,
 )
 from trainkit.run.metrics import MetricsWriter, read_metrics
-from trainkit.run.redact import redact, redact_text
 from trainkit.run.status import Status, exit_reason, read_status, this_process
 
 State = Literal["running", "done", "failed", "interrupted"]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.processes import LAUNCHER
+from trainkit.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 from trainkit.run.git import repository_state
-from trainkit.run.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 from trainkit.version import __version__
 
 # Variables that change what a run computes or where it runs; the rest of a person's environment

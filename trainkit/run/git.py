@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from trainkit.run.redact import redact_text
+from trainkit.redact import redact_text
 
 _SECONDS = 20
 _LARGEST_DIFF_BYTES = 1 << 20

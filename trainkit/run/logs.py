@@ -7,8 +7,8 @@ import logging
 import os
 from pathlib import Path
 
+from trainkit.redact import redact_text
 from trainkit.run.files import PRIVATE_FILE_MODE, explain_os_errors
-from trainkit.run.redact import redact_text
 
 # These libraries keep their records from the root logger, so each needs the handler itself.
 _LIBRARIES = ("transformers", "datasets", "accelerate", "DeepSpeed", "peft")

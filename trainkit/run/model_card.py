@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.places import local_path
+from trainkit.redact import redact_text
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_loss
 from trainkit.run.metrics import read_metrics
-from trainkit.run.redact import redact_text
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~&$-])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")

@@ -16,6 +16,7 @@ from typing import Any
 
 from trainkit.errors import RunDirectoryError
 from trainkit.places import checkpoints_in, step_of
+from trainkit.redact import REDACTED, redact, redact_argv
 from trainkit.run.directory import RunDirectory, file_name
 from trainkit.run.files import (
     PRIVATE_FILE_MODE,
@@ -23,7 +24,6 @@ from trainkit.run.files import (
     jsonable,
     write_text_atomic,
 )
-from trainkit.run.redact import REDACTED, redact, redact_argv
 from trainkit.run.status import utc_now
 
 RETIRED = "retired-"

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainkit.errors import RecipeError
 from trainkit.recipe.read.document import Document, KeyPath
-
-REDACTED = "<redacted>"
-"""Written instead of a secret; the run directory's own mark, and a plain word to YAML."""
+from trainkit.redact import REDACTED, is_secret_name, redact
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,21 @@ class Settings:
         for path in [path for path in self.origins if _at(self.values, path) == REDACTED]:
             del _at(self.values, path[:-1])[path[-1]]
             del self.origins[path]
+
+    def refuse_secrets(self) -> None:
+        """A value that the run's records would hold without its secret could not be resumed."""
+        for path in self.origins:
+            value = _at(self.values, path)
+            if isinstance(value, dict) or is_secret_name(str(path[-1])):
+                continue
+            if str(redact(value)) != str(value) or REDACTED in str(value):
+                key = ".".join(map(str, path))
+                raise RecipeError(
+                    f"{key} holds a secret, which the records of a run leave out",
+                    where=self.origins[path].where,
+                    fix="give it where the library that needs it looks for it: an environment "
+                    "variable as HF_TOKEN, a login, ~/.netrc",
+                )
 
     def origin(self, path: KeyPath) -> Origin | None:
         """The origin of a key, or of the closest key above it that has one."""

@@ -1,6 +1,5 @@
 """The resolved recipe as YAML: every value with its origin next to it, secrets left out."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,16 +8,13 @@ import yaml
 from trainkit.parallel.process import Machine
 from trainkit.recipe.derived import Derived
 from trainkit.recipe.load import LoadedRecipe, ResolvedValue
-from trainkit.recipe.read.settings import REDACTED
-
-# Fields like hub_token. Not `num_input_tokens_seen`: the word must end the name.
-_SECRET = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_key|access_key|credentials)$")
-_TEXT_TOKENS = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
+from trainkit.redact import redact
 
 
 def shown_value(value: ResolvedValue) -> Any:
     """The value, or ``<redacted>`` where its key says that it is a secret."""
-    return _redacted(value.key.rpartition(".")[2], value.value)
+    key = value.key.rpartition(".")[2]
+    return redact({key: value.value})[key]
 
 
 def yaml_text(value: Any) -> str:
@@ -58,16 +54,3 @@ def dump_resolved(
         mark = "# " if value.is_of_machine else ""
         lines.append(f"{indent}{mark}{key}: {yaml_text(shown_value(value))}  # {value.origin}")
     return "\n".join(lines) + "\n"
-
-
-def _redacted(key: str, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _redacted(str(name), item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_redacted(key, item) for item in value]
-    return REDACTED if value is not None and is_secret(key) else value
-
-
-def is_secret(key: str) -> bool:
-    """Whether a key's name says that its value is a secret; ``eos_token`` is none."""
-    return _SECRET.search(key) is not None and key not in _TEXT_TOKENS

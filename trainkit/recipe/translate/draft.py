@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.recipe.fields.table import ACTS
-from trainkit.recipe.read.settings import REDACTED
-from trainkit.recipe.show.resolved import is_secret
+from trainkit.redact import REDACTED, is_secret_name
 
 Kind = Literal["taken", "changed", "added", "left out"]
 """The same here; here with another meaning; a default that has to be said; not here."""
@@ -115,7 +114,7 @@ class Draft:
     def _named(self, theirs: str) -> str:
         if theirs not in self.theirs:
             return theirs
-        value = REDACTED if is_secret(theirs) else shown(self.theirs[theirs])
+        value = REDACTED if is_secret_name(theirs) else shown(self.theirs[theirs])
         return f"{theirs}: {value}"
 
 

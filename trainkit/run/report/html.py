@@ -357,8 +357,8 @@ def _environment(environment: Mapping[str, Any] | None) -> str:
     rows = [(key, _plain(value)) for key, value in environment.items() if key not in apart]
     git = environment.get("git") or {}
     if git:
-        states = {True: "with uncommitted changes", False: "clean"}
-        state = states.get(git.get("dirty"), "its changes unknown")
+        states = {"True": "with uncommitted changes", "False": "clean"}
+        state = states.get(str(git.get("dirty")), "its changes unknown")
         rows.append(("git", f"{git.get('commit')} on {git.get('branch')}, {state}"))
     parts = [table(("", ""), rows)]
     for key in ("variables", "packages"):

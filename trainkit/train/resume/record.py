@@ -12,8 +12,8 @@ from trainkit.models.attention import Attention
 from trainkit.models.loss.loss_head import IGNORE_INDEX
 from trainkit.parallel import Machine
 from trainkit.recipe import Derived, LoadedRecipe, SftOptions, dump_resolved
+from trainkit.redact import redact_text
 from trainkit.run import RunDirectory, capture_environment, command_script
-from trainkit.run.redact import redact_text
 from trainkit.run.report.html import SAMPLES
 from trainkit.run.starts import Start, append_start, retire_after
 from trainkit.train.arguments import settled_values

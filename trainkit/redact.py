@@ -1,0 +1,206 @@
+"""Keep secrets out of everything that is written or shown.
+
+A value is secret when its name says so (``HF_TOKEN``, ``hubToken``, ``api_key``), when it has the
+shape of a well-known credential (``hf_...``, a private key, a header), when it is the password part
+of a URL, or when it equals the value of an environment variable with a secret name, wherever it
+turns up.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+REDACTED = "<redacted>"
+
+_SECRET_WORD = re.compile(
+    r"secrets?|passw(?:or)?d|passphrase|credentials?|authorization|jwt|cookie"
+    r"|(?:api|access|secret|private|account)keys?|(?:auth|access|api|refresh|id|hub|hf)token"
+)
+_KEY_OWNER = re.compile(
+    r"api|access|private|secret|account|auth|encryption|signing|ssh|master|license"
+)
+_PASS_OWNER = re.compile(r"db|smtp|mail|email|ftp|http|proxy|user|admin|root|mysql|redis|pg|my")
+# "token" is ambiguous in this field: eos_token and pad_token name vocabulary entries. These words
+# before it mark the harmless kind.
+_VOCABULARY_WORD = re.compile(
+    r"[ebu]os|pad|unk|sep|cls|mask|image|video|audio|eot|eom|eoc|bot|turn|start|end|stop|special"
+    r"|decoder|per|next|last|first|max|min|num|new|extra|add|is|text|think|chat|vision|boi|eoi"
+    r"|prompt|system|user|assistant|trained|a|an|the|each|every|this"
+)
+
+# Shapes that the services publish, so that leaked ones are found; the length floors avoid words.
+_SHAPES = (
+    # AI and its trackers
+    r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,80}[0-9])[\w-]{20,}|gsk_\w{30,}"
+    r"|r8_\w{30,}|xai-\w{40,}|pplx-\w{32,}|nvapi-[\w-]{30,}|lsv2_(?:pt|sk)_\w{20,}|pcsk_\w{20,}"
+    r"|wandb_v1_\w{16,}|eyJhcGlf[\w+/=-]{20,}|jina_\w{40,}|fw_\w{20,}|tgp_v1_[\w-]{20,}",
+    # Clouds
+    r"(?:AKIA|ASIA|ABIA|ACCA|A3T[A-Z0-9])[A-Z0-9]{16}|AIza[\w-]{35}|ya29\.[\w-]{16,}"
+    r"|GOCSPX-[\w-]{20,}|1//0[\w-]{20,}|LTAI[A-Za-z0-9]{16,}|AKID[A-Za-z0-9]{32}"
+    r"|do[opr]_v1_[a-f0-9]{64}|dapi[0-9a-f]{32}(?:-\d)?|hv[sb]\.[\w-]{20,}|dp\.\w{2,8}\.\w{40,}"
+    r"|[\w~.]{3}[0-9]Q~[\w~.-]{31,34}|[A-Za-z0-9]{14}\.atlasv1\.[\w-]{60,}|pul-[a-f0-9]{40}"
+    r"|tskey-[a-z]+-[\w-]{10,}|pscale_[a-z]+_[\w.-]{30,}|glsa_\w{30,}|glc_[\w+/=]{32,}"
+    r"|sbp_[a-f0-9]{40}|sb_secret_[\w-]{20,}|ops_eyJ[\w+/=-]{60,}|AGE-SECRET-KEY-1[0-9A-Z]{50,}",
+    # Code and packages
+    r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{50,}"
+    r"|gl(?:pat|dt|rt|cbt|ptt|ft|imt|agent|oas|soat|ffct)-[\w.-]{16,}|dckr_(?:pat|oat)_[\w-]{20,}"
+    r"|rubygems_[a-f0-9]{48}|CLOJARS_\w{60}|ATATT3[\w=-]{60,}|ATBB\w{24,}|AKCp\w{60,}"
+    r"|sq[pua]_[a-f0-9]{40}|sntry[su]_[\w+/=-]{40,}|PMAK-[\w-]{40,}|NRAK-\w{27}|figd_[\w-]{30,}"
+    r"|lin_api_\w{32,}|ntn_\w{40,}|secret_[A-Za-z0-9]{43}|pat[A-Za-z0-9]{14}\.[a-f0-9]{64}",
+    # Messages and money
+    r"xox[a-z](?:\.xox[a-z])?-[\w-]{10,}|xapp-\d-[\w-]{10,}|SK[0-9a-f]{32}|key-[0-9a-f]{32}"
+    r"|SG\.[\w-]{16,}\.[\w-]{16,}|[0-9a-f]{32}-us\d{1,2}|[0-9]{8,10}:AA[\w-]{33}|xkeysib-[\w-]{64,}"
+    r"|(?:sk|rk|pk)_(?:live|test|prod)_\w{10,}|whsec_[\w+/=]{20,}|sq0[a-z]{3}-[\w-]{22,}"
+    r"|EAAA[\w-]{56,}|EAA[A-Za-z0-9]{100,}|shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|sl\.[\w-]{100,}"
+    r"|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,}",
+    # JSON web tokens
+    r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?",
+)
+_SECRET_SHAPE = re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(_SHAPES)})")
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN (?P<kind>[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?)-----"
+    r".*?(?:-----END (?P=kind)-----|\Z)|(?<=Private-Lines: )\d+(?:\s+[A-Za-z0-9+/=]{8,})+",
+    re.DOTALL,
+)
+_WEBHOOK = re.compile(
+    r"(?P<before>hooks\.slack\.com/(?:services|workflows|triggers)/|discord(?:app)?\.com/api/webhooks/"
+    r"|\.webhook\.office\.com/webhookb2/|oapi\.dingtalk\.com/robot/send\?access_token="
+    r"|open\.(?:feishu|larksuite)\.(?:cn|com)/open-apis/bot/v2/hook/)[^\s\"'<>]+"
+)
+_QUOTE = r"(?:\\?[\"']|&quot;|&#x?\d+;)"
+_HEADER = re.compile(
+    rf"(?i)(?P<before>\b(?:proxy-)?authorization{_QUOTE}?[ \t]*[:=][ \t]*{_QUOTE}?"
+    r"(?:basic|bearer|token|digest|apikey|negotiate|aws4-hmac-sha256)[ \t]+"
+    rf"|\b(?:set-)?cookie{_QUOTE}?:[ \t]*{_QUOTE}?)[^\r\n\"'&\\]{{3,}}"
+)
+_SCHEME = re.compile(
+    r"(?P<before>\b(?:[Bb]earer|BEARER) )[\w.~+/=\-]{16,}"
+    r"|(?P<basic>\b(?:[Bb]asic|BASIC) )(?=[A-Za-z+/]*[0-9=])[A-Za-z0-9+/]{12,}={0,2}"
+    r"|(?P<user>(?:^|\s)(?:-u|--user)[ =][\"']?(?!\d+:)[^\s:\"'/]{1,60}:)[^\s\"']+"
+)
+_URL_CREDENTIALS = re.compile(
+    r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.\-]{1,30}://)[^\s/@:'\"<>]{0,200}(?::[^\s/'\"]{0,500})?@"
+)
+_QUERY_SECRET = re.compile(
+    r"(?i)(?P<name>(?:[?&]|&amp;)(?:[\w.\-]{0,60}(?:token|key|secret|signature|password|sig))=)"
+    r"[^&\s'\"\\]+|(?P<pwd>;[ \t]*pwd=)[^;\s'\"]+"
+)
+# "name: value", "name=value" and JSON's "name": "value" inside running text, with a type between
+# them in code, and "--name value".
+_ASSIGNMENT = re.compile(
+    r"(?:(?<![\w.\-\\])|(?<=\\[nrt]))(?:(?P<option>--[A-Za-z_][\w.\-]*)[ \t]+"
+    rf"|(?P<name>-{{0,2}}[A-Za-z_][\w.\-]*)(?:{_QUOTE}\])?{_QUOTE}?[ \t]*"
+    r"(?P<sign>:[ \t]*[A-Za-z][\w.\[\]| ]{0,40}[ \t]=(?!=)|:=|=>|=(?!=)|:(?!:))[ \t]*)"
+    r"(?:\$?[rRbBuUfF]{0,2}(?:(?P<quote>[\"'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])+)"
+    r"|(?:\\[\"']|&quot;|&#x?\d+;)(?P<escaped>[^\\\"'&\n]+))"
+    r"|(?P<value>(?:(?!\\[nrt])[^\s\"',;}\]&]){3,}))"
+)
+# What stands for a secret in code and recipes, and is none.
+_IS_CODE = re.compile(
+    r"[A-Za-z_][\w.]*[(\[]|(?:self|args|cfg|config|os|env|options|settings)\."
+    r"|\$[({A-Za-z_]|<[^>]*>$|\[[A-Z]+$|%\w+%|\*+$"
+)
+
+# Shorter values ("1", "true", "none") would blank out innocent text.
+_SHORTEST_SECRET = 6
+_NOT_VALUES = frozenset({"null", "none", "true", "false", "str", "optional", REDACTED})
+_OPENS_A_KEY = re.compile(r"(?:^|\n|[{,(]|\\n)[ \t]*[+-]?[ \t]*(?:\\?[\"']|&quot;)?$")
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether a variable, key or option of this name holds a secret: ``hub_token``, ``apiKey``."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.lstrip("-"))
+    words = re.split(r"[_\-.]+", snake.lower())
+    last, before = words[-1], words[-2] if len(words) > 1 else ""
+    if last == "token":
+        return not _VOCABULARY_WORD.fullmatch(before)
+    if last in ("key", "keys"):
+        # Every *_KEY of an environment; in recipes, sort_key and text_key are innocent.
+        return bool(_KEY_OWNER.fullmatch(before)) or (bool(before) and name.isupper())
+    if last in ("pwd", "pass"):
+        return bool(_PASS_OWNER.fullmatch(before))
+    return any(_SECRET_WORD.fullmatch(word) for word in words) or words == ["", "auth"]
+
+
+def secret_values(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Values of the environment variables with secret names, longest first."""
+    variables = os.environ if environ is None else environ
+    values = {v for k, v in variables.items() if is_secret_name(k) and len(v) >= _SHORTEST_SECRET}
+    return sorted(values, key=len, reverse=True)
+
+
+def redact_text(text: str, environ: Mapping[str, str] | None = None) -> str:
+    """Return ``text`` with every secret replaced by ``<redacted>``."""
+    return _redact_text(text, secret_values(environ))
+
+
+def _redact_text(text: str, secrets: Sequence[str]) -> str:
+    for value in secrets:
+        text = text.replace(value, REDACTED)
+    text = _PRIVATE_KEY.sub(REDACTED, text)
+    text = _HEADER.sub(_keep_before, text)
+    text = _SECRET_SHAPE.sub(REDACTED, text)
+    for pattern in (_WEBHOOK, _SCHEME, _QUERY_SECRET):
+        text = pattern.sub(_keep_before, text)
+    text = _URL_CREDENTIALS.sub(lambda match: f"{match['scheme']}{REDACTED}@", text)
+    return _ASSIGNMENT.sub(_redact_assignment, text)
+
+
+def _keep_before(match: re.Match[str]) -> str:
+    return next(filter(None, match.groups())) + REDACTED
+
+
+def _redact_assignment(match: re.Match[str]) -> str:
+    name = match["option"] or match["name"]
+    if not is_secret_name(name):
+        return match[0]
+    group = next(key for key in ("quoted", "escaped", "value") if match[key] is not None)
+    value, stem = match[group], re.split(r"[.\-_]", name)[-1].lower()
+    if value.rstrip("):").lower() in (*_NOT_VALUES, stem, name.lower()):
+        return match[0]
+    if _IS_CODE.match(value) if group == "value" else re.fullmatch(r"<[^>]*>|\[[A-Z]+\]", value):
+        return match[0]
+    # Words of prose and of this field too: "the end-of-turn token: <|im_end|>", {"token": "the"}.
+    if name in ("token", "secret", "secrets"):
+        opens = _OPENS_A_KEY.search(match.string, max(0, match.start() - 20), match.start())
+        is_bare, is_word = group == "value", value.isidentifier() and value.islower()
+        if (match["sign"] == ":" and not opens and is_bare) or (is_bare and is_word):
+            return match[0]
+        if value.isdecimal() or (match["sign"] == ":" and len(value) < _SHORTEST_SECRET):
+            return match[0]
+    start, end = (each - match.start() for each in match.span(group))
+    return match[0][:start] + REDACTED + match[0][end:]
+
+
+def redact(value: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """Redact a JSON-like value: mappings by key name, strings by content, recursively."""
+    return _redact(value, secret_values(environ))
+
+
+def _redact(value: Any, secrets: Sequence[str], is_secret: bool = False) -> Any:
+    if isinstance(value, str):
+        return REDACTED if value and is_secret else _redact_text(value, secrets)
+    if isinstance(value, Mapping):
+        return {
+            key: _redact(item, secrets, is_secret_name(str(key))) for key, item in value.items()
+        }
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return [_redact(item, secrets, is_secret) for item in value]
+    return value
+
+
+def redact_argv(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
+    """Redact a command line: ``--hub-token X``, ``training.hub_token=X``, URLs, known values."""
+    redacted: list[str] = []
+    hide_next = False
+    for argument in argv:
+        name, equals, _ = argument.partition("=")
+        if hide_next and not argument.startswith("-"):
+            redacted.append(REDACTED)
+        elif equals and is_secret_name(name):
+            redacted.append(f"{name}={REDACTED}")
+        else:
+            redacted.append(redact_text(argument, environ))
+        hide_next = argument.startswith("-") and not equals and is_secret_name(argument)
+    return redacted
