@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.bench.measure import record
+from trainkit.bench import record
 from trainkit.run.git import repository_state
 
 NAMED = """
