@@ -15,7 +15,12 @@ def learned_positions(config: Mapping[str, Any]) -> int | None:
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
-    """The positions a model knows, its rope scaling included; None where it sets no bound."""
+    """The positions a model knows, its rope scaling included; None where it sets no bound.
+
+    Args:
+        config: of a model, or of the text model inside one.
+    """
+    config = {**config, **(config.get("text_config") or {})}
     table = learned_positions(config)
     if table is not None:
         return table

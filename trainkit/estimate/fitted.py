@@ -100,7 +100,7 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
     values: dict[str, Any] = {"name": _name_of(model, method), "model.name_or_path": model}
     values["model.dtype"] = "bfloat16"
     comments, shipped = dict(_COMMENTS), shipped_text(_like(method, shape))
-    context = context_of({**config, **(config.get("text_config") or {})})
+    context = context_of(config)
     longest = re.search(r"^  max_length: (\d+)", shipped, re.MULTILINE)
     if context is not None and longest is not None and context < int(longest[1]):
         values["data.max_length"] = context

@@ -19,6 +19,7 @@ from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.prompt import conversation_of
 from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
+from trainkit.estimate.context import context_of
 from trainkit.infer.base_proof import prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
@@ -93,7 +94,7 @@ class Engine:
         own = model.generation_config.eos_token_id
         ids = [*stop_ids, *_as_list(own), *_as_list(tokenizer.eos_token_id)]
         self.stop_ids = tuple(dict.fromkeys([*ids, *_template_ends(tokenizer, self.options)]))
-        self.context = context_length(model.config)
+        self.context = context_of(model.config.to_dict())
         pad = tokenizer.pad_token_id
         self.pad_id: int | None = pad if pad is not None else next(iter(self.stop_ids), None)
 
@@ -337,18 +338,6 @@ class _ContextIsFull(StoppingCriteria):
         beams = input_ids.shape[0] // len(self._padding)
         lengths = input_ids.shape[1] - self._padding.repeat_interleave(beams)
         return (lengths >= self._context).to(input_ids.device)
-
-
-def context_length(config: Any) -> int | None:
-    """How many tokens a model takes at most; None where it names no limit."""
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    factor, own = rope.get("factor"), rope.get("original_max_position_embeddings")
-    # Some models name their length before it was stretched, some the one after.
-    return max(limit, int(factor * own)) if factor and own else limit
 
 
 def _as_row(question: Question) -> Row:

@@ -205,7 +205,7 @@ def context_warning(config: PreTrainedConfig, max_length: int) -> str | None:
     """
     text = config.get_text_config()
     table = learned_positions(text.to_dict())
-    context = context_of(text.to_dict())
+    context = context_of(config.to_dict())
     if context is None or max_length <= context:
         return None
     said = f"data.max_length {max_length} is beyond the model's context of {context} tokens"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trainkit.data.read.messages import Conversation, TextRow
 from trainkit.errors import ModelError
+from trainkit.estimate.context import context_of
 from trainkit.export.certificate import certify
 from trainkit.export.gguf.target import COPIES, GgufServed, check, is_plain, open_gguf, write_gguf
 from trainkit.export.ollama.go_template import Wrapping, wrapping_of
@@ -110,7 +111,7 @@ def modelfile(
     if system is not None:
         lines.append(f"SYSTEM {_quoted(system, '--system')}")
     lines += [f"PARAMETER stop {json.dumps(token)}" for token in source.stop_tokens]
-    context = config.get("max_position_embeddings") or _LONGEST_CONTEXT
+    context = context_of(config) or _LONGEST_CONTEXT
     lines.append(f"PARAMETER num_ctx {min(int(context), _LONGEST_CONTEXT)}")
     for name in _SAMPLING:
         if isinstance(settings.get(name), int | float):

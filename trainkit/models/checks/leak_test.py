@@ -2,6 +2,10 @@
 
 One document of a packed batch is replaced by other tokens; the logits of every other document must
 stay the very same numbers, and its own must not.
+
+Where products are cut by content (experts take the rows that are routed to them), other tokens are
+other shapes of products, and so another last bit. How much that is, the plain model shows on rows of
+one document each, which cannot see one another: packed documents may move by no more.
 """
 
 from collections.abc import Sequence
@@ -9,7 +13,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from trainkit.errors import TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
@@ -18,6 +22,11 @@ from trainkit.parallel.rows import RowSplit
 _ROW_LENGTH = 64
 _LENGTHS = ((24, 17, 9), (31, 19))
 """Documents of two packed rows of `_ROW_LENGTH`; both end in padding."""
+
+_DRAWS = 16
+_SLACK = 4.0
+"""On the largest of `_DRAWS` changes, against the largest of two: twice for the draw, and twice
+because a logit behind the next power of two rounds in steps twice as large."""
 
 
 def leak_test(
@@ -30,7 +39,8 @@ def leak_test(
 ) -> float:
     """Change single documents of a packed batch and watch the others' logits.
 
-    Runs three forward passes over 128 tokens in evaluation mode, without gradients.
+    Runs three forward passes over 128 tokens in evaluation mode, without gradients; 32 more where a
+    logit moved, to see how the plain model rounds.
 
     Args:
         model: takes a packed batch as the collator makes it; on the device it trains on.
@@ -51,9 +61,10 @@ def leak_test(
     tokens = torch.randint(0, vocab_size, shape, generator=generator)
     others = torch.randint(0, vocab_size, shape, generator=generator)
     documents = _documents()
+    seen = allowed = 0.0
+    moves: list[tuple[float, int, int, float]] = []
     with evaluation_mode(model):
         before = _logits(model, tokens, device, split)
-        seen = 0.0
         for changed in (documents[0], documents[2]):  # the first and the last of a row
             row, start, stop = changed
             replaced = tokens.clone()
@@ -61,23 +72,52 @@ def leak_test(
             moved = (_logits(model, replaced, device, split) - before).abs().amax(-1)
             own = moved[row, start:stop].max().item()
             seen = max(seen, own)
-            for each in documents:
-                row, start, stop = each
-                change = moved[row, start:stop].max().item()
-                if each != changed and not change == 0.0:
-                    raise TrainkitError(
-                        f"packed documents leak: changing document {documents.index(changed)} "
-                        f"moved the logits of document {documents.index(each)} by {change:.3g} "
-                        f"(its own moved by {own:.3g})",
-                        where=f"attention {attention}",
-                        fix="set model.attn_implementation to auto, or data.packing to false",
-                    )
+            for number, (row, start, stop) in enumerate(documents):
+                if (row, start, stop) != changed:
+                    change = moved[row, start:stop].max().item()
+                    moves.append((change, documents.index(changed), number, own))
+        # The ranks of a sharded model run it together.
+        if _on_any_rank(any(move[0] != 0.0 for move in moves), device):
+            allowed = _SLACK * _rounding(model, vocab_size, device, split, generator)
+    for change, changed_number, number, own in moves:
+        if not change <= allowed:
+            raise TrainkitError(
+                f"packed documents leak: changing document {changed_number} moved the logits of "
+                f"document {number} by {change:.3g} (its own moved by {own:.3g}; rounding would "
+                f"explain {allowed:.3g})",
+                where=f"attention {attention}",
+                fix="set model.attn_implementation to auto, or data.packing to false",
+            )
     if not seen > 0.0:
         raise TrainkitError(
             "the leak test saw no change where it made one; the model ignores its input",
             where=f"attention {attention}",
         )
     return seen
+
+
+def _rounding(
+    model: nn.Module,
+    vocab_size: int,
+    device: torch.device,
+    split: RowSplit | None,
+    generator: torch.Generator,
+) -> float:
+    """How much a row's logits move by rounding when another row of its batch has other tokens."""
+    largest = 0.0
+    for _ in range(_DRAWS):
+        rows = torch.randint(0, vocab_size, (3, _row_length(split)), generator=generator)
+        logits = [_logits(model, rows[[0, other]], device, split, ())[0] for other in (1, 2)]
+        largest = max(largest, (logits[0] - logits[1]).abs().max().item())
+    return largest
+
+
+def _on_any_rank(value: bool, device: torch.device) -> bool:
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return value
+    found = torch.tensor(float(value), device=device)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return bool(found.item())
 
 
 def _documents() -> list[tuple[int, int, int]]:
@@ -117,17 +157,23 @@ def _row_length(split: RowSplit | None) -> int:
 
 
 def _logits(
-    model: nn.Module, tokens: Tensor, device: torch.device, split: RowSplit | None
+    model: nn.Module,
+    tokens: Tensor,
+    device: torch.device,
+    split: RowSplit | None,
+    lengths: Sequence[Sequence[int]] = _LENGTHS,
 ) -> Tensor:
-    positions, bounds, longest = packed_bounds(_LENGTHS, _row_length(split))
-    batch: dict[str, Any] = {
-        "input_ids": tokens,
-        "position_ids": positions,
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    """Of rows packed with documents of these lengths; without lengths, of rows that are not."""
+    batch: dict[str, Any] = {"input_ids": tokens}
+    if lengths:
+        positions, bounds, longest = packed_bounds(lengths, _row_length(split))
+        batch |= {
+            "position_ids": positions,
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": longest,
+            "max_length_k": longest,
+        }
     if split is not None:
         batch = split.part(batch)
     given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation
 from trainkit.errors import RecipeError
+from trainkit.estimate.context import context_of
 from trainkit.evals.metrics import AnswerMetric, answer_metrics
 from trainkit.options import EarlyStopping, GenerationOptions, TaskOptions
 from trainkit.options.benchmarks import METRICS
@@ -146,7 +147,7 @@ class Questions:
             model,
             PromptStyle(tokenizer, self.options, chat=chat),
             stop_ids=stop_token_ids or [tokenizer.eos_token_id],
-            max_length=_context(model.config),
+            max_length=context_of(model.config.to_dict()) or DEFAULT_CONTEXT,
             # Attention in training need not know a cache that several rows share.
             shares_beginnings=False,
             ranks=Ranks(accelerator.process_index, size, gather),
@@ -172,11 +173,6 @@ class Questions:
         )
         result: Mapping[str, float] = gather(figures)[0]
         return result
-
-
-def _context(config: Any) -> int:
-    text = config.get_text_config()
-    return int(getattr(text, "max_position_embeddings", None) or DEFAULT_CONTEXT)
 
 
 def load_questions(

@@ -1,0 +1,48 @@
+"""How long a text a model reads is said in one place."""
+
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.estimate.context import context_of
+
+LLAMA_3_2 = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "factor": 32.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+YARN = {
+    "max_position_embeddings": 32768,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "context"),
+    [
+        (LLAMA_3_2, 131072),
+        (YARN, 131072),
+        ({"text_config": LLAMA_3_2, "vision_config": {"max_position_embeddings": 64}}, 131072),
+        ({"n_positions": 1024}, 1024),
+        ({}, None),
+    ],
+)
+def test_a_context_follows_the_rope_scaling(config, context):
+    assert context_of(config) == context
+
+
+def test_nobody_else_reads_it_off_a_configuration():
+    """Beside those that write configurations: the converter, the quickstart and the benchmarks."""
+    package = Path(trainkit.__file__).parent
+    readers = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if "max_position_embeddings" in path.read_text("utf-8")
+        and path.relative_to(package).parts[0] not in ("bench", "quickstart.py")
+        and "convert" not in path.parts
+    }
+    assert readers == {"estimate/context.py", "models/files.py"}  # the second in a message
