@@ -1,5 +1,6 @@
 """A loaded model as the harness asks it: scores and answers, on one rank or several."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from trainkit.data.render.template import THINK_OPEN
+from trainkit.errors import ModelError
 from trainkit.evals.answers import Prompt, Writer, room_for
 from trainkit.evals.likelihood import Pair, Scorer
 from trainkit.evals.prompts import AskedAsTrained, PromptStyle
@@ -121,6 +123,12 @@ class TrainedModel(AskedAsTrained, TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [Pair(tuple(context), tuple(answer)) for _, context, answer in requests]
         scored = self._scorer.score(pairs)
+        if any(math.isnan(each.log_probability) for each in scored):
+            raise ModelError(
+                "the model scores with numbers that are not finite",
+                where=self.tokenizer_name,
+                fix="try --dtype float32 or bfloat16",
+            )
         return [(each.log_probability, each.is_greedy) for each in scored]
 
     def loglikelihood_rolling(

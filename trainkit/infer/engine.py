@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from trainkit.checkpoint.weights.adapter import vocabulary_rows
+from trainkit.checkpoint.weights.base_fingerprint import base_on_disk
+from trainkit.checkpoint.weights.reader import refuse_not_finite
 from trainkit.checkpoint.whole.manifest import UNPROVED, verify_model
 from trainkit.data import DataOptions, PromptRenderer
 from trainkit.data.read.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
@@ -25,7 +33,7 @@ from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.models.device import device_named
-from trainkit.models.linears import quantization_config
+from trainkit.models.linears import is_packed, quantization_config
 from trainkit.models.loading import (
     TORCH_DTYPES,
     check_exists,
@@ -185,6 +193,7 @@ class Engine:
                     self.model.generation_config, self.stop_ids, self.pad_id
                 ),
                 streamer=stream,
+                logits_processor=LogitsProcessorList([_OnlyNumbers()]),
                 stopping_criteria=StoppingCriteriaList(
                     [*criteria, *([stopping] if should_stop is not None else [])]
                 ),
@@ -264,6 +273,8 @@ def load_engine(
     tokenizer = load_tokenizer(ModelOptions(name_or_path=paths.tokenizer))
     packing, late = None, False
     if quantize is not None:
+        with contextlib.suppress(OSError):  # codes do not show what they were made of
+            refuse_not_finite(base_on_disk(paths.model))
         from trainkit.infer.packed_base import pack, packs_late  # only here, as peft below
 
         late = packs_late(quantize)
@@ -274,6 +285,7 @@ def load_engine(
         quantization=packing,
         device=None if late else place,
     )
+    _refuse_not_finite(model, paths.model)
     if quantize is not None and late:
         model = pack(model, quantize, place, paths.run)
     if paths.adapter is not None:
@@ -283,6 +295,7 @@ def load_engine(
         rows = vocabulary_rows(paths.adapter)
         if rows not in (None, model.get_input_embeddings().weight.shape[0]):
             model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
+        refuse_not_finite(paths.adapter)
         model = load_adapter(model, paths.adapter)
     model.eval()
     set_use_cache(model.config, True)
@@ -303,6 +316,34 @@ def _verify(paths: ModelPaths, say: Callable[[str], None]) -> None:
             raise CheckpointError(error.what, where=error.where, fix=fix) from None
         if known is None and paths.run is not None and directory == paths.directory:
             say(f"{directory} {UNPROVED}")
+
+
+def _refuse_not_finite(model: Any, name: str) -> None:
+    weights = (each for each in model.named_parameters() if not is_packed(each[1]))
+    wrong = next((key for key, weight in weights if not weight.isfinite().all()), None)
+    if wrong is None:
+        return
+    with contextlib.suppress(OSError):  # the file that holds it, where it can be read here
+        refuse_not_finite(base_on_disk(name))
+    raise CheckpointError(
+        f"{wrong} is not finite in {str(model.dtype).removeprefix('torch.')}",
+        where=name,
+        fix="fetch the file again, or hold the weights otherwise: --dtype float32",
+    )
+
+
+class _OnlyNumbers(LogitsProcessor):
+    """Stops where the model's numbers overflow: the likeliest of NaNs is token 0."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not scores.amax(-1).isfinite().all():
+            raise ModelError(
+                "the model answers with numbers that are not finite",
+                where=f"token {input_ids.shape[1]}",
+                fix="try --dtype float32 or bfloat16; if it stays, the weights or the settings in "
+                "config.json are damaged",
+            )
+        return scores
 
 
 def own_attention(name: str) -> str | None:

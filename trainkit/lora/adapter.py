@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
@@ -165,7 +166,7 @@ def load_adapter(
             fix="give the directory that a LoRA run saved (final/ or checkpoint-N/)",
         )
     regular_files(path, CheckpointError)
-    _refuse_endless(path, model)
+    _refuse_config(path, model)
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -215,13 +216,14 @@ def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequenc
         )
 
 
-def _refuse_endless(path: Path, model: nn.Module) -> None:
-    """What else of the configuration is wrong, peft says."""
+def _refuse_config(path: Path, model: nn.Module) -> None:
+    """Refuse patterns that never end and scales that are no numbers; the rest peft says."""
     try:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return
     if isinstance(config, dict):
+        check_scaling(config, path)
         names = (name for name, _ in model.named_modules())
         refuse_endless(config, names, path / "adapter_config.json")
 

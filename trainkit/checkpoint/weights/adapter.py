@@ -143,6 +143,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
             "adapter does not hold as differences",
             where=where,
         )
+    check_scaling(config, Path(directory))
     init = config.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
         raise CheckpointError(
@@ -152,6 +153,23 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
             fix="save it with peft's path_initial_model_for_weight_conversion first",
         )
     return config
+
+
+def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
+    """Refuse a scale that is no number: JSON readers take NaN and Infinity.
+
+    Raises:
+        CheckpointError: naming the key.
+    """
+    alphas = config.get("alpha_pattern") or {}
+    named = {f"alpha_pattern.{key}": alphas[key] for key in alphas}
+    for key, alpha in {"lora_alpha": config.get("lora_alpha"), **named}.items():
+        if isinstance(alpha, int | float) and not math.isfinite(alpha):
+            raise CheckpointError(
+                f"{key} is {alpha}, so every answer would be NaN",
+                where=str(directory / CONFIG_NAME),
+                fix=f"write the {key} that the adapter was trained with",
+            )
 
 
 def read_adapter(directory: Path, *, with_peft: bool = False) -> Adapter:

@@ -73,6 +73,44 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def finite(name: str, tensor: torch.Tensor, path: Path) -> torch.Tensor:
+    """The same tensor, of a file.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity, with which a model answers nonsense.
+    """
+    if not tensor.is_floating_point():
+        return tensor
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # fp8 is not asked
+    if not values.isfinite().all():
+        count = int(values.numel() - values.isfinite().sum())
+        raise CheckpointError(
+            f"{name}: {count} of {values.numel()} values are NaN or infinite",
+            where=str(path),
+            fix="fetch or write the file again; of a run, take an earlier checkpoint",
+        )
+    return tensor
+
+
+def refuse_not_finite(directory: Path) -> None:
+    """Read all weights of a model or an adapter for what is not finite.
+
+    Raises:
+        CheckpointError: naming the file and the tensor.
+    """
+    for file_name in ("adapter_model.safetensors", "adapter_model.bin"):
+        if (directory / file_name).exists():
+            path = plain_file(directory, file_name)
+            file = SafetensorsFile(path) if path.suffix == ".safetensors" else PickledFile(path)
+            for name in file.tensors:
+                file.load(name)
+            file.close()
+            return
+    with WeightsReader(directory) as reader:
+        for name in reader.tensors:
+            reader.load(name)
+
+
 class SafetensorsFile:
     """One safetensors file, its header checked, its tensors read on demand."""
 
@@ -102,7 +140,8 @@ class SafetensorsFile:
     def load(self, name: str) -> torch.Tensor:
         """Read one tensor into fresh memory."""
         info, _ = self._places[name]
-        return self.load_part(name, math.prod(info.shape)).reshape(info.shape)
+        tensor = self.load_part(name, math.prod(info.shape)).reshape(info.shape)
+        return finite(name, tensor, self.path)
 
     def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
         """Read at most so many values of a tensor, in row-major order, flat."""
@@ -232,7 +271,8 @@ class PickledFile:
 
     def load(self, name: str) -> torch.Tensor:
         """A copy of one tensor, contiguous."""
-        return self._content[name].detach().clone(memory_format=torch.contiguous_format)
+        tensor = self._content[name].detach().clone(memory_format=torch.contiguous_format)
+        return finite(name, tensor, self.path)
 
     def load_part(self, name: str, num_values: int, start: int = 0) -> torch.Tensor:
         """A copy of at most so many values of a tensor, in row-major order, flat."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.weights.contents import open_pickle
 from trainkit.checkpoint.weights.plain_files import plain_file
-from trainkit.checkpoint.weights.reader import TensorInfo
+from trainkit.checkpoint.weights.reader import TensorInfo, finite
 from trainkit.errors import CheckpointError
 
 _MODEL_STATES = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
@@ -101,7 +101,8 @@ class ZeroReader:
             ]
         else:
             pieces = [self._models[0]["module"][name].reshape(-1)]
-        return torch.cat(pieces)[: math.prod(shape)].reshape(shape).clone()
+        whole = torch.cat(pieces)[: math.prod(shape)].reshape(shape).clone()
+        return finite(name, whole, self.folder)
 
     def _files(self, pattern: re.Pattern[str]) -> list[Path]:
         matches = [(pattern.match(path.name), path.name) for path in self.folder.iterdir()]

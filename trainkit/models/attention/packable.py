@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError
 
 _MIXES_BY_STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"})
@@ -29,7 +30,7 @@ def refuse_recurrent(config: PreTrainedConfig) -> None:
     Raises:
         ModelError: naming the layers.
     """
-    skeleton = _skeleton(config)
+    skeleton = skeleton_of(config)
     found = None if skeleton is None else state_of(skeleton)
     if found is None:
         found = _state_in_config(config)
@@ -89,11 +90,11 @@ def _state_in_config(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel | None:
+def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel | None:
     """The model on the meta device: modules and shapes, no memory; None where that cannot be."""
     options: dict[str, Any] = {"attn_implementation": "eager"}
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, **options)
+            return auto_class(config).from_config(config, **options)
     except (NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError):
         return None  # its own code, or values are read while building: judged when loaded

@@ -3,9 +3,9 @@
 One document of a packed batch is replaced by other tokens; the logits of every other document must
 stay the very same numbers, and its own must not.
 
-Where products are cut by content (experts take the rows that are routed to them), other tokens are
-other shapes of products, and so another last bit. How much that is, the plain model shows on rows of
-one document each, which cannot see one another: packed documents may move by no more.
+Where products are cut by content (experts take the rows that are routed to them), other tokens make
+other shapes of products, and so another last bit. How much that is, the plain model shows on rows
+of one document each, which cannot see one another: packed documents may move by no more.
 """
 
 from collections.abc import Sequence
