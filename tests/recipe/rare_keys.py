@@ -5,7 +5,7 @@ RARE = [
     ("llamafactory", {"warmup_ratio": 0.1, "warmup_steps": 0}, "training.warmup_steps", 0.1),
     ("llamafactory", {"warmup_steps": 7, "warmup_ratio": 0.1}, "training.warmup_steps", 7),
     ("trl", {"assistant_only_loss": True, "completion_only_loss": False}, "data.mask", "assistant"),
-    ("trl", {"assistant_only_loss": False, "completion_only_loss": True}, "data.mask", "assistant"),
+    ("trl", {"dataset_name": "d", "completion_only_loss": True}, "data.mask", "assistant"),
     ("trl", {"assistant_only_loss": False}, "data.mask", "none"),
     (
         "llamafactory",
@@ -30,7 +30,6 @@ RARE = [
     ("llamafactory", {"max_steps": "100"}, "training.max_steps", 100),
     ("axolotl", {"adapter": "lora", "lora_alpha": "32"}, "lora.alpha", 32),
     # null is an answer, too
-    ("trl", {"max_length": None}, "data.max_length", 2048),
     ("trl", {}, "data.max_length", 1024),
     # the less known
     (
@@ -46,7 +45,7 @@ RARE = [
     ("axolotl", {"excess_length_strategy": "truncate"}, "data.truncation", "right"),
     ("axolotl", {}, "data.truncation", "drop"),
     ("trl", {"truncation_mode": "keep_start"}, "data.truncation", "right"),
-    ("trl", {"model_init_kwargs": {"dtype": "float32"}}, "model.dtype", "float32"),
+    ("trl", {"bf16": False, "model_init_kwargs": {"dtype": "float32"}}, "model.dtype", "float32"),
     ("trl", {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}, "kernels", True),
     ("llamafactory", {"early_stopping_steps": 3, "val_size": 0.1}, "early_stopping.patience", 3),
     (
@@ -55,7 +54,12 @@ RARE = [
         "training.train_sampling_strategy",
         "group_by_length",
     ),
-    ("unsloth", {"r": 8, "init_lora_weights": "olora"}, "lora.init_lora_weights", "olora"),
+    (
+        "unsloth",
+        {"adapters": True, "load_in_4bit": False, "r": 8, "init_lora_weights": "olora"},
+        "lora.init_lora_weights",
+        "olora",
+    ),
     # some weights alone
     ("llamafactory", {"finetuning_type": "freeze"}, "model.frozen", ["*", "!last-2"]),
     (
@@ -89,7 +93,7 @@ RARE = [
             "badam_mode": "layer",
         },
         "model.frozen",
-        [],
+        ["*", "!last-8"],
     ),
     (
         "axolotl",

@@ -1,4 +1,4 @@
-"""Other tools' recipes: every key of theirs has a line, and what comes out loads."""
+"""Other tools' recipes become the same training, or a refusal that names what it is."""
 
 import json
 from pathlib import Path
@@ -10,24 +10,33 @@ from rare_keys import RARE
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
+from trainkit.recipe.fields.table import ACTS
 from trainkit.recipe.show.reference import key_references
-from trainkit.recipe.translate.draft import Draft
-from trainkit.recipe.translate.translate import TOOLS, translate
+from trainkit.recipe.translate.engine import TOOLS, known_keys, table, tool_table, translate
 
-EXAMPLES = [
-    json.loads(line)
-    for line in (Path(__file__).parent / "published_examples.jsonl").read_text().splitlines()
-]
+RECIPES = yaml.safe_load((Path(__file__).parent / "foreign_recipes.yaml").read_text())
+DATASET_INFO = {
+    "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a"}},
+    "raw": {"file_name": "raw.jsonl", "columns": {"prompt": "body"}},
+    "hub": {"hf_hub_url": "a/b", "subset": "en"},
+}
 
 
-def written(folder, example):
-    """An example as a user has it: a file of the tool's kind."""
-    if "arguments" in example:
-        file = folder / "theirs.sh"
-        file.write_text(example["arguments"])
-        return file
+@pytest.fixture(autouse=True)
+def beside(tmp_path, monkeypatch):
+    """Files that recipes name; a run starts beside them."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(DATASET_INFO))
+    (tmp_path / "data/mine.json").write_text('[{"q": "1", "a": "2"}, {"q": "1", "a": "2"}]')
+    zero3 = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}}
+    (tmp_path / "zero3.yaml").write_text(yaml.safe_dump(zero3))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(folder, values):
     file = folder / "theirs.yaml"
-    file.write_text(yaml.safe_dump(example["values"], sort_keys=False))
+    file.write_text(yaml.safe_dump(values, sort_keys=False))
     return file
 
 
@@ -37,261 +46,215 @@ def recipe_of(folder, text):
     return load_recipe(file).recipe
 
 
-def test_there_are_enough_examples():
-    assert len(EXAMPLES) >= 15
-    assert {example["tool"] for example in EXAMPLES} == set(TOOLS)
+def value_of(recipe, key):
+    found = recipe
+    for part in key.split("."):
+        if isinstance(found, list):
+            found = found[int(part)]
+        else:
+            found = found.get(part) if isinstance(found, dict) else getattr(found, part)
+    return found
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each["source"].rpartition("/")[2])
-def test_a_published_example_loads_and_every_key_has_a_line(tmp_path, example):
-    found = translate(written(tmp_path, example))
-    assert found.tool == example["tool"]
+def test_there_are_enough_of_every_tool_and_kind():
+    assert len(RECIPES) >= 50
+    assert {each["tool"] for each in RECIPES} | {"unsloth"} == set(TOOLS)
+
+
+@pytest.mark.parametrize("each", RECIPES, ids=lambda each: f"{each['tool']}: {each['name']}")
+def test_a_recipe_is_the_same_training_or_refused(tmp_path, each):
+    file = tmp_path / "theirs.sh"
+    if "yaml" in each:
+        file = written(tmp_path, each["yaml"])
+    else:
+        file.write_text(each["command"])
+    if "is" not in each:
+        with pytest.raises(RecipeError, match=each.get("kind") or each["lost"]) as refusal:
+            translate(file)
+        assert ("trainkit would not train the same" in refusal.value.what) == ("lost" in each)
+        return
+    found = translate(file)
+    assert found.tool == tool_table(each["tool"])["tool"]
     recipe = recipe_of(tmp_path, found.text)
-    assert recipe.model.name_or_path not in ("MODEL", "")
-    every_key_has_a_line(example.get("values", {}), found)
-
-
-def every_key_has_a_line(theirs, found):
-    said = [line.theirs for line in found.lines]
-    for key, value in theirs.items():
-        if value not in (None, "", {}):
-            own = [each for each in said if each.startswith(key) or f" {key}" in each]
-            assert own, f"no line says what became of {key}"
-
-
-def values_of(tmp_path, tool, **theirs):
-    file = tmp_path / "theirs.yaml"
-    file.write_text(yaml.safe_dump(theirs))
-    return recipe_of(tmp_path, translate(file, tool).text)
-
-
-class TestMeaning:
-    """The value that each tool's key comes to."""
-
-    def test_axolotl(self, tmp_path):
-        recipe = values_of(
-            tmp_path,
-            "axolotl",
-            base_model="m",
-            adapter="qlora",
-            load_in_4bit=True,
-            lora_r=64,
-            lora_alpha=16,
-            datasets=[{"path": "a.jsonl", "type": "alpaca"}, {"path": "b", "split": "train[:9]"}],
-            micro_batch_size=3,
-            evals_per_epoch=4,
-            saves_per_epoch=2,
-            num_epochs=5,
-            train_on_inputs=True,
-            test_datasets=[{"path": "c.jsonl"}],
-        )
-        assert (recipe.lora.r, recipe.lora.alpha, recipe.lora.quantize) == (64, 16, "nf4")
-        assert [source.format for source in recipe.data.train] == ["alpaca", "auto"]
-        assert recipe.data.train[1].split == "train[:9]"
-        assert recipe.data.mask == "none"
-        assert not recipe.data.packing, "axolotl packs where sample_packing says so"
-        assert recipe.training["eval_steps"] == 0.05
-        assert recipe.training["save_steps"] == 0.1
-        assert recipe.training["per_device_train_batch_size"] == 3
-
-    def test_llama_factory_reads_its_dataset_info(self, tmp_path):
-        (tmp_path / "data").mkdir()
-        (tmp_path / "data/dataset_info.json").write_text(
-            json.dumps(
-                {
-                    "mine": {
-                        "file_name": "x.json",
-                        "formatting": "sharegpt",
-                        "columns": {"messages": "dialog"},
-                        "tags": {"role_tag": "role"},
-                    },
-                    "hub": {"hf_hub_url": "a/b", "columns": {"prompt": "q", "response": "a"}},
-                }
-            )
-        )
-        recipe = values_of(
-            tmp_path,
-            "llamafactory",
-            model_name_or_path="m",
-            stage="sft",
-            dataset="mine, hub",
-            max_samples=7,
-            lora_rank=4,
-            lora_dropout=0.1,
-        )
-        mine, hub = recipe.data.train
-        assert (mine.path, mine.format) == ("data/x.json", "messages")
-        assert mine.columns == {"messages": "dialog"}
-        assert (hub.path, hub.format, hub.max_samples) == ("a/b", "alpaca", 7)
-        assert hub.columns == {"instruction": "q", "output": "a"}
-        assert (recipe.lora.r, recipe.lora.alpha) == (4, 8), "LLaMA-Factory's alpha is twice r"
-        assert recipe.training["gradient_checkpointing"] is True
-
-    def test_trl(self, tmp_path):
-        file = tmp_path / "run.sh"
-        file.write_text(
-            "accelerate launch --num_processes 2 \\\n sft.py --model_name_or_path m \\\n"
-            "  --dataset_name d --use_peft=true --load_in_4bit --lora_target_modules q_proj v_proj"
-            " --eval_strategy steps --bf16  # as in the readme\n"
-        )
-        found = translate(file)
-        recipe = recipe_of(tmp_path, found.text)
-        assert recipe.lora.target_modules == ["q_proj", "v_proj"]
-        assert (recipe.lora.dropout, recipe.lora.quantize) == (0.05, "nf4")
-        assert recipe.data.eval[0].split == "test"
-        assert recipe.training["learning_rate"] == 2e-5
-        assert any("trains every token" in line.note for line in found.lines)
-
-    def test_a_script_is_read_and_never_run(self, tmp_path):
-        file = tmp_path / "train.py"
-        file.write_text(
-            f"open({str(tmp_path / 'ran')!r}, 'w')\n"
-            "from unsloth import FastLanguageModel\n"
-            "length = 4096\n"
-            "model, tokenizer = FastLanguageModel.from_pretrained(\n"
-            "    'unsloth/m', max_seq_length=length, load_in_4bit=True, token=os.environ['T'])\n"
-            "model = FastLanguageModel.get_peft_model(model, r=8, lora_alpha=4,\n"
-            "    target_modules=['q_proj', 'v_proj'], use_gradient_checkpointing='unsloth')\n"
-            "data = load_dataset('d', split='train')\n"
-            "trainer = SFTTrainer(model=model, train_dataset=data, packing=True,\n"
-            "    args=SFTConfig(max_steps=steps(), learning_rate=2e-4, seed=3407))\n"
-            "trainer = train_on_responses_only(trainer, response_part='x')\n"
-        )
-        found = translate(file)
-        recipe = recipe_of(tmp_path, found.text)
-        assert not (tmp_path / "ran").exists()
-        assert found.tool == "unsloth"
-        assert recipe.model.name_or_path == "unsloth/m"
-        assert recipe.data.max_length == 4096
-        assert recipe.data.packing
-        assert (recipe.lora.r, recipe.lora.alpha, recipe.lora.quantize) == (8, 4, "nf4")
-        assert recipe.training["seed"] == 3407
-        unclear = [line.theirs for line in found.lines if "only the script knows" in line.note]
-        assert unclear == ["token: os.environ['T']", "max_steps: steps()"]
-
-    def test_adapters_that_are_off_leave_no_section(self, tmp_path):
-        recipe = values_of(
-            tmp_path, "trl", model_name_or_path="m", dataset_name="d", lora_r=8, lora_alpha=2
-        )
-        assert recipe.lora is None
-
-    def test_what_trainkit_refuses_is_left_out_by_name(self, tmp_path):
-        file = tmp_path / "theirs.yaml"
-        file.write_text("base_model: m\noptimizer: adopt_adamw\nlr_scheduler: rex\nadapter: lora\n")
-        found = translate(file)
-        left = {line.theirs: line.note for line in found.lines if line.kind == "left out"}
-        assert any(each.startswith("optimizer") for each in left), left
-        assert any(each.startswith("lr_scheduler") for each in left), left
-        assert recipe_of(tmp_path, found.text).training.get("optim") is None
-
-    def test_secrets_are_not_shown(self, tmp_path):
-        file = tmp_path / "theirs.yaml"
-        file.write_text("base_model: m\nadapter: lora\nhub_token: hf_secret\n")
-        found = translate(file)
-        assert "hf_secret" not in found.text + str(found.lines)
-
-
-MODEL = {"axolotl": "base_model", "unsloth": "model_name"}
+    assert {key: value_of(recipe, key) for key in each["is"]} == each["is"]
+    assert not any(line.kind == "lost" for line in found.lines)
+    said = " ".join(line.theirs for line in found.lines)
+    for key, value in each.get("yaml", {}).items():
+        if value not in (None, False, {}):
+            assert key in said, f"no line says what became of {key}"
+    if "says" in each:
+        assert each["says"] in " ".join(line.note for line in found.lines)
 
 
 @pytest.mark.parametrize(("tool", "theirs", "key", "value"), RARE, ids=str)
 def test_rare_keys_mean_what_they_mean_there(tmp_path, tool, theirs, key, value):
-    theirs = {MODEL.get(tool, "model_name_or_path"): "m", **theirs}
-    file = tmp_path / "theirs.yaml"
-    file.write_text(yaml.safe_dump(theirs))
-    found = translate(file, tool)
-    recipe = recipe_of(tmp_path, found.text)
-    section, _, name = key.rpartition(".")
-    given = getattr(recipe, section) if section else recipe
-    assert (given[name] if isinstance(given, dict) else getattr(given, name)) == value
-    every_key_has_a_line(theirs, found)
+    names = {"axolotl": "base_model", "unsloth": "model_name"}
+    file = written(tmp_path, {names.get(tool, "model_name_or_path"): "m", **theirs})
+    recipe = recipe_of(tmp_path, translate(file, tool, lossy=True).text)
+    assert value_of(recipe, key) == value
 
 
-def test_no_two_lines_say_one_key_of_ours(tmp_path):
-    """What a later key of theirs sets is not said of the earlier one any more."""
-    file = tmp_path / "run.sh"
-    file.write_text("trl sft --model_name_or_path m --dataset_name d --use_peft --lora_r 32")
-    lines = translate(file).lines
-    assert [line.theirs for line in lines if "lora.r: " in line.ours] == ["lora_r: 32"]
-    (peft,) = [line.ours for line in lines if line.theirs == "use_peft: true"]
-    assert peft == "lora.alpha: 32, lora.dropout: 0.05"
-    file = tmp_path / "theirs.yaml"  # a value with commas of its own
-    theirs = {"model_name_or_path": "m", "report_to": ["wandb", "mlflow"], "use_swanlab": True}
-    file.write_text(yaml.safe_dump({**theirs, "finetuning_type": "full"}))
-    lines = translate(file, "llamafactory").lines
-    said = [line.theirs for line in lines if "training.report_to: " in line.ours]
-    assert said == ["use_swanlab: true"]
+ALPACA = "Below.\n\n### Instruction:\n{}\n\n### Response:\n{}"
+
+SCRIPT = f"""
+open("ran", "w")
+from unsloth import FastLanguageModel
+from datasets import load_dataset
+length = 4096
+model, tokenizer = FastLanguageModel.from_pretrained(
+    model_name="unsloth/m", max_seq_length=length, load_in_4bit=False)
+model = FastLanguageModel.get_peft_model(
+    model, r=8, lora_alpha=8 * 2, target_modules=["q_proj"], random_state=1,
+    use_gradient_checkpointing="unsloth")
+prompt = {ALPACA!r}
+EOS = tokenizer.eos_token
+def make(examples):
+    texts = []
+    for q, a in zip(examples["instruction"], examples["output"]):
+        texts.append(prompt.format(q, a) + EOS)
+    return {{"text": texts}}
+rows = load_dataset("json", data_files="a.jsonl", split="train")
+rows = rows.map(make, batched=True)
+trainer = SFTTrainer(model=model, tokenizer=tokenizer, train_dataset=rows, packing=False,
+    args=SFTConfig(max_steps=60, learning_rate=2e-4, warmup_steps=5, seed=3407, optim="adamw_8bit"))
+trainer.train()
+model.save_pretrained("lora")
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="lora", load_in_4bit=True)
+"""
 
 
-def test_columns_and_names_of_a_data_set_are_kept_or_named(tmp_path):
-    file = tmp_path / "theirs.yaml"
-    written_out = {"field_instruction": "q", "field_output": "a", "format": "[INST] {x}"}
-    strange = {"path": "b", "message_property_mappings": {"role": "who", "content": "text"}}
-    sets = [{"path": "a.jsonl", "type": written_out}, strange]
-    file.write_text(yaml.safe_dump({"base_model": "m", "adapter": "lora", "datasets": sets}))
-    found = translate(file)
-    source = recipe_of(tmp_path, found.text).data.train[0]
-    assert (source.format, source.columns) == ("alpaca", {"instruction": "q", "output": "a"})
-    (note,) = [line.note for line in found.lines if line.theirs.startswith("datasets")]
-    assert "its format" in note
-    assert "who and text are not read" in note
+class TestScripts:
+    """The model that is trained and the rows that reach the trainer; nothing is run."""
 
+    def translated(self, tmp_path, text, name="train.py"):
+        file = tmp_path / name
+        file.write_text(text)
+        return translate(file)
 
-def test_what_is_refused_only_together_is_left_out_by_name(tmp_path):
-    """Such a refusal has no line in the file; it stopped the translation."""
-    file = tmp_path / "theirs.yaml"
-    theirs = {"model_name_or_path": "m", "optim_target_modules": "all", "use_peft": False}
-    file.write_text(yaml.safe_dump(theirs))
-    found = translate(file, "trl")
-    left = [line.theirs for line in found.lines if line.kind == "left out"]
-    assert any(each.startswith("optim_target_modules") for each in left)
-    assert recipe_of(tmp_path, found.text)
+    def test_the_base_that_is_trained_and_its_rows(self, tmp_path):
+        found = self.translated(tmp_path, SCRIPT)
+        recipe = recipe_of(tmp_path, found.text)
+        assert not (tmp_path / "ran").exists()
+        assert found.tool == "Unsloth"
+        assert recipe.model.name_or_path == "unsloth/m"
+        assert (recipe.lora.r, recipe.lora.alpha, recipe.lora.quantize) == (8, 16, None)
+        (source,) = recipe.data.train
+        assert source.path == "a.jsonl"
+        text = ALPACA.format("{{ instruction }}", "{{ output }}")
+        assert source.columns == {"completion": text}
+        assert (recipe.data.mask, recipe.data.max_length) == ("none", 4096)
+        assert recipe.training["warmup_steps"] == 5
+        assert recipe.training["seed"] == 3407
+
+    def test_a_notebook_reads_as_its_code(self, tmp_path):
+        cells = [
+            {"cell_type": "markdown", "source": ["# hello"]},
+            {"cell_type": "code", "source": ["!pip install unsloth\n", "x = 1\n"]},
+            {"cell_type": "code", "source": SCRIPT},
+        ]
+        found = self.translated(tmp_path, json.dumps({"cells": cells}), "train.ipynb")
+        assert recipe_of(tmp_path, found.text).model.name_or_path == "unsloth/m"
+
+    def test_conversations_and_their_mask(self, tmp_path):
+        chat = SCRIPT.replace(
+            'for q, a in zip(examples["instruction"], examples["output"])',
+            'for turns in examples["conversations"]',
+        ).replace(
+            "prompt.format(q, a) + EOS", "tokenizer.apply_chat_template(turns, tokenize=False)"
+        )
+        chat = chat.replace(
+            "trainer.train()", "trainer = train_on_responses_only(trainer)\ntrainer.train()"
+        )
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, chat).text)
+        assert recipe.data.train[0].format == "sharegpt"
+        assert recipe.data.mask == "assistant"
+
+    @pytest.mark.parametrize(
+        ("old", "new", "says"),
+        [
+            ("rows.map(make, batched=True)", "rows.map(unknown)", "cannot be followed"),
+            ("rows.map(make, batched=True)", "rows.filter(good)", "chooses or changes rows"),
+            ("max_steps=60", "max_steps=steps()", "only running it would tell"),
+            ("packing=False,", "packing=False, callbacks=[Mine()],", "callbacks"),
+            (
+                "trainer.train()",
+                "if x():\n    model = FastLanguageModel.get_peft_model(model)\ntrainer.train()",
+                "if x()",
+            ),
+            ("SFTTrainer(model", "GRPOTrainer(model", "reinforcement learning"),
+            ("FastLanguageModel", "FastVisionModel", "images"),
+            ("SFTTrainer(model", "SentenceTransformerTrainer(model", "embedding"),
+            ("trainer = SFTTrainer", "other = SFTTrainer()\ntrainer = SFTTrainer", "two trainings"),
+            ("trainer.train()", "trainer = SFTTrainer(\n", "not Python"),
+        ],
+    )
+    def test_what_cannot_be_the_same_is_refused(self, tmp_path, old, new, says):
+        with pytest.raises(RecipeError, match=says):
+            self.translated(tmp_path, SCRIPT.replace(old, new))
 
 
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.yaml", "rl: dpo\nbase_model: m\nadapter: lora\n", "preference learning"),
-        ("a.yaml", "stage: ppo\nfinetuning_type: lora\n", "not supervised"),
         ("a.yaml", "x: 1\n", "not clear which tool"),
+        ("a.yaml", "base_model: m\ntuner_type: lora\n", "could be axolotl or swift"),
         ("a.json", "[1, 2]", "mapping"),
         ("a.json", "{", "not JSON"),
-        ("a.py", "def f(:", "not Python"),
-        ("a.txt", "'open", "not a command line"),
+        ("a.txt", "'open --x", "not a command line"),
         ("a.txt", "hello", "neither YAML"),
+        ("a.sh", "swift sft --model a\nswift sft --model b", "2 commands that train"),
+        ("a.sh", "python my_own.py --model a", "no program that is known"),
+        ("a.sh", "trl sft --config none.yaml", "no such file"),
+        ("none.sh", None, "no such file"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, name, text, says):
     file = tmp_path / name
-    file.write_text(text)
+    if text is not None:
+        file.write_text(text)
     with pytest.raises(RecipeError, match=says):
         translate(file)
 
 
-def test_every_row_sets_keys_that_exist(tmp_path):
-    known = {entry.key for entry in key_references()}
-    for tool in TOOLS.values():
-        for key, row in tool.rows.items():
-            draft = Draft(tool.name, tmp_path, {key: "1"})
-            try:
-                row(draft, key, "1")
-            except (TypeError, ValueError, AttributeError):  # wants another kind of value
-                continue
-            for ours in draft.values:
-                assert ours in known, f"{tool.name}: {key} sets {ours}"
-        for ours in tool.defaults:
-            assert ours in known, f"{tool.name}: {ours}"
+def test_with_lossy_what_is_lost_leads(tmp_path, capsys):
+    values = {"base_model": "m", "learning_rate": 1e-5, "lisa_n_layers": 4, "qat": {"a": 1}}
+    values["datasets"] = [{"path": "a/b", "type": "alpaca"}]
+    file, target = written(tmp_path, values), tmp_path / "ours.yaml"
+    assert main(["new", "--from", str(file), "-o", str(target)]) == 2
+    assert "LISA" in capsys.readouterr().err
+    assert not target.exists()
+    assert main(["new", "--from", str(file), "--lossy", "-o", str(target)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "lost (2)"
+    assert load_recipe(target).recipe.model.name_or_path == "m"
 
 
 def test_the_command_prints_the_lines(tmp_path, capsys):
-    file = tmp_path / "theirs.yaml"
-    file.write_text("base_model: m\nadapter: lora\nlora_r: 4\nwandb_entity: e\n")
-    target = tmp_path / "ours.yaml"
-    assert main(["new", "--from", str(file), "-o", str(target), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["tool"] == "axolotl"
-    kinds = {line["theirs"]: line["kind"] for line in told["lines"]}
+    values = {"base_model": "m", "learning_rate": 1e-5, "wandb_entity": "e", "hub_token": "hf_x"}
+    values["datasets"] = [{"path": "a/b", "type": "alpaca"}]
+    file, target = written(tmp_path, values), tmp_path / "ours.yaml"
+    assert main(["new", "--from", str(file), "--lossy", "-o", str(target), "--json"]) == 0
+    told = capsys.readouterr().out
+    assert "hf_x" not in told + target.read_text()
+    kinds = {line["theirs"]: line["kind"] for line in json.loads(told)["lines"]}
     assert kinds["wandb_entity: e"] == "left out"
-    assert load_recipe(target).recipe.lora.r == 4
-    assert main(["new", "--from", str(file), "-o", str(target)]) == 2
+    assert kinds["axolotl's default"] == "added"
+    assert main(["new", "--from", str(file), "--lossy", "-o", str(target)]) == 2
     assert "not overwritten" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_tool_s_table_names_what_there_is(name):
+    """A typo in a data file would be a key that is silently of no effect."""
+    rows = tool_table(name)
+    ours = {entry.key for entry in key_references()} | {f"training.{field}" for field in ACTS}
+    for key, word in rows["keys"].items():
+        assert "." not in word or word in ours, f"{key}: {word}"
+    assert set(rows["training"]) <= {*ACTS, "*"}
+    assert {kind for _, kind in rows["kinds"]} <= set(table("kinds"))
+    assert set(rows.get("templates", {}).values()) <= set(table("templates"))
+    assert rows["defaults"].keys() <= known_keys(name) | set(ACTS)
+    idle = [key for keys in rows["idle"].values() for key in keys]
+    refused = [key for keys in rows["refused"].values() for key in keys]
+    twice = [key for key in {*idle, *refused} if (idle + refused).count(key) > 1]
+    assert not [key for key in twice if key in refused], twice

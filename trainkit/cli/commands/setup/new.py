@@ -48,12 +48,17 @@ def new(
         Path | None,
         typer.Option(
             "--from",
-            help="A recipe, command line or script of axolotl, LLaMA-Factory, TRL or Unsloth.",
+            help="A recipe, command line, script or notebook of axolotl, LLaMA-Factory, TRL, "
+            "Unsloth or ms-swift.",
         ),
     ] = None,
     tool: Annotated[
         str | None, typer.Option("--tool", help="Whose it is, where --from does not find out.")
     ] = None,
+    lossy: Annotated[
+        bool,
+        typer.Option("--lossy", help="Leave out what changes the result and is not here, by name."),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; NAME.yaml here.")
     ] = None,
@@ -78,11 +83,12 @@ def new(
             "--gpu": (gpu, model, "--model"),
             "--gpus": (gpus, model, "--model"),
             "--tool": (tool, origin, "--from"),
+            "--lossy": (lossy or None, origin, "--from"),
             "--output": (output, name or model or origin, "a NAME, --model or --from"),
         }
     )
     if origin is not None:
-        _translate(origin, tool, output, as_json)
+        _translate(origin, tool, lossy, output, as_json)
     elif model is not None:
         _fill_in(model, data or [], method or "lora", gpu, gpus or 1, output, as_json)
     elif name is None:
@@ -194,20 +200,22 @@ def _is_absent(data: str) -> bool:
     return is_file and not any(sign in data for sign in "*?[#") and not path.exists()
 
 
-def _translate(origin: Path, tool: str | None, output: Path | None, as_json: bool) -> None:
+def _translate(
+    origin: Path, tool: str | None, lossy: bool, output: Path | None, as_json: bool
+) -> None:
     from dataclasses import asdict
 
     from trainkit.errors import RecipeError
     from trainkit.recipe.shipped import write_text
-    from trainkit.recipe.translate.translate import TOOLS, translate
+    from trainkit.recipe.translate.engine import TOOLS, translate
 
     if tool is not None and tool not in TOOLS:
         raise RecipeError(f"no tool {tool!r}", where="--tool", fix=f"one of {', '.join(TOOLS)}")
-    found = translate(origin, tool)
+    found = translate(origin, tool, lossy=lossy)
     target = output or Path(f"{origin.stem}-trainkit.yaml")
     write_text(found.text, target)
     if not as_json:
-        for kind in ("taken", "changed", "added", "left out"):
+        for kind in ("lost", "changed", "taken", "added", "left out"):
             of_kind = [line for line in found.lines if line.kind == kind]
             if of_kind:
                 echo(f"{kind} ({len(of_kind)})")

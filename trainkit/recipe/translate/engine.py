@@ -1,0 +1,268 @@
+"""From another tool's file to a recipe: what it is, the tool's defaults, then every setting."""
+
+import functools
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.check.problems import InvalidRecipe
+from trainkit.recipe.fields.table import ACTS
+from trainkit.recipe.load import load_recipe
+from trainkit.recipe.translate.draft import OFF, Draft, Line
+from trainkit.recipe.translate.meaning import STEPS
+from trainkit.recipe.translate.read import Theirs, read_theirs
+from trainkit.recipe.write import recipe_text
+
+NEEDED = ("model.name_or_path", "data.train")
+TOOLS = ("axolotl", "llamafactory", "llamafactory_v1", "swift", "unsloth", "trl")
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A recipe, and how it came about.
+
+    Attributes:
+        tool: whose file it was.
+        text: the recipe.
+        lines: what became of each setting; what is lost comes first.
+    """
+
+    tool: str
+    text: str
+    lines: tuple[Line, ...]
+
+
+@functools.cache
+def table(name: str) -> dict[str, Any]:
+    """A data file of this folder."""
+    text = (Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+@functools.cache
+def tool_table(name: str) -> dict[str, Any]:
+    """A tool's settings: its own rows over those of the tools that it is built on."""
+    own = table(f"tools/{name}")
+    for base in own.get("based_on", ()):
+        under = tool_table(base)
+        for part in ("keys", "defaults", "expected", "row_formats"):
+            own[part] = {**under.get(part, {}), **own.get(part, {})}
+        for part in ("idle", "refused"):
+            both = [*under[part].items(), *own[part].items()]
+            own[part] = {why: [] for why, _ in both}
+            for why, keys in both:
+                own[part][why] += keys
+        own = {**under, **own}
+    return own
+
+
+def known_keys(name: str) -> set[str]:
+    """Every key that a tool's table speaks of."""
+    rows = tool_table(name)
+    listed = [key for part in ("idle", "refused") for keys in rows[part].values() for key in keys]
+    return {*rows["keys"], *rows.get("training", ()), *rows.get("expected", ()), *listed}
+
+
+def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Translation:
+    """Turn another tool's file into a recipe.
+
+    Args:
+        path: YAML, JSON, a command line in a file, a Python script or a notebook; none is run.
+        tool: whose it is; None finds out.
+        lossy: leave out what changes the result and is not here, instead of refusing.
+
+    Raises:
+        RecipeError: it cannot be read, nobody's keys are in it, it is another kind of training, or
+            it asks for what trainkit does not do.
+    """
+    theirs = read_theirs(path)
+    name = tool or theirs.tool or _tool_of(theirs)
+    rows = tool_table(name)
+    given = {key: value for key, value in _flat(theirs.values, rows) if value is not None}
+    _refuse_kind(theirs, rows, given)
+    keys: dict[str, tuple[str, ...]] = {}
+    for key, word in rows["keys"].items():
+        keys[word] = (*keys.get(word, ()), key)
+    draft = Draft(rows["tool"], path.absolute().parent, given, {**rows["defaults"], **given}, keys)
+    draft.launcher = {**theirs.launcher, "program": theirs.program}
+    for key in rows.get("nullable", ()):
+        if key in theirs.values and theirs.values[key] is None:
+            draft.lose(f"{key}: null", "trainkit wants a limit")
+    for what, why in theirs.lost:
+        draft.lose(what, why)
+    for key, expression in theirs.unclear.items():
+        _unclear(draft, rows, key, expression)
+    _classify(draft, rows)
+    for step in STEPS:
+        step(draft, rows)
+    for what, why in theirs.noted:
+        draft.leave(what, why)
+    for key in given.keys() - draft.said:
+        draft.leave(key, "it needs nothing here")
+    text = _valid_text(draft, path)
+    lines = tuple(sorted(draft.lines, key=lambda line: line.kind != "lost"))
+    lost = [line for line in lines if line.kind == "lost"]
+    if lost and not lossy:
+        raise RecipeError(
+            "trainkit would not train the same: "
+            + "; ".join(dict.fromkeys(f"{line.theirs} ({line.note})" for line in lost)),
+            where=str(path),
+            fix="change it there, or leave it out here with --lossy",
+        )
+    return Translation(rows["tool"], text, lines)
+
+
+def _flat(values: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The settings, those of a tool's sections as ``section.key``."""
+    for key, value in values.items():
+        if key in rows.get("sections", ()) and isinstance(value, dict):
+            yield from ((f"{key}.{name}", each) for name, each in value.items())
+        else:
+            yield key, value
+
+
+def _tool_of(theirs: Theirs) -> str:
+    """Whose file it is: by its program, or by keys that one tool alone has."""
+    for name in TOOLS:
+        program = tool_table(name).get("programs")
+        if theirs.program and program and re.search(program, theirs.program):
+            return name
+    given = theirs.values.keys()
+    fitting = [name for name in TOOLS if given & set(tool_table(name)["signs"])]
+    alone = {
+        name: {
+            key
+            for key in given & known_keys(name)
+            if not any(key in known_keys(other) for other in fitting if other != name)
+        }
+        for name in fitting
+    }
+    sure = [name for name in fitting if alone[name]] if len(fitting) > 1 else fitting
+    if len(sure) == 1 and not theirs.program.endswith(".py"):
+        return sure[0]
+    if theirs.program:
+        raise RecipeError(
+            f"{theirs.program} is no program that is known here",
+            where=str(theirs.path),
+            fix=f"if it takes the options of one of them, say so with --tool: {', '.join(TOOLS)}",
+        )
+    both = f": it could be {' or '.join(sure)}" if sure else ""
+    raise RecipeError(
+        f"it is not clear which tool this file belongs to{both}",
+        where=str(theirs.path),
+        fix=f"say it with --tool: {', '.join(TOOLS)}",
+    )
+
+
+def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """What it trains is recognised before anything is translated."""
+    seen = {**rows["defaults"], **given, "program": theirs.program}
+    for condition, kind in rows["kinds"]:
+        if all(_fits(seen.get(key), wanted) for key, wanted in condition.items()):
+            told = table("kinds")[kind]
+            sign = ", ".join(f"{key}: {str(seen.get(key))[:80]}" for key in condition)
+            raise RecipeError(
+                f"this is {told['says']} ({sign}), which trainkit does not do",
+                where=str(theirs.path),
+                fix=told["serves"],
+            )
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, str) and wanted.startswith("re:"):
+        return value is not None and re.search(wanted[3:], str(value)) is not None
+    if wanted == "*":
+        return value not in OFF
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
+
+
+def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
+    """Keys that are translated alone; the steps read the rest."""
+    idle = {key: why for why, keys in rows["idle"].items() for key in keys}
+    refused = {key: why for why, keys in rows["refused"].items() for key in keys}
+    for key, value in draft.theirs.items():
+        word = rows["keys"].get(key)
+        if key in rows.get("expected", {}):
+            if value in rows["expected"][key]:
+                draft.leave(key, "it is so here, too")
+            else:
+                draft.lose(key, "trainkit has no such setting")
+        elif word is not None and "." in word:
+            draft.take(word, {word: _number(value)})
+        elif word is not None:
+            continue
+        elif (
+            key not in idle and key in ACTS and (key in rows["training"] or "*" in rows["training"])
+        ):
+            draft.take(key, {f"training.{key}": _number(value)})
+        elif key in idle:
+            if key in draft.given:
+                draft.leave(key, idle[key])
+        elif key not in draft.given:
+            continue
+        elif key not in refused:
+            draft.lose(
+                key, f"{draft.tool} {rows['version']} has no such setting that is known here"
+            )
+        elif value in OFF:
+            draft.said.add(key)
+        else:
+            draft.lose(key, refused[key])
+
+
+def _unclear(draft: Draft, rows: Mapping[str, Any], key: str, expression: str) -> None:
+    idle = {each for keys in rows["idle"].values() for each in keys}
+    if key in idle:
+        draft.leave(f"{key}: {expression}", "it changes nothing that is learnt")
+    else:
+        draft.lose(f"{key}: {expression}", "only running it would tell its value")
+
+
+def _number(value: Any) -> Any:
+    """The number that a text is, such as 2e-4 in quotes; or the text."""
+    if isinstance(value, str) and re.fullmatch(r"-?\d[\d_]*(\.\d*)?([eE][-+]?\d+)?", value.strip()):
+        return float(value) if re.search(r"[.eE]", value) else int(value)
+    return value
+
+
+def _valid_text(draft: Draft, path: Path) -> str:
+    """The recipe's text; each value that trainkit refuses is lost, with a line."""
+    header = [f"From {path.name}, a recipe of {draft.tool}'s; `trainkit new --from` made it."]
+    while True:
+        text, places = recipe_text(draft.ours, draft.origins, header)
+        problem = _first_problem(text)
+        if problem is None:
+            return text
+        line, why = problem
+        named = re.findall(r"[a-z]\w*(?:\.\w+)+", why)
+        key = places.get(line) or next((n for n in named if n in draft.ours), None)
+        if key is None or key in NEEDED:
+            lost = "; ".join(f"{e.theirs} ({e.note})" for e in draft.lines if e.kind == "lost")
+            raise RecipeError(
+                lost or f"what this recipe comes to is refused: {why}",
+                where=str(path),
+                fix="change it there, or write a recipe with `trainkit new --model`",
+            )
+        draft.drop(key, why)
+
+
+def _first_problem(text: str) -> tuple[int, str] | None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            load_recipe(file)
+        except InvalidRecipe as error:
+            what, where = error.problems[0].what, error.problems[0].where
+        except RecipeError as error:
+            what, where = error.what, error.where
+        else:
+            return None
+    found = re.search(r":(\d+)$", where or "")
+    return (int(found[1]) if found else 0), what.replace(str(file), "the recipe")

@@ -1,0 +1,214 @@
+"""Reading another tool's file: YAML, JSON, a command line, a script or a notebook; none is run."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.read.document import parse_value, read_document
+
+_LARGEST = 2**24
+_TOOLS = ("axolotl", "llamafactory-cli", "lmf", "swift", "megatron", "trl", "unsloth")
+_RUNNERS = ("python", "python3", "accelerate", "torchrun", "deepspeed", "uv", "llamafactory-cli")
+_TRAINS = ("train", "sft", "pt", "rlhf", "dpo", "grpo", "kto", "rloo", "reward")
+
+
+@dataclass
+class Theirs:
+    """What a file says.
+
+    Attributes:
+        path: the file.
+        values: its keys.
+        program: the program and subcommand of a command line, such as ``swift sft``.
+        launcher: options of the launcher before it, such as ``config_file``.
+        unclear: keys whose value only running it could tell, with the expression.
+        lost: what a script does to the model or the rows that has no counterpart: (what, why).
+        noted: what it does that changes nothing here: (what, why).
+        tool: whose a script is.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    program: str = ""
+    launcher: dict[str, Any] = field(default_factory=dict)
+    unclear: dict[str, str] = field(default_factory=dict)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    noted: list[tuple[str, str]] = field(default_factory=list)
+    tool: str | None = None
+
+
+def read_theirs(path: Path) -> Theirs:
+    """Read a file of another tool.
+
+    Raises:
+        RecipeError: it cannot be read, or is none of these.
+    """
+    from trainkit.recipe.translate.script import read_script
+
+    if path.suffix in (".yaml", ".yml"):
+        return Theirs(path, read_document(path).values)
+    text = _text(path)
+    if path.suffix == ".ipynb":
+        return read_script(path, _cells(path, text))
+    if path.suffix == ".py" or re.match(r"(#!.*python|from |import |\"\"\")", text):
+        return read_script(path, text)
+    if path.suffix == ".json" or text.lstrip().startswith("{"):
+        return Theirs(path, _json(path, text))
+    return _command(path, text)
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise RecipeError("there is no such file", where=str(path))
+    if path.stat().st_size > _LARGEST:
+        raise RecipeError("this is no recipe: it is larger than 16 MiB", where=str(path))
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise RecipeError(f"cannot be read: {reason}", where=str(path)) from error
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RecipeError(f"not JSON: {error}", where=str(path)) from error
+    if not isinstance(values, dict):
+        raise RecipeError("a recipe is a mapping of keys", where=str(path))
+    return values
+
+
+def _cells(path: Path, text: str) -> str:
+    """A notebook's code; what is for the shell is left out."""
+    cells = _json(path, text).get("cells") or []
+    code = ["".join(c.get("source") or "") for c in cells if c.get("cell_type") == "code"]
+    return "\n".join(re.sub(r"^\s*[!%].*$", "", cell, flags=re.M) for cell in code)
+
+
+def _command(path: Path, text: str) -> Theirs:
+    """The one command of a file that trains; a file that it names is read with it."""
+    found = list(_commands(path, text))
+    if not found:
+        raise RecipeError(
+            "neither YAML, nor JSON, nor a script, nor a command line with --options",
+            where=str(path),
+            fix="give the file that the other tool is started with",
+        )
+    training = [each for each in found if each.program.split(" ")[-1] in _TRAINS]
+    training = training or [each for each in found if each.program.endswith(".py")] or found[:1]
+    if len(training) > 1:
+        names = ", ".join(each.program for each in training[:4])
+        raise RecipeError(
+            f"there are {len(training)} commands that train in it: {names}",
+            where=str(path),
+            fix="put the one you mean into a file of its own",
+        )
+    return training[0]
+
+
+def _commands(path: Path, text: str) -> Iterator[Theirs]:
+    variables: dict[str, str] = {}
+    for line in _lines(text):
+        try:
+            tokens = shlex.split(_filled(line, variables), comments=True)
+        except ValueError as error:
+            raise RecipeError(f"not a command line: {error}", where=str(path)) from error
+        while tokens and re.fullmatch(r"(export|\w+=.*)", tokens[0], re.S):
+            name, equals, value = tokens.pop(0).partition("=")
+            if equals and "$(" not in value:
+                variables[name] = value
+        program, launcher, rest = _program(tokens)
+        if program or (rest and any(token.startswith("--") for token in rest)):
+            yield _with_file(path, program, launcher, rest)
+
+
+def _lines(text: str) -> list[str]:
+    """Logical lines; one that ends in a backslash goes on in the next."""
+    text = re.sub(r"^\s*#.*\n", "", text, flags=re.M)
+    return [line for line in re.sub(r"\\\s*\n", " ", text).split("\n") if line.strip()]
+
+
+def _filled(line: str, variables: Mapping[str, str]) -> str:
+    """A line with the variables that the file sets, and its divisions."""
+
+    def value(match: re.Match[str]) -> str:
+        return variables.get(match[1] or match[2], match[3] or match[0])
+
+    line = re.sub(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", value, line)
+    divided = r"\$\(\(?\s*(?:expr\s+)?(\d+)\s*/\s*(\d+)\s*\)?\)"
+    return re.sub(divided, lambda found: str(int(found[1]) // int(found[2])), line)
+
+
+def _program(tokens: list[str]) -> tuple[str, list[str], list[str]]:
+    """The program with its subcommand, what its launcher is given, and its own arguments."""
+    for place, token in enumerate(tokens):
+        name = token.rpartition("/")[2]
+        if name in _TOOLS and place + 1 < len(tokens) and not tokens[place + 1].startswith("-"):
+            return f"{name} {tokens[place + 1]}", tokens[:place], tokens[place + 2 :]
+        is_code = name.endswith((".py", "train_ft.py")) and "=" not in name
+        if is_code and any(each.rpartition("/")[2] in _RUNNERS for each in tokens[:place]):
+            own = name if token.startswith("http") else token
+            return own, tokens[:place], tokens[place + 1 :]
+    module = tokens.index("-m") if "-m" in tokens[:-1] else None
+    if module is not None and tokens[0].startswith("python"):
+        return tokens[module + 1], tokens[:module], tokens[module + 2 :]
+    return "", [], tokens if tokens and tokens[0].startswith("--") else []
+
+
+def _with_file(path: Path, program: str, launcher: list[str], arguments: list[str]) -> Theirs:
+    values, unclear = _options(arguments, path)
+    options, _ = _options(launcher, path)
+    plain = [each for each in arguments if each.endswith((".yaml", ".yml", ".json"))]
+    named = values.pop("config", None) or (plain[0] if plain and arguments[0] == plain[0] else None)
+    if named is not None:
+        file = beside(path, str(named))
+        if file is None:
+            raise RecipeError(
+                f"the command reads {named}, and there is no such file",
+                where=str(path),
+                fix="put it where the command says, or give that file",
+            )
+        values = {**read_theirs(file).values, **values}
+    return Theirs(path, values, program, options, unclear)
+
+
+def beside(path: Path, name: str) -> Path | None:
+    """A file that another one names: from here, or from its folder or one above it."""
+    places = [Path(name), *(folder / name for folder in path.absolute().parents)]
+    return next((place for place in places if place.is_file()), None)
+
+
+def _options(tokens: list[str], path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    values: dict[str, Any] = {}
+    unclear: dict[str, str] = {}
+    key = None
+    for token in tokens:
+        if re.match(r"--?[a-zA-Z]", token):
+            name, equals, value = token.lstrip("-").partition("=")
+            key = name.replace("-", "_")
+            values[key] = _scalar(value, path) if equals else True
+            key = None if equals else key
+        elif token in (">", ">>", "2>&1", "|", "&", "&&", ";"):
+            break
+        elif key is not None:
+            value = _scalar(token, path)
+            held = values[key]
+            values[key] = (
+                value if held is True else [*(held if isinstance(held, list) else [held]), value]
+            )
+    for name in [key for key, value in values.items() if "$" in str(value)]:
+        unclear[name] = str(values.pop(name))
+    return values, unclear
+
+
+def _scalar(token: str, path: Path) -> Any:
+    try:
+        return parse_value(token, str(path))
+    except RecipeError:
+        return token

@@ -1,0 +1,547 @@
+"""A script of TRL's or Unsloth's, followed by its syntax tree up to its training; never run."""
+
+import ast
+import contextlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainkit.errors import RecipeError
+from trainkit.recipe.translate.read import Theirs
+
+KINDS = {
+    "online": r"GRPO|RLOO|PPO|Reinforce|OnlineDPO|NashMD|XPO|SDPO|GSPO",
+    "preference": r"DPO|KTO|ORPO|CPO|BCO|SimPO|TPO|SDFT|SSD",
+    "reward": r"Reward|PRM",
+    "distillation": r"GKD|GOLD|MiniLLM|Distill|SDFT",
+    "embedding": r"SentenceTransformer|Embedding|CrossEncoder",
+}
+"""Of trainers' names."""
+
+LOADERS = {
+    "vision": r"FastVision|ImageTextToText|Vision2Seq|VLForCond|Llava|UnslothVisionDataCollator",
+    "classification": r"SequenceClassification|TokenClassification",
+    "embedding": r"SentenceTransformer",
+    "audio": r"SpeechSeq2Seq|Whisper|CsmFor|SpeechT5|S[Nn][Aa][Cc]|BiCodec|XCodec|Audio\(|DacModel",
+    "diffusion": r"DiffusionGemma|diffusion",
+}
+"""Of what is called or imported besides."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A value that only running the script would tell."""
+
+    expression: str
+
+
+@dataclass
+class Thing:
+    """A model, a tokenizer, a configuration, a data set or a trainer, with its arguments."""
+
+    kind: str
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a row."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """Texts and columns in a row; a None is the tokenizer's eos."""
+
+    parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Turns that the chat template renders: a column, or messages."""
+
+    turns: Any
+
+
+class Trained(Exception):
+    """The training was reached: what follows does not matter."""
+
+
+def read_script(path: Path, text: str) -> Theirs:
+    """What a script trains: the model and the rows that reach the trainer, and its settings.
+
+    Raises:
+        RecipeError: it is no Python, no training, or one of another kind.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RecipeError(f"not Python: {error}", where=str(path)) from error
+    _refuse_kind(path, tree)
+    script = Script(tree)
+    theirs = Theirs(path, {}, tool="unsloth" if "unsloth" in _imports(tree) else "trl")
+    with contextlib.suppress(Trained, RecursionError):
+        script.run(tree.body)
+    script.report(theirs)
+    return theirs
+
+
+def _imports(tree: ast.AST) -> set[str]:
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+    named = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
+    named += [each.name for n in nodes if isinstance(n, ast.Import) for each in n.names]
+    return {name.partition(".")[0] for name in named}
+
+
+def _refuse_kind(path: Path, tree: ast.AST) -> None:
+    from trainkit.recipe.translate.engine import table
+
+    calls = [_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    trainers = [name.rpartition(".")[2] for name in calls if name.endswith("Trainer")]
+    found = [(kind, t) for t in trainers for kind, sign in KINDS.items() if re.search(sign, t)]
+    used = " ".join(dict.fromkeys(f"{name}(" for name in calls))
+    found += [
+        (kind, match[0]) for kind, sign in LOADERS.items() if (match := re.search(sign, used))
+    ]
+    if not trainers and not any(name.endswith("get_peft_model") for name in calls):
+        found.append(("inference", "no trainer is made"))
+    if not found and "TrlParser" in used:
+        found.append(("library", "TrlParser"))
+    if not found and trainers and not {"SFTTrainer", "UnslothTrainer"} & set(trainers):
+        found.append(("library", trainers[0]))
+    if found:
+        told = table("kinds")[found[0][0]]
+        raise RecipeError(
+            f"this is {told['says']} ({found[0][1].strip('(')}), which trainkit does not do",
+            where=str(path),
+            fix=told["serves"],
+        )
+
+
+def _name(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+class Script:
+    """Follows assignments and calls; functions only where they make rows, and ``main``."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.names: dict[str, Any] = {}
+        self.functions = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        self.trainers: list[Thing] = []
+        self.lost: list[tuple[str, str]] = []
+
+    def run(self, body: list[ast.stmt]) -> None:
+        """Follow statements in their order."""
+        for node in body:
+            if isinstance(node, ast.Assign):
+                self._assign(node.targets[0], self.value(node.value))
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                self._assign(node.target, self.value(node.value))
+            elif isinstance(node, ast.Expr):
+                self.value(node.value)
+            elif isinstance(node, ast.If):
+                taken = self.value(node.test)
+                if _name(getattr(node.test, "left", node.test)) == "__name__":
+                    taken = True
+                if not isinstance(taken, Unknown):
+                    self.run(node.body if taken else node.orelse)
+                elif any(self._touches(each) for each in node.body + node.orelse):
+                    self.lost.append((f"if {ast.unparse(node.test)}", "only running it would tell"))
+                    self.run(node.body)
+            elif isinstance(node, ast.Try | ast.With):
+                self.run(node.body)
+            elif isinstance(node, ast.For) and self._touches(node):
+                self.lost.append((ast.unparse(node).split("\n")[0], "a loop over what is trained"))
+
+    def _touches(self, node: ast.stmt) -> bool:
+        """Whether a statement sets up what is trained."""
+        names = {
+            _name(n.func).rpartition(".")[2] for n in ast.walk(node) if isinstance(n, ast.Call)
+        }
+        own = {"get_peft_model", "load_dataset", "SFTTrainer", "SFTConfig", "LoraConfig", "map"}
+        return bool(names & own)
+
+    def _assign(self, target: ast.expr, value: Any) -> None:
+        if isinstance(target, ast.Name):
+            self.names[target.id] = value
+        elif isinstance(target, ast.Tuple):
+            many = isinstance(value, list | tuple) and len(value) == len(target.elts)
+            for place, each in enumerate(target.elts):
+                self._assign(each, value[place] if many else Unknown(ast.unparse(each)))
+        elif isinstance(target, ast.Attribute):
+            owner = self.value(target.value)
+            if isinstance(owner, Thing):
+                if owner.kind == "config":
+                    owner.values[target.attr] = value
+                elif owner.kind in ("model", "tokenizer", "trainer"):
+                    if target.attr in ("pad_token", "padding_side", "pad_token_id", "use_cache"):
+                        return
+                    why = "here the model and its tokenizer are as their files say"
+                    self.lost.append((f"{ast.unparse(target)} = ...", why))
+
+    def value(self, node: ast.expr) -> Any:
+        """What an expression is, as far as it can be told."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, Unknown(node.id))
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(each) for each in node.elts]
+        if isinstance(node, ast.Dict) and all(isinstance(k, ast.Constant) for k in node.keys):
+            pairs = zip(node.keys, node.values, strict=True)
+            return {k.value: self.value(v) for k, v in pairs if isinstance(k, ast.Constant)}
+        if isinstance(node, ast.Attribute):
+            if _name(node.value) == "torch":
+                return f"torch.{node.attr}"
+            owner = self.value(node.value)
+            if isinstance(owner, Thing) and owner.kind == "tokenizer" and node.attr == "eos_token":
+                return Text((None,))
+        if isinstance(node, ast.Subscript):
+            owner, key = self.value(node.value), self.value(node.slice)
+            if isinstance(owner, Thing) and owner.kind == "rows" and isinstance(key, str):
+                return self._part(owner, key)
+            if isinstance(owner, Column):  # a row of several columns
+                return Unknown(ast.unparse(node))
+            if owner == "ROW" and isinstance(key, str):
+                return self.names.get("MADE", {}).get(key, Column(key))
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            inner = self.value(node.operand)
+            return inner if isinstance(inner, Unknown) else not inner
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            sides = self.value(node.left), self.value(node.right)
+            if all(isinstance(side, int | float) for side in sides):
+                return sides[0] * sides[1]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            left, right = _text(self.value(node.left)), _text(self.value(node.right))
+            if isinstance(left, Text) and isinstance(right, Text):
+                return Text((*left.parts, *right.parts))
+        if isinstance(node, ast.JoinedStr):
+            parts = [
+                self.value(each.value) if isinstance(each, ast.FormattedValue) else self.value(each)
+                for each in node.values
+            ]
+            if all(isinstance(_text(part), Text) for part in parts):
+                return Text(tuple(p for part in parts for p in _text(part).parts))
+        if isinstance(node, ast.ListComp) and len(node.generators) == 1:
+            self._bind(node.generators[0].target, self.value(node.generators[0].iter))
+            return [self.value(node.elt)]
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
+            return ast.literal_eval(node)
+        return Unknown(ast.unparse(node))
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def _call(self, node: ast.Call) -> Any:
+        full = _name(node.func)
+        name = full.rpartition(".")[2] or getattr(node.func, "attr", "")
+        words = {k.arg: self.value(k.value) for k in node.keywords if k.arg}
+        for each in (k.value for k in node.keywords if not k.arg):
+            more = self.value(each)
+            words |= more if isinstance(more, dict) else {}
+        args = [self.value(each) for each in node.args]
+        owner = self.value(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if isinstance(owner, Thing):
+            found = self._method(owner, name, args, words, node)
+            if found is not None:
+                return found
+        if name == "from_pretrained":
+            first = args[0] if args else words.get("model_name", Unknown("no model is named"))
+            if re.search(r"Tokenizer|Processor", full):
+                return Thing("tokenizer", {"name": first})
+            found = Thing("model", {**words, "model_name": first})
+            return [found, Thing("tokenizer", {"name": first})] if "Fast" in full else found
+        if name == "get_peft_model":
+            inner = args[1].values if len(args) > 1 and isinstance(args[1], Thing) else {}
+            base = args[0] if args else words.get("model")
+            kept = {k: v for k, v in words.items() if k not in ("model", "peft_config")}
+            known = base.values if isinstance(base, Thing) else {}
+            return Thing("model", {**known, **inner, **kept, "adapters": True})
+        if name in (
+            "LoraConfig",
+            "SFTConfig",
+            "TrainingArguments",
+            "UnslothTrainingArguments",
+            "BitsAndBytesConfig",
+            "dict",
+        ):
+            return dict(words) if name == "dict" else Thing("config", words)
+        if name == "load_dataset":
+            return self._load(args, words)
+        if name in ("standardize_sharegpt", "standardize_data_formats"):
+            return args[0] if args else Unknown(ast.unparse(node))
+        if name == "get_chat_template" and args:
+            return Thing("tokenizer", {"template": words.get("chat_template", "chatml")})
+        if name == "train_on_responses_only":
+            trainer = args[0] if args else words.get("trainer")
+            if isinstance(trainer, Thing):
+                trainer.values["train_on_responses_only"] = True
+                return trainer
+        if name.endswith("Trainer"):
+            self.trainers.append(Thing("trainer", words))
+            return self.trainers[-1]
+        if name == "apply_chat_template":
+            turns = args[0] if args else words.get("conversation")
+            return Chat(turns)
+        if name == "format" and isinstance(_text(owner), Text):
+            return _format(_text(owner), args, words)
+        if name in ("removeprefix", "strip", "str") and owner is not None:
+            return owner
+        if name in ("is_bfloat16_supported", "is_bf16_supported"):
+            return True
+        if name in ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling"):
+            return None  # pads, and does no more
+        if name == "zip":
+            return tuple(args)
+        if full in self.functions and name == "main":
+            self.run(self.functions[full].body)
+        return Unknown(ast.unparse(node))
+
+    def _load(self, args: list[Any], words: dict[str, Any]) -> Thing:
+        named = {**dict(zip(("path", "name"), args, strict=False)), **words}
+        return Thing("rows", {"source": named, "columns": {}})
+
+    def _method(
+        self, owner: Thing, name: str, args: list[Any], words: dict[str, Any], node: ast.Call
+    ) -> Any:
+        if owner.kind == "trainer" and name == "train":
+            raise Trained
+        if owner.kind == "tokenizer" and name == "apply_chat_template":
+            return Chat(args[0] if args else words.get("conversation"))
+        if owner.kind != "rows":
+            return None
+        held = owner.values
+        if name == "map":
+            made = self._rows_made(node.args[0] if node.args else None)
+            return Thing("rows", {**held, "columns": {**held["columns"], **made}})
+        if name == "shuffle" or name in ("remove_columns", "with_format", "to_iterable_dataset"):
+            return owner
+        if name == "rename_column" and len(args) == 2 and isinstance(args[0], str):
+            made = {str(args[1]): held["columns"].get(args[0], Column(args[0]))}
+            return Thing("rows", {**held, "columns": {**held["columns"], **made}})
+        if name == "select" and node.args and "shuffled" not in held:
+            part = re.fullmatch(r"range\((\d+)\)", ast.unparse(node.args[0]))
+            if part and "[" not in str(held["source"].get("split", "train")):
+                split = f"{held['source'].get('split', 'train')}[:{part[1]}]"
+                return Thing("rows", {**held, "source": {**held["source"], "split": split}})
+        return Thing(
+            "rows", {**held, "lost": f".{name}({', '.join(map(ast.unparse, node.args))})"[:60]}
+        )
+
+    def _part(self, rows: Thing, key: str) -> Thing:
+        """A split of several, or of the parts that were made."""
+        if "split" in rows.values["source"] or "lost" in rows.values:
+            return Thing("rows", {**rows.values, "lost": rows.values.get("lost", f"[{key!r}]")})
+        return Thing("rows", {**rows.values, "source": {**rows.values["source"], "split": key}})
+
+    # -- rows that a function makes ---------------------------------------------------------------
+
+    def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
+        function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
+        inner = Script(ast.Module([], []))
+        inner.names = dict(self.names)
+        if isinstance(node, ast.Lambda):
+            inner.names[node.args.args[0].arg] = "ROW"
+            made = inner.value(node.body)
+        elif function is not None and function.args.args:
+            inner.names[function.args.args[0].arg] = "ROW"
+            made = inner.returned(function.body)
+        else:
+            made = Unknown("its function is not in the script")
+        if isinstance(made, dict):
+            return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in made.items()}
+        return {"*": Unknown(getattr(node, "id", "a function"))}
+
+    def returned(self, body: list[ast.stmt]) -> Any:
+        """What a function that makes a row gives back."""
+        for node in body:
+            if isinstance(node, ast.Return) and node.value is not None:
+                return self.value(node.value)
+            if isinstance(node, ast.For):
+                self._bind(node.target, self.value(node.iter))
+                self.returned(node.body)
+            elif isinstance(node, ast.Assign):
+                target = node.targets[0]
+                if isinstance(target, ast.Subscript) and self.value(target.value) == "ROW":
+                    self.names.setdefault("MADE", {})[self.value(target.slice)] = self.value(
+                        node.value
+                    )
+                else:
+                    self._assign(target, self.value(node.value))
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                called = node.value
+                if _name(called.func).endswith(".append") and called.args:
+                    held = self.names.get(_name(called.func).partition(".")[0])
+                    if isinstance(held, list):
+                        held.append(self.value(called.args[0]))
+            elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+                return Unknown(ast.unparse(node).split("\n")[0])
+        return self.names.get("MADE", Unknown("nothing"))
+
+    def _bind(self, target: ast.expr, values: Any) -> None:
+        """Elements of columns are columns."""
+        if isinstance(target, ast.Tuple) and isinstance(values, tuple):
+            for each, value in zip(target.elts, values, strict=False):
+                self._assign(each, value)
+        else:
+            self._assign(target, values)
+
+    # -- what came of it --------------------------------------------------------------------------
+
+    def report(self, theirs: Theirs) -> None:
+        """The settings of the one training."""
+        theirs.lost += self.lost
+        if not self.trainers:
+            theirs.lost.append(("the script", "the training is set up where it cannot be followed"))
+            return
+        if len(self.trainers) > 1:
+            theirs.lost.append(("two trainers", "two trainings, one after the other"))
+        trainer = dict(self.trainers[0].values)
+        model, rows = trainer.pop("model", None), trainer.pop("train_dataset", None)
+        values: dict[str, Any] = {"model_name": model} if isinstance(model, str) else {}
+        for each in (model, trainer.pop("peft_config", None), trainer.pop("args", None)):
+            if isinstance(each, Thing):
+                values |= each.values
+                values |= (
+                    {"adapters": True} if "r" in each.values or "lora_alpha" in each.values else {}
+                )
+        tokenizer = trainer.pop("tokenizer", trainer.pop("processing_class", None))
+        quantised = values.pop("quantization_config", trainer.pop("quantization_config", None))
+        values |= quantised.values if isinstance(quantised, Thing) else {}
+        values |= {"model_init_kwargs": None}
+        values |= trainer
+        if isinstance(self.names.get("tokenizer"), Thing):
+            tokenizer = self.names["tokenizer"]
+        if isinstance(tokenizer, Thing) and "template" in tokenizer.values:
+            values["chat_template"] = tokenizer.values["template"]
+        values["rows"] = _rows(rows, values, theirs)
+        given = values.pop("eval_dataset", None)
+        if isinstance(given, Thing):
+            values["eval_rows"] = _rows(given, values, theirs)
+        for key, held in values.items():
+            value = _plain(held)
+            if isinstance(value, Unknown) or (
+                isinstance(value, list) and any(isinstance(v, Unknown) for v in value)
+            ):
+                theirs.unclear[key] = value.expression if isinstance(value, Unknown) else str(key)
+            elif not isinstance(value, Thing):
+                theirs.values[key] = value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Text) and all(isinstance(part, str) for part in value.parts):
+        return "".join(value.parts)
+    return Unknown(str(value)) if isinstance(value, Text | Chat | Column) else value
+
+
+def _text(value: Any) -> Any:
+    """A text of one part, where it is one."""
+    if isinstance(value, str | Column):
+        return Text((value,))
+    return value
+
+
+def _format(text: Text, args: list[Any], words: dict[str, Any]) -> Any:
+    """``text.format(...)`` with columns in its places."""
+    whole = "".join(part for part in text.parts if isinstance(part, str))
+    places = re.split(r"\{(\w*)\}", whole.replace("{{", "\0").replace("}}", "\1"))
+    values: list[Any] = []
+    for number, name in enumerate(places[1::2]):
+        value = words.get(name, args[int(name) if name.isdigit() else number] if args else None)
+        values.append(_text(value))
+    if not all(isinstance(value, Text) for value in values):
+        return Unknown("format")
+    parts: list[Any] = [places[0]]
+    for value, after in zip(values, places[2::2], strict=True):
+        parts += [*value.parts, after]
+    return Text(
+        tuple(p.replace("\0", "{").replace("\1", "}") if isinstance(p, str) else p for p in parts)
+    )
+
+
+def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
+    """The source that reaches the trainer, as ours; what cannot be followed is lost."""
+    if not isinstance(rows, Thing) or rows.kind != "rows":
+        theirs.lost.append(("train_dataset", "its rows are made where they cannot be followed"))
+        return {"path": "data/train.jsonl"}
+    if "lost" in rows.values:
+        theirs.lost.append((f"rows{rows.values['lost']}", "it chooses or changes rows"))
+    named = rows.values["source"]
+    files = named.get("data_files")
+    paths = next(iter(files.values())) if isinstance(files, dict) and len(files) == 1 else files
+    source: dict[str, Any] = {"path": named.get("path")}
+    if paths is not None:
+        plain = [paths] if isinstance(paths, str) else paths
+        if named.get("path") in ("json", "csv", "parquet", "text") and len(plain) == 1:
+            source = {"path": plain[0]}
+        else:
+            source["files"] = plain
+    if named.get("name"):
+        source["subset"] = named["name"]
+    if named.get("split") not in (None, "train"):
+        source["split"] = named["split"]
+    unclear = [v for v in source.values() if isinstance(v, Unknown)]
+    if unclear:
+        theirs.lost.append((f"load_dataset({unclear[0].expression})", "only running it would tell"))
+        return {"path": "data/train.jsonl"}
+    made = dict(rows.values["columns"])
+    columns = values.get("dataset_text_field", "text")
+    function = values.pop("formatting_func", None)
+    if "*" in made or function is not None:
+        name = getattr(made.get("*", function), "expression", "a function")
+        theirs.lost.append((f"map({name})", "rows are made by a function that cannot be followed"))
+        return source
+    shape = made.get(columns, made.get("messages", made.get("conversations")))
+    return {**source, **_shape(shape, made, theirs)} if shape is not None else source
+
+
+def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
+    """Our format of rows that a function made."""
+    if isinstance(shape, Chat):
+        turns = shape.turns
+        if isinstance(turns, Column):
+            turns = made.get(turns.name, turns)
+        if isinstance(turns, Column):
+            kind = "messages" if turns.name == "messages" else "sharegpt"
+            ours = (
+                {} if turns.name in ("messages", "conversations") else {"conversations": turns.name}
+            )
+            return {"format": kind, **({"columns": ours} if ours else {}), "shape": "chat"}
+        shape = turns
+    if isinstance(shape, list):
+        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], list) else shape
+        roles = [each.get("role") if isinstance(each, dict) else None for each in shape]
+        texts = [_text(each.get("content")) if isinstance(each, dict) else None for each in shape]
+        if (
+            roles[-2:] == ["user", "assistant"]
+            and len(roles) <= 3
+            and all(isinstance(t, Text) and len(t.parts) == 1 for t in texts)
+        ):
+            plain = [t.parts[0] for t in texts if isinstance(t, Text)]
+            if all(isinstance(each, Column) for each in plain):
+                names = dict(
+                    zip(
+                        ("output", "instruction", "system"),
+                        (c.name for c in plain[::-1]),
+                        strict=False,
+                    )
+                )
+                return {
+                    "format": "alpaca",
+                    "columns": {k: v for k, v in names.items() if k != v},
+                    "shape": "chat",
+                }
+    if isinstance(shape, Text | Column):
+        parts = _text(shape).parts
+        text = "".join(
+            "" if p is None else f"{{{{ {p.name} }}}}" if isinstance(p, Column) else p
+            for p in parts
+        )
+        if text.count("{%") == 0 and all(p is None or isinstance(p, str | Column) for p in parts):
+            return {"format": "template", "columns": {"completion": text}, "shape": "text"}
+    theirs.lost.append(("map(...)", "rows are made in a way that cannot be followed"))
+    return {}
