@@ -12,7 +12,8 @@ from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.fields.table import ACTS
 from trainkit.recipe.show.reference import key_references
-from trainkit.recipe.translate.engine import TOOLS, known_keys, table, tool_table, translate
+from trainkit.recipe.translate.engine import translate
+from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "foreign_recipes.yaml").read_text())
 DATASET_INFO = {

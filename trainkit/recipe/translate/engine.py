@@ -1,6 +1,5 @@
 """From another tool's file to a recipe: what it is, the tool's defaults, then every setting."""
 
-import functools
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -8,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainkit.errors import RecipeError
 from trainkit.recipe.check.problems import InvalidRecipe
 from trainkit.recipe.fields.table import ACTS
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.translate.draft import OFF, Draft, Line
 from trainkit.recipe.translate.meaning import STEPS
-from trainkit.recipe.translate.read import Theirs, read_theirs
+from trainkit.recipe.translate.read import read_theirs
+from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table
+from trainkit.recipe.translate.theirs import Theirs
 from trainkit.recipe.write import recipe_text
 
 NEEDED = ("model.name_or_path", "data.train")
-TOOLS = ("axolotl", "llamafactory", "llamafactory_v1", "swift", "unsloth", "trl")
 
 
 @dataclass(frozen=True)
@@ -36,37 +34,6 @@ class Translation:
     tool: str
     text: str
     lines: tuple[Line, ...]
-
-
-@functools.cache
-def table(name: str) -> dict[str, Any]:
-    """A data file of this folder."""
-    text = (Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
-
-
-@functools.cache
-def tool_table(name: str) -> dict[str, Any]:
-    """A tool's settings: its own rows over those of the tools that it is built on."""
-    own = table(f"tools/{name}")
-    for base in own.get("based_on", ()):
-        under = tool_table(base)
-        for part in ("keys", "defaults", "expected", "row_formats"):
-            own[part] = {**under.get(part, {}), **own.get(part, {})}
-        for part in ("idle", "refused"):
-            both = [*under[part].items(), *own[part].items()]
-            own[part] = {why: [] for why, _ in both}
-            for why, keys in both:
-                own[part][why] += keys
-        own = {**under, **own}
-    return own
-
-
-def known_keys(name: str) -> set[str]:
-    """Every key that a tool's table speaks of."""
-    rows = tool_table(name)
-    listed = [key for part in ("idle", "refused") for keys in rows[part].values() for key in keys]
-    return {*rows["keys"], *rows.get("training", ()), *rows.get("expected", ()), *listed}
 
 
 def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Translation:
@@ -165,12 +132,12 @@ def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], given: Mapping[str, An
     seen = {**rows["defaults"], **given, "program": theirs.program}
     for condition, kind in rows["kinds"]:
         if all(_fits(seen.get(key), wanted) for key, wanted in condition.items()):
-            told = table("kinds")[kind]
+            answer = table("kinds")[kind]
             sign = ", ".join(f"{key}: {str(seen.get(key))[:80]}" for key in condition)
             raise RecipeError(
-                f"this is {told['says']} ({sign}), which trainkit does not do",
+                f"this is {answer['says']} ({sign}), which trainkit does not do",
                 where=str(theirs.path),
-                fix=told["serves"],
+                fix=answer["serves"],
             )
 
 

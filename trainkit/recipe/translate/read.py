@@ -4,42 +4,18 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
 from trainkit.recipe.read.document import parse_value, read_document
+from trainkit.recipe.translate.script import read_script
+from trainkit.recipe.translate.theirs import Theirs
 
 _LARGEST = 2**24
 _TOOLS = ("axolotl", "llamafactory-cli", "lmf", "swift", "megatron", "trl", "unsloth")
 _RUNNERS = ("python", "python3", "accelerate", "torchrun", "deepspeed", "uv", "llamafactory-cli")
 _TRAINS = ("train", "sft", "pt", "rlhf", "dpo", "grpo", "kto", "rloo", "reward")
-
-
-@dataclass
-class Theirs:
-    """What a file says.
-
-    Attributes:
-        path: the file.
-        values: its keys.
-        program: the program and subcommand of a command line, such as ``swift sft``.
-        launcher: options of the launcher before it, such as ``config_file``.
-        unclear: keys whose value only running it could tell, with the expression.
-        lost: what a script does to the model or the rows that has no counterpart: (what, why).
-        noted: what it does that changes nothing here: (what, why).
-        tool: whose a script is.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    program: str = ""
-    launcher: dict[str, Any] = field(default_factory=dict)
-    unclear: dict[str, str] = field(default_factory=dict)
-    lost: list[tuple[str, str]] = field(default_factory=list)
-    noted: list[tuple[str, str]] = field(default_factory=list)
-    tool: str | None = None
 
 
 def read_theirs(path: Path) -> Theirs:
@@ -48,8 +24,6 @@ def read_theirs(path: Path) -> Theirs:
     Raises:
         RecipeError: it cannot be read, or is none of these.
     """
-    from trainkit.recipe.translate.script import read_script
-
     if path.suffix in (".yaml", ".yml"):
         return Theirs(path, read_document(path).values)
     text = _text(path)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.translate.read import Theirs
+from trainkit.recipe.translate.tables import table
+from trainkit.recipe.translate.theirs import Theirs
 
 KINDS = {
     "online": r"GRPO|RLOO|PPO|Reinforce|OnlineDPO|NashMD|XPO|SDPO|GSPO",
@@ -96,8 +97,6 @@ def _imports(tree: ast.AST) -> set[str]:
 
 
 def _refuse_kind(path: Path, tree: ast.AST) -> None:
-    from trainkit.recipe.translate.engine import table
-
     calls = [_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     trainers = [name.rpartition(".")[2] for name in calls if name.endswith("Trainer")]
     found = [(kind, t) for t in trainers for kind, sign in KINDS.items() if re.search(sign, t)]
@@ -112,11 +111,11 @@ def _refuse_kind(path: Path, tree: ast.AST) -> None:
     if not found and trainers and not {"SFTTrainer", "UnslothTrainer"} & set(trainers):
         found.append(("library", trainers[0]))
     if found:
-        told = table("kinds")[found[0][0]]
+        answer = table("kinds")[found[0][0]]
         raise RecipeError(
-            f"this is {told['says']} ({found[0][1].strip('(')}), which trainkit does not do",
+            f"this is {answer['says']} ({found[0][1].strip('(')}), which trainkit does not do",
             where=str(path),
-            fix=told["serves"],
+            fix=answer["serves"],
         )
 
 
@@ -185,7 +184,7 @@ class Script:
                     self.lost.append((f"{ast.unparse(target)} = ...", why))
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression is, as far as it can be told."""
+        """What an expression is, as far as it can be answer."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, Unknown(node.id))
         if isinstance(node, ast.Call):

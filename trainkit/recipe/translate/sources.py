@@ -9,6 +9,7 @@ import yaml
 
 from trainkit.recipe.translate.draft import OFF, Draft, words
 from trainkit.recipe.translate.read import beside
+from trainkit.recipe.translate.tables import table
 
 Rows = Mapping[str, Any]
 _BUILT_IN = ("json", "csv", "parquet", "text", "arrow")
@@ -37,8 +38,6 @@ def data(draft: Draft, rows: Rows) -> None:
 
 def template(draft: Draft, said: str, name: str, rows: Rows) -> None:
     """A chat template by its name: written out, or the tokenizer's own."""
-    from trainkit.recipe.translate.engine import table
-
     known = table("templates").get(rows.get("templates", {}).get(name, ""))
     base = str(draft.get("model.name_or_path"))
     if known is None:

@@ -56,8 +56,7 @@ def new(
         str | None, typer.Option("--tool", help="Whose it is, where --from does not find out.")
     ] = None,
     lossy: Annotated[
-        bool,
-        typer.Option("--lossy", help="Leave out what changes the result and is not here, by name."),
+        bool, typer.Option("--lossy", help="With --from: leave out what cannot be the same.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; NAME.yaml here.")
@@ -207,7 +206,8 @@ def _translate(
 
     from trainkit.errors import RecipeError
     from trainkit.recipe.shipped import write_text
-    from trainkit.recipe.translate.engine import TOOLS, translate
+    from trainkit.recipe.translate.engine import translate
+    from trainkit.recipe.translate.tables import TOOLS
 
     if tool is not None and tool not in TOOLS:
         raise RecipeError(f"no tool {tool!r}", where="--tool", fix=f"one of {', '.join(TOOLS)}")
