@@ -271,6 +271,10 @@ def recipe(root, text):
     stage='{"zero_optimization": {"stage": "\\u001b[2J"}}',
     universal='{"zero_optimization": {"stage": 1}, "checkpoint": {"load_universal": true}}',
     writer='{"zero_optimization": {"stage": 1}, "checkpoint": {"writer": {"type": "FAST"}}}',
+    monitor='{"csv_monitor": {"enabled": true, "output_path": "canary"}}',
+    board='{"tensorboard": {"enabled": true, "output_path": "canary", "job_name": "x"}}',
+    profiler='{"flops_profiler": {"enabled": true, "profile_step": 2, "output_file": "canary"}}',
+    nebula='{"nebula": {"enabled": true, "persistent_storage_path": "canary"}}',
 )
 def deepspeed_file(root, text):
     (root / "ds.json").write_text(text)

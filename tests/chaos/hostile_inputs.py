@@ -101,10 +101,52 @@ def rank_of_an_adapter(root, value):
     return GENERATE
 
 
-@case
-def pattern_of_an_adapter(root):
-    change_json(adapter(root) / "adapter_config.json", target_modules="(.*)*(.*)*(.*)*x")
+@cases(several="(.*)*(.*)*(.*)*x", one="(?:.|.)*x", words="([a-z.0-9]+)+$x", parts="(a|a.|.)+,")
+def pattern_of_an_adapter(root, pattern):
+    change_json(adapter(root) / "adapter_config.json", target_modules=pattern)
     return GENERATE
+
+
+@cases(
+    layers={"layer_replication": [[0, 1]] * 100_000},
+    span={"layer_replication": [[0, 10**9]]},
+    words={"layer_replication": [["a", 1]]},
+    rank={"r": 10**8},
+    ranks={"rank_pattern": {"q_proj": 10**8}},
+    turns={"init_lora_weights": "pissa_niter_1000000000"},
+)
+def size_of_an_adapter(root, values):
+    change_json(adapter(root) / "adapter_config.json", **values)
+    return GENERATE
+
+
+@cases(
+    targets="lora: {target_modules: '(.*)*(.*)*(.*)*x'}",
+    alternatives="lora: {target_modules: '(?:.|.)*x'}",
+    excluded="lora: {exclude_modules: '([a-z0-9_.]+)+,'}",
+    rank="lora: {r: 100000000}",
+    turns="lora: {init_lora_weights: pissa_niter_1000000000}",
+)
+def endless_recipe(root, line):
+    text = (root / "r.yaml").read_text().replace("lora: {r: 4, alpha: 8}", line)
+    (root / "r.yaml").write_text(text)
+    return SFT
+
+
+@cases(answers="(a+)+,", alternatives="(?:a|aa)*,")
+def endless_metric(root, pattern):
+    messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a" * 40}]
+    (root / "e.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    text = (root / "r.yaml").read_text().replace("data: {", "data: {eval: [e.jsonl], ")
+    (root / "r.yaml").write_text(f"{text}generation_eval: {{metrics: [{{regex: '{pattern}'}}]}}\n")
+    return SFT
+
+
+@cases(layers="num_hidden_layers", experts="n_routed_experts", heads="num_attention_heads")
+def count_of_a_model_with_lists(root, key):
+    """Its configuration makes a list as long as the model has layers."""
+    change_json(root / "m/config.json", model_type="qwen2", **{key: 10**9})
+    return SFT
 
 
 @cases(rank="rank_pattern", alpha="alpha_pattern")

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import TrainkitError
+from trainkit.errors import RecipeError, TrainkitError
 from trainkit.estimate.advice import Replan
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.peak import keep_to_budget
@@ -25,6 +25,7 @@ from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
+from trainkit.patterns import refuse_endless
 from trainkit.recipe import LoadedRecipe, Recipe, resolve_accumulation
 from trainkit.recipe.fields.table import CHECKPOINTING
 
@@ -217,6 +218,9 @@ def _targets(lora: LoraOptions, shape: ModelShape) -> frozenset[str] | None:
         for name in names
     }
 
+    chosen = {key: getattr(lora, key) for key in ("target_modules", "exclude_modules")}
+    refuse_endless(chosen, paths.values(), "lora", RecipeError)
+
     def match(wanted: Any) -> set[str]:
         if wanted is None:
             return set()
@@ -228,8 +232,8 @@ def _targets(lora: LoraOptions, shape: ModelShape) -> frozenset[str] | None:
             return set(names)
         return {n for n in names if any(paths[n].endswith(f".{word}") for word in wanted)}
 
-    chosen = match(lora.target_modules) - match(lora.exclude_modules)
-    return None if chosen == set(names) else frozenset(chosen)
+    found = match(lora.target_modules) - match(lora.exclude_modules)
+    return None if found == set(names) else frozenset(found)
 
 
 _OF_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})

@@ -2,16 +2,18 @@
 
 import importlib.util
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import regex
+
 from trainkit.errors import RecipeError
 from trainkit.options.evaluation import AnswerMetricChoice, RegexMetric, metric_names
 
 _WHERE = "generation_eval.metrics"
+_SECONDS = 2
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,23 @@ def contains(answer: str, expected: str) -> float:
 
 def _regex(pattern: str, references: Sequence[str]) -> Callable[[str, str], float]:
     try:
-        compiled = re.compile(pattern)
-    except re.error as error:
+        compiled = regex.compile(pattern)
+    except regex.error as error:
         raise RecipeError(f"regex {pattern!r} is no pattern: {error}", where=_WHERE) from None
-    if references and not any(compiled.search(each) for each in references):
+
+    def found(text: str) -> str | None:
+        try:
+            match = compiled.search(text, timeout=_SECONDS)
+        except TimeoutError:
+            raise RecipeError(
+                f"regex {pattern!r} takes longer than {_SECONDS} s over a text of {len(text)} "
+                "characters",
+                where=_WHERE,
+                fix="write it without a repetition inside a repetition, as (a+)+",
+            ) from None
+        return None if match is None else match.group(1 if compiled.groups else 0)
+
+    if references and all(found(each) is None for each in references):
         raise RecipeError(
             f"regex {pattern!r} finds nothing in any of the {len(references)} references",
             where=_WHERE,
@@ -74,17 +89,10 @@ def _regex(pattern: str, references: Sequence[str]) -> Callable[[str, str], floa
         )
 
     def judge(answer: str, expected: str) -> float:
-        wanted, found = _found(compiled, expected), _found(compiled, answer)
-        return float(wanted is not None and wanted == found)
+        wanted = found(expected)
+        return float(wanted is not None and wanted == found(answer))
 
     return judge
-
-
-def _found(pattern: re.Pattern[str], text: str) -> str | None:
-    match = pattern.search(text)
-    if match is None:
-        return None
-    return match.group(1) if pattern.groups else match.group(0)
 
 
 def _function(path: str) -> Callable[[str, str], float]:

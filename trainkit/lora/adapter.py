@@ -23,7 +23,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.checkpoint.weights.adapter import check_scaling
-from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
 from trainkit.lora.targets import (
@@ -35,6 +34,7 @@ from trainkit.lora.targets import (
 from trainkit.models.linears import num_weights
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
+from trainkit.patterns import refuse_endless
 from trainkit.places import regular_files
 
 _PEFT_NAMES = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
@@ -260,6 +260,8 @@ def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:
 def _refuse_targets(options: LoraOptions, ends: Iterable[str], why: str) -> None:
     """Stop where adapters are asked for on an end of the vocabulary that trains whole."""
     targets = options.target_modules
+    ends = [*ends]
+    refuse_endless({"target_modules": targets}, ends, "lora", RecipeError)
     for end in ends:
         is_wanted = isinstance(targets, str) and re.fullmatch(targets, end)
         if is_wanted or (not isinstance(targets, str) and _is_named(end, targets)):

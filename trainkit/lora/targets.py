@@ -24,6 +24,7 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.models.linears import ROUTERS
 from trainkit.options.lora import ALL_LINEAR
 from trainkit.parallel.parameters import whole_shape
+from trainkit.patterns import refuse_endless
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,10 @@ def resolve_targets(
         excluded: ``exclude_modules`` of the recipe.
 
     Raises:
-        ModelError: a name matches nothing, or ``all-linear`` finds nothing.
+        ModelError: a name matches nothing, or ``all-linear`` finds nothing; a pattern has no end.
     """
+    patterns = {"target_modules": targets, "exclude_modules": excluded}
+    refuse_endless(patterns, (name for name, _ in model.named_modules()), "lora", ModelError)
     _check_targets(model, targets, parameters)
     listed = tuple(parameters)
     if targets != ALL_LINEAR:

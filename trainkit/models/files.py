@@ -3,6 +3,7 @@
 import json
 import re
 import zipfile
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
 from trainkit.estimate.context import context_of, learned_positions
+
+MOST = 10**6
+"""Layers, heads, experts that a configuration may speak of; tokens, where it does not say."""
 
 FETCH = "fetch the file again, or write the model again with save_pretrained"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -36,7 +40,7 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
             fix="give its base model, or merge the two: trainkit merge --help",
         )
     if (directory / "config.json").exists():
-        _object(directory / "config.json")
+        _refuse_counts(_object(directory / "config.json"), directory / "config.json")
     if not with_weights:
         return
     for name in (*WEIGHTS, *PICKLED_WEIGHTS):
@@ -56,6 +60,20 @@ def check_model_files(directory: Path, *, with_weights: bool) -> None:
                 fix=FETCH,
             )
         return
+
+
+def _refuse_counts(config: Mapping[str, Any], file: Path) -> None:
+    """Of layers, heads, experts: a configuration makes lists as long, before anyone could look."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_counts(value, file)
+        elif isinstance(value, int) and value > MOST and re.match(r"num_|n_|depth|.*_layers$", key):
+            raise ModelError(
+                f"{key} is {str(value)[:20]}: no model has so many, and to build them would take "
+                "for ever",
+                where=str(file),
+                fix="put the model's own config.json back",
+            )
 
 
 def _object(file: Path) -> dict[str, Any]:

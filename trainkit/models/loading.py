@@ -25,7 +25,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.models.files import check_model_files, check_tokenizer_files, with_sound_normalizer
+from trainkit.models.files import (
+    MOST,
+    check_model_files,
+    check_tokenizer_files,
+    with_sound_normalizer,
+)
 from trainkit.models.random_weights import random_model, random_part
 from trainkit.models.skeleton import skeleton
 from trainkit.models.vocabulary import NewTokens, grow, teach
@@ -33,10 +38,6 @@ from trainkit.options.model import DTYPES, ModelOptions
 from trainkit.places import local_path, regular, regular_files
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-
-
-_MOST = 10**6
-"""Layers, heads, experts that a configuration may speak of; tokens, where it does not say."""
 
 LoadPart = Callable[[type, Any, Callable[[type], tuple[Any, Any]]], tuple[Any, Any]]
 """`trainkit.parallel.engine.Engine.load_part`."""
@@ -183,7 +184,7 @@ def stop_token_ids(source: ModelOptions) -> tuple[int, ...]:
         ) from None
     stops = settings.eos_token_id
     found = () if stops is None else tuple(stops) if isinstance(stops, list) else (stops,)
-    size = getattr(load_config(source).get_text_config(), "vocab_size", None) or _MOST
+    size = getattr(load_config(source).get_text_config(), "vocab_size", None) or MOST
     for stop in found:
         if not isinstance(stop, int) or not 0 <= stop < size:
             raise ModelError(
@@ -205,7 +206,7 @@ def load_config(source: ModelOptions) -> PreTrainedConfig:
     with _explained(source, "configuration"):
         config = AutoConfig.from_pretrained(source_path, **options)
     for key, value in vars(config.get_text_config()).items():
-        if key.startswith("num_") and isinstance(value, int) and value > _MOST:
+        if key.startswith(("num_", "n_")) and isinstance(value, int) and value > MOST:
             raise ModelError(
                 f"{key} is {str(value)[:20]}: no model has so many, and to build them would take "
                 "for ever",

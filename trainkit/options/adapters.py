@@ -21,7 +21,7 @@ REFUSED_INITIALISATIONS: Mapping[str, str] = {
     "loftq": "the adapter would fit a base that is quantised otherwise than any saved one",
 }
 
-_NAME = re.compile(r"gaussian|orthogonal|mica|pissa(_niter_[1-9]\d*)?|olora")
+_NAME = re.compile(r"gaussian|orthogonal|mica|pissa(_niter_[1-9]\d{0,2})?|olora")
 
 
 def why_not_initialisation(value: bool | str) -> str | None:

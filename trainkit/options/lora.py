@@ -24,7 +24,7 @@ class LoraOptions(Section):
 
     at: ClassVar[str] = "lora"
 
-    r: int = Field(16, ge=1, description="Rank of each adapter.")
+    r: int = Field(16, ge=1, le=16_384, description="Rank of each adapter.")
     alpha: float = Field(32, gt=0, description="The adapter is scaled by alpha / r.")
     dropout: float = Field(
         0.0, ge=0, lt=1, description="Share of adapter inputs dropped; above 0 is slower."

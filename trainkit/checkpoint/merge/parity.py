@@ -16,9 +16,9 @@ from torch import Tensor
 
 from trainkit.checkpoint.weights.adapter import read_adapter_config
 from trainkit.checkpoint.weights.export import TensorSource
-from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.errors import CheckpointError
+from trainkit.patterns import refuse_endless
 
 PROMPTS = (
     "The capital of France is",

@@ -21,9 +21,9 @@ from trainkit.checkpoint.merge.merged_weights import ModuleChange, Packing, chan
 from trainkit.checkpoint.merge.packed import through_nf4
 from trainkit.checkpoint.weights.adapter import Adapter, vocabulary_rows
 from trainkit.checkpoint.weights.export import TensorSource, cast
-from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.checkpoint.weights.reader import TensorInfo
 from trainkit.errors import CheckpointError
+from trainkit.patterns import refuse_endless
 
 
 def needs_the_model(adapter: Adapter, names: Collection[str]) -> bool:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.weights.patterns import refuse_endless
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
 from trainkit.errors import CheckpointError
+from trainkit.patterns import refuse_endless
 
 CONFIG_NAME = "adapter_config.json"
 PREFIX = "base_model.model."

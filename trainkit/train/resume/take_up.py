@@ -121,16 +121,17 @@ class TakeUp(TrainerCallback):
                 scheduler.step(figure)
 
     def _find_best(self, args: TrainingArguments, state: TrainerState) -> None:
-        """The best checkpoint is next to this one, whatever the run was called before.
+        """The best checkpoint is next to this one, whatever the state says: it is a file too.
 
-        transformers keeps its whole path, and forgets it where that is gone.
+        transformers keeps its whole path, which may be the run's former name or anyone's.
         """
-        if not state.best_global_step:
+        state.best_model_checkpoint = None
+        if type(state.best_global_step) is not int or not state.best_global_step:
             return
         best = self._checkpoint.parent / folder_name(state.best_global_step)
-        if best.is_dir():
+        if best.is_dir() and not best.is_symlink():
             state.best_model_checkpoint = str(best)
-        elif args.load_best_model_at_end and state.best_model_checkpoint is None:
+        elif args.load_best_model_at_end:
             self._note(
                 f"{best.name}, the best so far, is gone: unless a better one comes, final/ will be "
                 "the model of the last step"
