@@ -90,3 +90,10 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def own_umask() -> int:
+    """The process's umask. It can only be read by setting it: the window is two system calls."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

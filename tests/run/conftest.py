@@ -41,4 +41,5 @@ def trained_run(run):
     with run.open_metrics() as metrics:
         for row in rows_of_a_run():
             metrics.append(row)
+    run.heartbeat(60)
     return run

@@ -1,12 +1,16 @@
 import json
 import os
+import shutil
 import stat
 from datetime import datetime, timezone
 
 import pytest
 
-from trainkit.errors import ResumeRefusedError, RunDirectoryError
+from trainkit.checkpoint.whole.atomic import stage, staged_directory
+from trainkit.errors import CheckpointError, ResumeRefusedError, RunDirectoryError
 from trainkit.run import RunDirectory
+from trainkit.run.directory import is_unfinished
+from trainkit.run.files import RunGoneError
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, tzinfo=timezone.utc)
 
@@ -50,15 +54,56 @@ def test_open_wants_a_run(tmp_path, run):
         RunDirectory.open(tmp_path / "nowhere")
 
 
-def test_the_directory_is_private_and_so_are_files_that_may_hold_secrets(run):
-    before = os.umask(0o022)
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o002])
+def test_rights_are_those_that_the_umask_gives(umask, tmp_path):
+    before = os.umask(umask)
     try:
-        run.write_json(run.environment, {}, private=True)
-        run.write_json(run.data, {})
+        run = RunDirectory.create_at(tmp_path / "run")
+        run.write_json(run.environment, {})
+        with staged_directory(run.final) as staging:
+            (staging / "w").touch(0o600)  # as safetensors makes its files
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in (run.root, run.environment, run.data)]
-    assert modes == [0o700, 0o600, 0o644]
+    for path in (run.root, *run.root.rglob("*")):
+        whole = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == whole & ~umask, path
+
+
+def test_a_start_that_was_killed_before_there_was_a_run_is_in_nobodys_way(tmp_path):
+    root = tmp_path / "run"
+    for made in ("logs", "plots", ".lock", ".status.json.0a1b2c3d"):
+        root.mkdir(exist_ok=True)
+        RunDirectory.check_free(root)
+        assert is_unfinished(root)
+        (root / made).mkdir() if "." not in made else (root / made).touch()
+    assert RunDirectory.create_at(root).status().state == "running"
+    assert not is_unfinished(root)
+    (tmp_path / "other" / "logs").mkdir(parents=True)
+    (tmp_path / "other" / "logs" / "mine.txt").touch()
+    with pytest.raises(RunDirectoryError, match="not empty"):
+        RunDirectory.check_free(tmp_path / "other")
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_a_directory_that_goes_away_is_named_and_not_made_again(is_moved, tmp_path):
+    run = RunDirectory.create_at(tmp_path / "run")
+    run.checkpoint(4).mkdir()
+    run.heartbeat(4)
+    if is_moved:
+        run.root.rename(tmp_path / "other")
+    else:
+        shutil.rmtree(run.root)
+    expected = str(tmp_path / "other" / "checkpoint-4") if is_moved else "was deleted"
+    with pytest.raises(RunGoneError, match=expected):
+        run.heartbeat(5)
+    with pytest.raises(RunGoneError):
+        run.write_json(run.data, {})
+    with pytest.raises(CheckpointError):
+        stage(run.final, makes_parent=False)
+    assert not run.root.exists()
+    run.root.mkdir()  # another of the same name
+    with pytest.raises(RunGoneError, match=expected):
+        run.heartbeat(6)
 
 
 def test_status_of_a_body_that_ends_well(trained_run):

@@ -12,7 +12,8 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.run.format import as_float
 from trainkit.run.metrics import read_scores
-from trainkit.run.report.curves import read_rows
+from trainkit.run.report.curves import read_rows, seconds_spent
+from trainkit.run.status import read_status
 
 SEED_KEYS = ("training.seed", "training.data_seed")
 """Keys in which repetitions of one recipe differ."""
@@ -28,7 +29,27 @@ _ROWS_OF_A_STEP = (
 )
 """What decides the rows of a step where the global number is not set."""
 
-_NOT_ABOUT_TRAINING = ("name", "training.output_dir", "training.run_name", "data.cache_dir")
+_NOT_ABOUT_TRAINING = (
+    "name",
+    "faults",
+    "data.cache_dir",
+    "data.num_workers",
+    *(
+        f"training.{key}"
+        for key in (
+            "output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level",
+            "log_level_replica", "log_on_each_node", "logging_dir", "logging_first_step",
+            "logging_nan_inf_filter", "logging_steps", "logging_strategy", "save_on_each_node",
+            "save_steps", "save_strategy", "save_total_limit", "push_to_hub", "hub_model_id",
+            "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision",
+            "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor",
+            "dataloader_persistent_workers", "trackio_space_id",
+        )
+    ),
+)  # fmt: skip
+"""Keys, and sections, that decide where a run goes and what is kept of it, but not its curve."""
+
+_CLOCK = ("step_seconds", "tokens_per_second", "data_seconds")
 
 
 @dataclass(frozen=True)
@@ -42,7 +63,9 @@ class ComparedRun:
         eval_losses: evaluation loss by step.
         tokens_per_second: median of the second half of the steps.
         peak_memory_gib: the highest recorded.
+        steps: how many the run has taken.
         step_seconds: all steps together.
+        begun: the clock's figures of its first row, which no other run has; None without any.
         data_digest: what tells one prepared data set from another; None where it is not recorded.
         answers: whether each held-out question was answered right, by question.
         texts: the answers themselves, by question.
@@ -55,8 +78,10 @@ class ComparedRun:
     eval_losses: Mapping[int, float]
     tokens_per_second: float | None
     peak_memory_gib: float | None
+    steps: int
     step_seconds: float
     data_digest: str | None
+    begun: str | None = None
     answers: Mapping[str, bool] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -76,7 +101,7 @@ class ComparedRun:
         right = sum(self.answers.values())
         return {
             "run": str(self.path),
-            "steps": max(self.losses, default=0),
+            "steps": self.steps,
             "last_loss": self.losses[max(self.losses)] if self.losses else None,
             "last_eval_loss": self.last_eval_loss,
             "tokens_per_second": self.tokens_per_second,
@@ -110,22 +135,55 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     settled = trained[len(trained) // 2 :]
     speeds = [speed for speed in numbers("tokens_per_second", settled).values() if speed]
     answers, texts = _answers(path)
+    timed = numbers("step_seconds", trained)
+    known = [row["step"] for row in rows] + [read_status(path / "status.json").last_step or 0]
     return ComparedRun(
         path=path,
         values={
-            **{key: each for key, each in values.items() if key not in _NOT_ABOUT_TRAINING},
+            **{key: each for key, each in values.items() if not _is_beside(key)},
             NUM_RANKS: _num_ranks(path / "environment.json"),
         },
         losses=numbers("loss", trained),
         eval_losses=numbers("eval_loss", rows),
         tokens_per_second=statistics.median(speeds) if speeds else None,
         peak_memory_gib=max(numbers("peak_memory_gib", trained).values(), default=0.0) or None,
-        step_seconds=sum(numbers("step_seconds", trained).values()),
+        steps=max(known),
+        step_seconds=seconds_spent([*timed], [*timed.values()])[-1] if timed else 0.0,
+        begun=_clock(trained[0]),
         data_digest=_data_digest(path / "data.json"),
         answers=answers,
         texts=texts,
         scores={f"{row['task']}/{row['metric']}": row for row in read_scores(path)},
     )
+
+
+def _is_beside(key: str) -> bool:
+    return key in _NOT_ABOUT_TRAINING or key.partition(".")[0] in _NOT_ABOUT_TRAINING
+
+
+def _clock(row: Mapping[str, Any]) -> str | None:
+    figures = [row.get(key) for key in _CLOCK]
+    return None if None in figures else repr([*figures, row["loss"]])
+
+
+def one_of_each(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[str]]:
+    """A run and copies of it, continued or not, are one: the one that came furthest.
+
+    Returns:
+        The runs in their order, and a sentence about each that another one stands for.
+    """
+    keys = [run.begun or number for number, run in enumerate(runs)]
+    furthest: dict[object, int] = {}
+    for number, key in enumerate(keys):
+        if key not in furthest or runs[furthest[key]].steps < runs[number].steps:
+            furthest[key] = number
+    notes = [
+        f"{run.path} is the run {runs[furthest[key]].path} up to step {run.steps}: "
+        "one run, and not two"
+        for number, (key, run) in enumerate(zip(keys, runs, strict=True))
+        if furthest[key] != number
+    ]
+    return [runs[number] for number in sorted(furthest.values())], notes
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:

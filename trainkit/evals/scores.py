@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -89,7 +89,8 @@ class Evaluation:
         check_free(target)
         with explain_os_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+            partial = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+            partial.mkdir()
             try:
                 (partial / "samples").mkdir()
                 for task, rows in self.samples.items():
@@ -98,7 +99,6 @@ class Evaluation:
                     (partial / "samples" / name).write_text(text, "utf-8", "backslashreplace")
                 content = json.dumps(jsonable(self.to_dict()), ensure_ascii=False, indent=2)
                 (partial / RESULTS).write_text(f"{content}\n", "utf-8", "backslashreplace")
-                partial.chmod(0o755)
                 if target.is_dir():
                     target.rmdir()
                 partial.rename(target)
@@ -106,6 +106,20 @@ class Evaluation:
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
+
+
+def earlier(target: Path, asked: Mapping[str, Any]) -> tuple[list[Score], list[str]] | None:
+    """Scores and notes that an earlier call left there, if it asked the same of the same weights.
+
+    A call that was killed while it redrew the report has left all of them.
+    """
+    try:
+        content = json.loads((target / RESULTS).read_text(encoding="utf-8"))
+        if content["asked"] != jsonable(dict(asked)):
+            return None
+        return [Score(**row) for row in content["scores"]], list(content["notes"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def check_free(target: Path) -> None:

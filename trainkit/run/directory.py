@@ -7,7 +7,9 @@ complete or not at all (``trainkit.run.files``) and goes through ``trainkit.reda
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shlex
 import shutil
 import time
 import traceback
@@ -17,16 +19,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError, TrainkitError
-from trainkit.places import regular_files
+from trainkit.places import checkpoints_in, regular_files, step_of
 from trainkit.redact import redact, redact_text
 from trainkit.run.files import (
-    PRIVATE_DIRECTORY_MODE,
-    PRIVATE_FILE_MODE,
+    RunGoneError,
     explain_os_errors,
     write_json_atomic,
     write_text_atomic,
 )
-from trainkit.run.metrics import MetricsWriter, read_metrics
+from trainkit.run.metrics import MetricsWriter
 from trainkit.run.status import Status, exit_reason, read_status, this_process
 
 State = Literal["running", "done", "failed", "interrupted"]
@@ -42,6 +43,8 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._last_heartbeat = 0.0
+        self._step: int | None = None
+        self._held: int | None = None
 
     # -- making and opening -------------------------------------------------------------------
 
@@ -68,7 +71,7 @@ class RunDirectory:
                 root = parent / (base if attempt == 1 else f"{base}-{attempt}")
                 # mkdir is the lock: of two runs started in one second, one gets the next number.
                 with contextlib.suppress(FileExistsError):
-                    root.mkdir(mode=PRIVATE_DIRECTORY_MODE)
+                    root.mkdir()
                     return cls(root.resolve())._made()
         raise RunDirectoryError(f"a thousand runs named {base} exist", where=str(parent))
 
@@ -87,7 +90,7 @@ class RunDirectory:
                     where=str(path),
                     fix="give another --output-dir",
                 )
-            if root.is_dir() and any(root.iterdir()):
+            if root.is_dir() and not is_unfinished(root):
                 raise RunDirectoryError(
                     "the output directory exists and is not empty; a run is never overwritten",
                     where=str(path),
@@ -105,7 +108,7 @@ class RunDirectory:
         cls.check_free(path)
         root = Path(path).expanduser()
         with explain_os_errors(root):
-            root.mkdir(mode=PRIVATE_DIRECTORY_MODE, parents=True, exist_ok=True)
+            root.mkdir(parents=True, exist_ok=True)
         return cls(root.resolve())._made()
 
     @classmethod
@@ -141,7 +144,7 @@ class RunDirectory:
 
     def _prepare(self) -> RunDirectory:
         with explain_os_errors(self.root):
-            self.logs.mkdir(mode=PRIVATE_DIRECTORY_MODE, exist_ok=True)
+            self.logs.mkdir(exist_ok=True)
             self.plots.mkdir(exist_ok=True)
         self.write_status("running")
         return self
@@ -267,19 +270,18 @@ class RunDirectory:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write_text(self, path: Path, text: str, *, private: bool = False) -> None:
+    def write_text(self, path: Path, text: str) -> None:
         """Write a text file of the run atomically, without secrets.
 
         Args:
             path: a path inside the run directory.
             text: all of the content.
-            private: readable by the owner only.
         """
-        write_text_atomic(path, redact_text(text), mode=PRIVATE_FILE_MODE if private else None)
+        write_text_atomic(path, redact_text(text))
 
-    def write_json(self, path: Path, value: Any, *, private: bool = False) -> None:
+    def write_json(self, path: Path, value: Any) -> None:
         """Write a JSON file of the run atomically, without secrets."""
-        write_json_atomic(path, redact(value), mode=PRIVATE_FILE_MODE if private else None)
+        write_json_atomic(path, redact(value))
 
     def open_metrics(self, *, resume_step: int | None = None) -> MetricsWriter:
         """Open ``metrics.jsonl`` for appending; ``resume_step`` marks a resumed run.
@@ -329,11 +331,46 @@ class RunDirectory:
         )
 
     def heartbeat(self, step: int) -> None:
-        """Record the last finished step, at most every ten seconds: cheap to call each step."""
+        """Record the last finished step, at most every ten seconds: cheap to call each step.
+
+        Raises:
+            RunGoneError: the directory is not where it was.
+        """
+        self._step = step
+        self.refuse_gone()
         now = time.monotonic()
         if now - self._last_heartbeat >= _HEARTBEAT_SECONDS:
             self._last_heartbeat = now
             self.write_status("running", step=step)
+
+    def refuse_gone(self) -> None:
+        """See that the directory is still there; from the first call on, that it is the same one.
+
+        Raises:
+            RunGoneError: saying where its last checkpoint is.
+        """
+        with contextlib.suppress(OSError):
+            if self._held is None:
+                self._held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+            if os.path.samestat(self.root.stat(), os.fstat(self._held)):
+                return
+        place = None
+        if self._held is not None:
+            with contextlib.suppress(OSError):  # not Linux
+                place = Path(os.readlink(f"/proc/self/fd/{self._held}"))  # noqa: PTH115 - no file
+        if place is None or not place.is_dir():
+            raise RunGoneError(
+                "the run directory was deleted while the run went on, and its checkpoints with it",
+                where=str(self.root),
+                fix="start a new run",
+            )
+        last = max(checkpoints_in(place), key=step_of, default=None)
+        raise RunGoneError(
+            f"the run directory was moved to {place} while the run went on; "
+            + (f"its last checkpoint is {last}" if last else "it had no checkpoint yet"),
+            where=str(self.root),
+            fix=f"go on there: {shlex.join(['trainkit', 'sft', '--resume', str(place)])}",
+        )
 
     def _save(self, status: Status) -> None:
         write_json_atomic(self.status_file, status.to_dict())
@@ -357,10 +394,10 @@ class RunDirectory:
             with contextlib.suppress(OSError, TrainkitError):
                 self._record_end(error)
             raise
-        self.write_status("done", step=self._last_metrics_step())
+        self.write_status("done", step=self._step)
 
     def _record_end(self, error: BaseException) -> None:
-        step = self._last_metrics_step()
+        step = self._step
         if isinstance(error, SystemExit) and error.code in (0, None):
             if self.status().state == "running":
                 self.write_status("done", step=step)
@@ -381,11 +418,18 @@ class RunDirectory:
         self.write_status("failed", reason=reason, step=step)
         if not own:
             trace = "".join(traceback.format_exception(error))
-            self.write_text(self.logs / "traceback.txt", trace, private=True)
+            self.write_text(self.logs / "traceback.txt", trace)
 
-    def _last_metrics_step(self) -> int | None:
-        rows = read_metrics(self.metrics)
-        return max((row["step"] for row in rows), default=None)
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a directory is empty, or a start was killed in it before there was a run."""
+    if not path.is_dir() or (path / "status.json").exists():
+        return False
+    own = re.compile(r"logs|plots|\.lock|\.status\.json\..*")
+    return all(
+        own.fullmatch(child.name) and not (child.is_dir() and any(child.iterdir()))
+        for child in path.iterdir()
+    )
 
 
 def file_name(name: str) -> str:

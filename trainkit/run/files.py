@@ -7,7 +7,7 @@ import errno
 import json
 import math
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,18 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.places import fsync_directory, regular
 
-PRIVATE_FILE_MODE = 0o600
-PRIVATE_DIRECTORY_MODE = 0o700
-
 # EFBIG is the same event under a file-size limit, EDQUOT under a quota.
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class DiskFullError(RunDirectoryError):
     """No space is left for a file of the run; what was written before is intact."""
+
+    exit_code = 1
+
+
+class RunGoneError(RunDirectoryError):
+    """The run directory was moved or deleted while the run went on; it is not made again."""
 
     exit_code = 1
 
@@ -53,46 +56,50 @@ def explain_os_errors(path: Path) -> Iterator[None]:
                 where=str(path),
                 fix="choose another directory with --output-dir",
             ) from error
+        if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+            raise RunGoneError(
+                "the directory is gone: it was moved or deleted",
+                where=str(path.parent),
+                fix="continue it where it is now: trainkit sft --resume DIRECTORY",
+            ) from error
         raise
 
 
-def write_bytes_atomic(path: Path, data: bytes, *, mode: int | None = None) -> None:
+def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step; on any failure the old file stays as it was.
 
     Args:
         path: the file; its directory exists.
         data: all of the content.
-        mode: permission bits, or None for what the process's umask gives.
 
     Raises:
         DiskFullError: no space is left.
+        RunDirectoryError: its directory is gone, or cannot be written.
     """
     with explain_os_errors(path):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
         try:
-            with os.fdopen(handle, "wb") as stream:
+            with temporary.open("xb") as stream:  # with the rights that the umask gives
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            # mkstemp makes 0600 files whatever the umask.
-            Path(temporary).chmod(0o666 & ~current_umask() if mode is None else mode)
-            Path(temporary).replace(path)
+            temporary.replace(path)
         except BaseException:
             with contextlib.suppress(OSError):
-                Path(temporary).unlink()
+                temporary.unlink()
             raise
         fsync_directory(path.parent)
 
 
-def write_text_atomic(path: Path, text: str, *, mode: int | None = None) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """``write_bytes_atomic`` for UTF-8 text. Lone surrogates are written as escapes."""
-    write_bytes_atomic(path, text.encode("utf-8", errors="backslashreplace"), mode=mode)
+    write_bytes_atomic(path, text.encode("utf-8", errors="backslashreplace"))
 
 
-def write_json_atomic(path: Path, value: Any, *, mode: int | None = None) -> None:
+def write_json_atomic(path: Path, value: Any) -> None:
     """``write_text_atomic`` for one JSON value, indented, strict (see ``jsonable``)."""
     text = json.dumps(jsonable(value), ensure_ascii=False, indent=2, allow_nan=False)
-    write_text_atomic(path, text + "\n", mode=mode)
+    write_text_atomic(path, text + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -117,10 +124,3 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     return value
-
-
-def current_umask() -> int:
-    """The process's umask. It can only be read by setting it: the window is two system calls."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -14,7 +14,7 @@ from pathlib import Path
 from trainkit.errors import RunDirectoryError
 from trainkit.processes import Process
 from trainkit.run.directory import RunDirectory
-from trainkit.run.files import PRIVATE_FILE_MODE, explain_os_errors
+from trainkit.run.files import explain_os_errors
 
 _NAME = ".lock"
 _HALF_WRITTEN = re.compile(r"\..+\.[a-z0-9_]{8}")
@@ -40,7 +40,7 @@ def locked(run: RunDirectory) -> Iterator[None]:
 
 
 def _take(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     with os.fdopen(descriptor, "r+", encoding="utf-8") as stream:
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # two starts look at the file one after the other
         owner = _owner(stream.read())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from pathlib import Path
 
 from trainkit.redact import redact_text
-from trainkit.run.files import PRIVATE_FILE_MODE, explain_os_errors
+from trainkit.run.files import explain_os_errors
 
 # These libraries keep their records from the root logger, so each needs the handler itself.
 _LIBRARIES = ("transformers", "datasets", "accelerate", "DeepSpeed", "peft")
@@ -23,8 +22,6 @@ class RankLogHandler(logging.FileHandler):
 
     def __init__(self, path: Path, dist_rank: int) -> None:
         with explain_os_errors(path):
-            # Made private before the first byte is in it.
-            os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, PRIVATE_FILE_MODE))
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.setLevel(logging.INFO)
         layout = f"%(asctime)s rank{dist_rank} %(levelname)s %(name)s: %(message)s"

@@ -162,7 +162,7 @@ def read_scores(run: Path) -> list[dict[str, Any]]:
         Rows of ``results.json``, each with the ``directory`` that it is from.
     """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
-    for path in sorted(run.glob(f"eval/*/{RESULTS}")):
+    for path in sorted(run.glob(f"eval/[!.]*/{RESULTS}")):
         try:
             rows = json.loads(path.read_text(encoding="utf-8"))["scores"]
             for row in rows:

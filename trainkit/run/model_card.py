@@ -102,7 +102,8 @@ def _figures(run: RunDirectory) -> list[str]:
     evaluations = [row for row in metrics if "eval_loss" in row]
     lines = []
     if rows:
-        lines.append(f"| steps | {rows[-1]['step']} |")
+        steps = max(metrics[-1]["step"], run.status().last_step or 0)
+        lines.append(f"| steps | {steps} |")
         first, last = format_loss(rows[0]["loss"]), format_loss(rows[-1]["loss"])
         lines.append(f"| training loss | {first} -> {last} |")
     if evaluations:

@@ -17,9 +17,8 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.places import checkpoints_in, step_of
 from trainkit.redact import REDACTED, redact, redact_argv
-from trainkit.run.directory import RunDirectory, file_name
+from trainkit.run.directory import RunDirectory, file_name, is_unfinished
 from trainkit.run.files import (
-    PRIVATE_FILE_MODE,
     explain_os_errors,
     jsonable,
     write_text_atomic,
@@ -61,7 +60,7 @@ def append_start(run: RunDirectory, start: Start) -> None:
     line = json.dumps(jsonable(redact(row)), ensure_ascii=False) + "\n"
     before = run.changes.read_text(encoding="utf-8") if run.changes.is_file() else ""
     whole = before[: before.rfind("\n") + 1]  # without a line that a crash tore
-    write_text_atomic(run.changes, whole + line, mode=PRIVATE_FILE_MODE)
+    write_text_atomic(run.changes, whole + line)
 
 
 def read_starts(run: RunDirectory) -> list[Start]:
@@ -141,11 +140,8 @@ def begin_again(path: Path) -> RunDirectory:
     Raises:
         RunDirectoryError: the directory holds something else.
     """
-    own = {"logs", "plots", ".lock"}
-    if not (path / "status.json").is_file() and path.is_dir():
-        foreign = [child for child in path.iterdir() if child.name not in own]
-        if all(child.name.startswith(".status.json") for child in foreign):
-            return RunDirectory.adopt(path)  # killed while it was being made
+    if is_unfinished(path):
+        return RunDirectory.adopt(path)
     run = RunDirectory.open(path)
     for pattern in ("dropped*.jsonl", "changed*.jsonl"):  # rows are added to these as they stream
         for ledger in run.root.glob(pattern):

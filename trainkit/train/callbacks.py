@@ -74,7 +74,8 @@ class RunRecorder(TrainerCallback):
         self._evaluated = {
             row["step"] for row in rows if any(key.startswith("eval_") for key in row)
         }
-        self._run.write_status("running", total_steps=state.max_steps)
+        self._run.heartbeat(state.global_step)
+        self._run.write_status("running", step=state.global_step, total_steps=state.max_steps)
         if args.max_steps <= 0 and state.max_steps < FEW_STEPS:  # else it was asked for
             self._console.warn(
                 f"all data and epochs make {state.max_steps} optimizer steps, which hardly train a "

@@ -65,7 +65,7 @@ def written_together(
     """
     staged: list[str | None] = [None]
     if accelerator.is_main_process:
-        staged[0] = str(stage(target, replace=replace))
+        staged[0] = str(stage(target, replace=replace, makes_parent=False))
     staging = Path(str(broadcast_object_list(staged)[0]))
     inner = staging / target.name
     failure: Exception | None = None
@@ -159,7 +159,7 @@ class CheckpointWriter:
                 remove_directory(target)  # written by an attempt that is being redone
             sizes = [size_of(path) for path in checkpoints_in(self.root)]
             shortage = partial(free_space_check, target, max([self._expected(), *sizes]))
-            staged[0] = str(stage(target))
+            staged[0] = str(stage(target, makes_parent=False))
         staging = Path(str(broadcast_object_list(staged)[0]))
         save = Save(staging / target.name)
         save.attempt(partial(save.directory.mkdir, exist_ok=True))

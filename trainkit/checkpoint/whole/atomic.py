@@ -31,7 +31,7 @@ from trainkit.checkpoint.whole.manifest import (
     verify_directory,
 )
 from trainkit.errors import CheckpointError
-from trainkit.places import checkpoints_in, fsync_directory
+from trainkit.places import checkpoints_in, fsync_directory, own_umask
 
 __all__ = [
     "MANIFEST_NAME",
@@ -83,8 +83,13 @@ def staged_directory(
         raise
 
 
-def stage(target: Path, *, replace: bool = False) -> Path:
+def stage(target: Path, *, replace: bool = False, makes_parent: bool = True) -> Path:
     """Make a staging directory next to ``target`` and sweep what dead processes left there.
+
+    Args:
+        target: see `staged_directory`.
+        replace: likewise.
+        makes_parent: where it is missing; a run directory that is gone is not made again.
 
     Returns:
         The staging directory: ``.<name>.staging-<uuid>`` in the target's parent, so that the final
@@ -103,7 +108,8 @@ def stage(target: Path, *, replace: bool = False) -> Path:
         )
     staging = target.parent / f".{target.name}.staging-{uuid.uuid4().hex}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if makes_parent:
+            target.parent.mkdir(parents=True, exist_ok=True)
         clean_leftovers(target.parent)
         # The owner is written first: a staging directory without one is never a fresh one.
         write_owner(staging)
@@ -161,6 +167,8 @@ def commit(
     known = {entry.path: entry for entry in recorded}
     try:
         present = list_files(staging)
+        for path in present:  # safetensors writes for the owner alone, whatever the umask
+            (staging / path).chmod(0o666 & ~own_umask())
         _check_recorded(staging, known, present)
         fresh = hash_files(staging, [path for path in present if path not in known], fsync=True)
         manifest = Manifest((*known.values(), *fresh), dict(metadata or {}))

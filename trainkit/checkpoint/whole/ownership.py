@@ -2,7 +2,8 @@
 
 A digest does not help against somebody who can write the manifest too: no code of theirs would run
 (see ``weights.contents``), but their numbers would be trained on. So every file must belong to this
-user, must not be writable by others, and must lie in the checkpoint itself.
+user, must not be writable by others beyond what this user's own umask lets them write, and must lie
+in the checkpoint itself.
 """
 
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from trainkit.checkpoint.whole.manifest import list_files
 from trainkit.errors import CheckpointError
+from trainkit.places import own_umask
 
 
 def refuse_foreign(directory: Path) -> None:
@@ -31,11 +33,12 @@ def refuse_foreign(directory: Path) -> None:
     if above.st_uid == me and not above.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         return  # nobody else gets in here, whatever a lax umask wrote on the files
     folders = {(directory / name).parent for name in list_files(directory)}
+    kept_out = own_umask()
     # Whoever may write a folder may replace a file in it.
     for path in [directory.parent, directory, *sorted(folders), *_files(directory)]:
         status = path.lstat()
         is_mine = status.st_uid in (me, 0)
-        is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+        is_open = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & kept_out)
         # In a sticky folder such as /tmp others can add files, but not replace mine.
         if path == directory.parent and status.st_mode & stat.S_ISVTX:
             is_mine, is_open = True, False

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -257,18 +257,23 @@ def warmup_end(rates: Series) -> float | None:
 
 def by_minutes(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The training rows with the minutes spent in steps so far as their ``step``."""
-    result = []
-    seconds = 0.0
-    last_step = 0
-    for row in rows:
-        spent = as_float(row.get("step_seconds"))
-        if spent is None or "loss" not in row:
-            continue
-        # step_seconds is per step; a row may stand for several.
-        seconds += spent * max(row["step"] - last_step, 1)
-        last_step = row["step"]
-        result.append({**row, "step": seconds / 60})
-    return result
+    timed = [row for row in rows if "loss" in row and as_float(row.get("step_seconds")) is not None]
+    spent = seconds_spent(
+        [row["step"] for row in timed], [as_float(row["step_seconds"]) or 0.0 for row in timed]
+    )
+    return [{**row, "step": each / 60} for row, each in zip(timed, spent, strict=True)]
+
+
+def seconds_spent(steps: Sequence[float], step_seconds: Sequence[float]) -> list[float]:
+    """The seconds in all steps up to each row: a row stands for every step since the one before.
+
+    Args:
+        steps: of the rows.
+        step_seconds: of one step, as each row says.
+    """
+    befores = [0.0, *steps[:-1]]
+    parts = zip(befores, steps, step_seconds, strict=True)
+    return list(accumulate(each * max(step - before, 1) for before, step, each in parts))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

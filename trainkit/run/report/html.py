@@ -14,7 +14,7 @@ from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_count, format_duration, format_loss, format_number
 from trainkit.run.metrics import SCORE_HEAD, read_scores, score_cells
-from trainkit.run.report.curves import History
+from trainkit.run.report.curves import History, seconds_spent
 from trainkit.run.report.page import curves, details, figures, page, paragraph, section, table
 from trainkit.run.report.plot import svg_plots
 from trainkit.run.report.what_runs import figure, fp8_section, kernels_section
@@ -102,11 +102,13 @@ def _head(
         f"<h1>{escape(run.name)}</h1>"
         f"<p><span class='state {escape(state)}'>{escape(state)}</span>{reason}"
         f" <span class='dim'>started {escape(status.started)}</span></p>"
-        + figures(headline_figures(history, answers))
+        + figures(headline_figures(run, history, answers))
     )
 
 
-def headline_figures(history: History, answers: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+def headline_figures(
+    run: RunDirectory, history: History, answers: Mapping[str, Any] | None
+) -> list[tuple[str, str]]:
     """What a reader looks for first, as (label, value)."""
     first, last = history.first, history.last
     columns = history.columns
@@ -120,15 +122,16 @@ def headline_figures(history: History, answers: Mapping[str, Any] | None) -> lis
     if len(evaluation):
         found.append(("evaluation loss", format_loss(evaluation.values[-1])))
     if last:
-        found.append(("steps", f"{last['step']:,}"))
+        found.append(("steps", f"{max(history.last_step, run.status().last_step or 0):,}"))
     if last and last.get("epoch") is not None:
         found.append(("epochs", format_number(last["epoch"])))
     tokens = sum(columns.series("num_tokens").values)
     if tokens:
         found.append(("tokens", format_count(tokens)))
-    seconds = sum(columns.series("step_seconds").values)
-    if seconds:
-        found.append(("time in steps", format_duration(seconds)))
+    timed = columns.series("step_seconds")
+    if len(timed):
+        spent = seconds_spent(timed.steps, timed.values)[-1]
+        found.append(("time in steps", format_duration(spent)))
     speed = sorted(columns.series("tokens_per_second").values)
     if speed:
         found.append(("median tokens/s", format_count(speed[len(speed) // 2])))
@@ -220,8 +223,9 @@ def _against_earlier(run: RunDirectory, history: History) -> str:
         for key in dict.fromkeys([*theirs, *mine])
         if theirs.get(key) != mine.get(key) and key not in _OWN
     ]
-    now = headline_figures(history, read_json(run.generation_eval))
-    before = dict(headline_figures(History.read(other.metrics), read_json(other.generation_eval)))
+    now = headline_figures(run, history, read_json(run.generation_eval))
+    earlier = History.read(other.metrics), read_json(other.generation_eval)
+    before = dict(headline_figures(other, *earlier))
     figures_of_both = [(label, before.get(label, ""), value) for label, value in now]
     command = escape(shlex.join(["trainkit", "compare", other.name, run.name]))
     more = f"<p><code>{command}</code> says which differences are noise.</p>"

@@ -281,7 +281,8 @@ def _lines_by_name(rows: Columns) -> list[tuple[Curve, Callable[..., None]]]:
 def measured_keys(rows: Columns) -> list[str]:
     """Figures of benchmarks and answers that have a curve, in order of appearance."""
     keys = [key for key in rows.keys if key.startswith(MEASURED.key) and "/" in key]
-    own = [key for key in keys if not key.startswith(f"{MEASURED.key}{BY_SOURCE.key}")]
+    others = (f"{MEASURED.key}{BY_SOURCE.key}", f"{MEASURED.key}num_")  # counts, always the same
+    own = [key for key in keys if not key.startswith(others)]
     return [key for key in own if len(rows.series(key)) > 1]
 
 

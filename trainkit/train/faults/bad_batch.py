@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from trainkit.errors import RunDirectoryError
-from trainkit.run.files import PRIVATE_FILE_MODE, jsonable, write_bytes_atomic
+from trainkit.run.files import jsonable, write_bytes_atomic
 
 FOLDER = "bad_batches"
 WEIGHTS = "weights"
@@ -84,7 +84,7 @@ def write_batch(run: Path, bad: BadBatch) -> Path:
     text = json.dumps(jsonable(about), ensure_ascii=False)
     data = save(tensors, metadata={"bad_batch": text})
     path = folder / f"rank{bad.dist_rank}.safetensors"
-    write_bytes_atomic(path, data, mode=PRIVATE_FILE_MODE)
+    write_bytes_atomic(path, data)
     if bad.dist_rank == 0:
         for old in steps_kept(run)[:-_KEPT]:
             shutil.rmtree(folder_of(run, old), ignore_errors=True)

@@ -24,7 +24,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.processes import Process
-from trainkit.run.files import PRIVATE_FILE_MODE
 from trainkit.run.going_on import resume_command
 from trainkit.terminal import visible
 
@@ -158,8 +157,9 @@ class Watch:
                 self._leave()
             faulthandler.unregister(signal.SIGUSR2)
             stacks.close()
-            if not self._stacks(self._rank).stat().st_size:
-                self._stacks(self._rank).unlink()
+            with contextlib.suppress(FileNotFoundError):  # the run directory may be gone
+                if not self._stacks(self._rank).stat().st_size:
+                    self._stacks(self._rank).unlink()
 
     def _leave(self) -> None:
         """This rank has ended well; the last one takes the folder along."""
@@ -190,9 +190,7 @@ class Watch:
     def _write(self) -> None:
         text = json.dumps(asdict(self._line)).encode().ljust(_LINE_BYTES)
         with contextlib.suppress(OSError):  # a full disk must not end a run that could go on
-            descriptor = os.open(
-                self._file(self._rank), os.O_WRONLY | os.O_CREAT, PRIVATE_FILE_MODE
-            )
+            descriptor = os.open(self._file(self._rank), os.O_WRONLY | os.O_CREAT, 0o666)
             try:
                 os.pwrite(descriptor, text, 0)
             finally:

@@ -14,6 +14,7 @@ from trainkit.errors import RecipeError, ResumeRefusedError, RunDirectoryError
 from trainkit.places import checkpoints_in, step_of
 from trainkit.recipe import LoadedRecipe, load_recipe, option_values, yaml_text
 from trainkit.run import RunDirectory
+from trainkit.run.directory import is_unfinished
 from trainkit.run.starts import read_starts, recorded_overrides, runs_named
 from trainkit.run.status import is_restarted, launch_id
 
@@ -70,6 +71,11 @@ def read_command(
         loaded = _load(config, overrides, options)
         return Given(loaded, _as_overrides(overrides, options, loaded))
     path = Path(resume).expanduser().resolve()
+    if is_unfinished(path):
+        if config is None:
+            raise _stopped_too_early(path)
+        loaded = _load(config, overrides, options)
+        return Given(loaded, _as_overrides(overrides, options, loaded), resume=path)
     is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
     if is_checkpoint and step_of(path) < 0:
         raise ResumeRefusedError(
@@ -153,11 +159,7 @@ def _continued(
     recorded = recorded_overrides(run)
     if config is None:
         if not run.recipe.is_file():
-            raise RunDirectoryError(
-                "the run was stopped before it wrote down its recipe",
-                where=str(run.recipe),
-                fix="give the recipe once more with --config",
-            )
+            raise _stopped_too_early(run.root)
         loaded = load_recipe(run.recipe, overrides, options, bases=run.bases, recorded=recorded)
     else:
         loaded = load_recipe(config, overrides, options, recorded=recorded)
@@ -202,6 +204,14 @@ def _load(
     if config is None:
         raise _no_recipe()
     return load_recipe(config, overrides, options)
+
+
+def _stopped_too_early(run: Path) -> RunDirectoryError:
+    return RunDirectoryError(
+        "the run was stopped before it wrote down its recipe",
+        where=str(run),
+        fix="give the recipe once more with --config, and what else was typed",
+    )
 
 
 def _no_recipe() -> RecipeError:

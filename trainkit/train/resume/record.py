@@ -49,13 +49,13 @@ def write_record(
     machine: Machine,
 ) -> None:
     """What is known before a run is built: recipe, command, environment, data."""
+    append_start(run, Start(overrides=options.overrides))  # the recipe alone is not what was given
     _write_recipe(run, loaded)
-    append_start(run, Start(overrides=options.overrides))
-    run.write_text(run.resolved, dump_resolved(loaded, machine), private=True)
-    run.write_text(run.command, command_script(), private=True)
-    run.write_json(run.environment, capture_environment(), private=True)
+    run.write_text(run.resolved, dump_resolved(loaded, machine))
+    run.write_text(run.command, command_script())
+    run.write_json(run.environment, capture_environment())
     run.write_json(run.data, data.summary)
-    run.write_json(run.root / SAMPLES, shown_samples(data, tokenizer), private=True)
+    run.write_json(run.root / SAMPLES, shown_samples(data, tokenizer))
     for target in (run.dropped, run.changed):
         entries = data.ledger.with_name(target.name)
         if entries.exists():
@@ -118,7 +118,7 @@ def write_start(
             _write_recipe(run, loaded)
         loaded = _labelled(loaded, f"override at step {point.step}")
     text = dump_resolved(loaded, machine, settled=settled(loaded, machine, args, attention))
-    run.write_text(run.resolved, text, private=True)
+    run.write_text(run.resolved, text)
 
 
 def settled(

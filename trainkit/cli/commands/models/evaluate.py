@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
@@ -15,7 +16,7 @@ from trainkit.cli.start import without_collection
 from trainkit.errors import RecipeError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from trainkit.evals.scores import Evaluation
     from trainkit.infer.locate import ModelPaths
@@ -116,7 +117,7 @@ def evaluate(
     Several GPUs of this host share the questions. HumanEval runs what the model writes, and needs
     --allow-code.
     """
-    from trainkit.evals.scores import as_lines, check_free
+    from trainkit.evals.scores import check_free, earlier
     from trainkit.infer import benchmark
     from trainkit.infer.locate import find_model
 
@@ -127,9 +128,6 @@ def evaluate(
     paths = find_model(model, adapter=adapter, base_model=base_model)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     target = benchmark.target_of(output, paths, stamp)
-    check_free(target)
-    if backend is Backend.transformers:
-        benchmark.on_all_gpus(list(context.obj or ()), device)
     asking = benchmark.Asking(
         chat_template,
         None if thinking is None else thinking is Switch.on,
@@ -143,6 +141,18 @@ def evaluate(
         "shots": shots,
         "allow_code": allow_code,
     }
+    asked = {
+        "tasks": names, **choice, "backend": backend.value, "dtype": dtype.value,
+        "chat_template": chat_template, **benchmark.settings_of(paths, asking),
+    }  # fmt: skip
+    known = earlier(target, asked)
+    if known is not None and asked["weights"] is not None:
+        echo(f"{target} has these scores from an earlier call", err=True)
+        _tell(paths, target, *known, as_json=as_json)
+        return
+    check_free(target)
+    if backend is Backend.transformers:
+        benchmark.on_all_gpus(list(context.obj or ()), device)
     with without_collection():
         ask = _ready(
             paths, asking, {"tasks": names, **choice}, backend, dtype, device,
@@ -151,14 +161,23 @@ def evaluate(
     found = ask()
     if found is None:
         return  # not the first rank
-    found.write(target)
+    replace(found, settings={**found.settings, "asked": asked}).write(target)
+    _tell(paths, target, found.scores, found.notes, as_json=as_json)
+
+
+def _tell(
+    paths: "ModelPaths", target: Path, scores: Any, notes: "Sequence[str]", *, as_json: bool
+) -> None:
+    """Put the scores into the run's report, and print them."""
+    from trainkit.evals.scores import as_lines
+
     _into_the_report(paths)
-    for score in found.scores if as_json else ():
+    for score in scores if as_json else ():
         echo(json.dumps(found_row(score, target), ensure_ascii=False))
     if not as_json:
-        for line in as_lines(found.scores):
+        for line in as_lines(scores):
             echo(line)
-    for note in found.notes:
+    for note in notes:
         echo(note, err=True)
     if not as_json:
         echo(str(target))

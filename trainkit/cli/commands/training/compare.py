@@ -39,19 +39,23 @@ def compare(
     that a difference between recipes is judged by.
     """
     from trainkit.compare.report import as_page, as_text
-    from trainkit.compare.runs import differing_keys, group_by_recipe, read_run
+    from trainkit.compare.runs import differing_keys, group_by_recipe, one_of_each, read_run
     from trainkit.compare.verdicts import verdicts
 
     if len(runs) < 2:
         raise typer.BadParameter("give two or more run directories")
-    read = [read_run(path, _resolved(path)) for path in runs]
+    read, notes = one_of_each([read_run(path, _resolved(path)) for path in runs])
+    for note in notes:
+        echo(note, err=True)
     keys = differing_keys(read)
     found = list(verdicts(group_by_recipe(read)))
     if html is not None:
         from trainkit.run.files import write_text_atomic
         from trainkit.run.report.plot import comparison_svgs
 
-        write_text_atomic(html, as_page(read, keys, found, comparison_svgs(runs)))
+        write_text_atomic(
+            html, as_page(read, keys, found, comparison_svgs([run.path for run in read]))
+        )
         echo(str(html), err=True)
     if as_json:
         rows: list[Mapping[str, Any]] = [run.summary() for run in read]
