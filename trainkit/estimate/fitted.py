@@ -51,6 +51,25 @@ _LOWERED = {
 }
 """Behind what makes it fit."""
 
+_OFFLOADED = "zero3_offload"
+
+_FRUGAL = "llama3.1-8b-full-18gib"
+"""What takes the least of one GPU, and several times less of the host than offloading."""
+
+_FRUGAL_COMMENTS = {
+    "model.loss_chunk_tokens": _TILES,
+    "optim_in_backward": "one weight's gradient at a time, instead of all of them",
+    "training.optim": "two moments of 8 bits a weight, on the host where the GPU is full",
+}
+
+_FRUGALLY = (
+    "model.master_weights=false",
+    "training.optim=paged_adamw_8bit",
+    "optim_in_backward=true",
+    "recompute={every: 1, offload: true}",
+)
+"""What it does that the others do not."""
+
 _LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora"}
 
 
@@ -69,7 +88,7 @@ class Fitted:
     changed: Sequence[str]
 
 
-def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: int = 1) -> Fitted:
+def fitted_recipe(model: str, data: Sequence[Any], method: str, gpu: Gpu, gpus: int = 1) -> Fitted:
     """Fill a shipped recipe in, and lower what it takes until the GPU has it.
 
     Args:
@@ -117,6 +136,13 @@ def fitted_recipe(model: str, data: Sequence[str], method: str, gpu: Gpu, gpus: 
     found = _estimated(text, gpu, gpus, shape)
     if found is not None and not found.fits:
         same = [each for each in found.suggestions if not each.changes_result]
+        if method == "full" and gpus == 1 and not (same and _OFFLOADED not in same[0].settings):
+            values.pop("deepspeed")
+            comments.pop("global_batch_size", None)
+            frugal = with_values(shipped_text(_FRUGAL), values, {**comments, **_FRUGAL_COMMENTS})
+            small = _estimated(frugal, gpu, gpus, shape)
+            if small is not None and small.fits:
+                return Fitted(_with_header(frugal, model, method, small), small, _FRUGALLY)
         if not same:
             raise RecipeError(_too_large(found), where="--gpu", fix=_way_out(found))
         # global_batch_size stays, and with it the number of rows a step

@@ -94,7 +94,7 @@ class TokenMeanLoss:
 
 def _dataset(data: PreparedData, shape: RowShape, seed: int | None) -> EpochDataset:
     if shape.packing:
-        return PackedDataset(data, shape.max_length, seed=seed or 0, mixed=seed is not None)
+        return PackedDataset(data, shape.max_length, seed=seed)
     return SampleDataset(data, seed=seed)
 
 

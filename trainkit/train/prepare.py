@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit.data.read.messages import Conversation
+from trainkit.errors import RecipeError
 from trainkit.lora.quant import refuse_unfit_device
 from trainkit.models.files import context_warning
 from trainkit.models.fp8.decide import refuse_unfit
@@ -23,6 +24,7 @@ from trainkit.recipe import (
     LoadedRecipe,
     Recipe,
     SftOptions,
+    default_of,
     read_chat_template,
     resolve_accumulation,
 )
@@ -131,6 +133,7 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
             objective=OBJECTIVES[recipe.objective],
             held_out=recipe.data.eval_part,
         )
+    _refuse_no_batch(recipe, data, layout)
     for note in (data.headline, *data.notes):
         console.note(visible(note))
     for warning in (*data.warnings, *_noise_warning(recipe, data)):
@@ -147,6 +150,25 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
     )
     args = trainer_arguments(recipe, layout)
     return Prepared(source, tokenizer, data, questions, layout, args)
+
+
+def _refuse_no_batch(recipe: Recipe, data: RunData, layout: Layout) -> None:
+    """Stop where rows that fill no batch would all be left out."""
+    if not recipe.training.get("dataloader_drop_last") or data.train.stream is not None:
+        return
+    name = "per_device_train_batch_size"
+    rows, micro = len(data.train.samples), recipe.training.get(name, default_of(f"training.{name}"))
+    if rows >= micro * layout.data_size:
+        return
+    kind = "packed rows" if recipe.data.packing else "rows"
+    fewer = rows // layout.data_size
+    raise RecipeError(
+        f"training.dataloader_drop_last: true leaves out what does not fill a batch, and the data "
+        f"has {rows} {kind} for one of {micro} x {layout.data_size} ranks = "
+        f"{micro * layout.data_size}: nothing would be trained",
+        where="training.dataloader_drop_last",
+        fix="remove it" + (f", or set training.{name}={fewer} or less" if fewer else ""),
+    )
 
 
 def _noise_warning(recipe: Recipe, data: RunData) -> list[str]:

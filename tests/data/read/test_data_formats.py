@@ -84,7 +84,7 @@ def test_switches_and_reasoning_are_read():
     _, _, first, _, second = parse_row(ROWS["messages"], "auto").messages
     assert (first.train, second.train, second.reasoning) == (False, True, "R")
     completion = parse_row(ROWS["prompt_completion"], "auto").messages
-    assert [m.train for m in completion if m.role == ASSISTANT] == [False, None]
+    assert [m.is_prompt for m in completion if m.role == ASSISTANT] == [True, False]
 
 
 def test_alpaca_joins_instruction_and_input():
@@ -210,7 +210,8 @@ def test_repairs_are_named():
     row = conversation((USER, "a"), (USER, "b"), (ASSISTANT, "c"), (USER, "d"))
     mended = validate(row, needs_assistant=True)
     assert [m.content for m in mended.messages] == ["a\n\nb", "c"]
-    assert mended.repairs == ("trailing_turns_removed", "user_turns_joined")
+    assert mended.repairs == ("user_turns_joined",)
+    assert [m.content for m in mended.cut] == ["d"]
 
 
 def test_templates_make_the_text_of_any_columns():

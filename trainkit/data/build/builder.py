@@ -23,6 +23,7 @@ from trainkit.data.read.messages import (
     RowError,
     TextRow,
     TokenRow,
+    switched,
     validate,
 )
 from trainkit.data.read.reading import RawRow
@@ -145,12 +146,11 @@ class SampleBuilder:
             try:
                 parsed = self._parse(row, source, built)
                 if isinstance(parsed, Conversation):
-                    drafter = self.drafter_of(parsed)
-                    mine = self._drafts(drafter, number, parsed, source, built)
-                    drafts.setdefault(drafter, []).extend(mine)
+                    mine = self._drafts(number, parsed, source, built)
+                    drafts.setdefault(self.drafter_of(parsed), []).extend(mine)
                 elif isinstance(parsed, Comparison):
+                    mine = self._compared(number, parsed, source, built)
                     drafter = self.drafter_of(parsed.conversations[0])
-                    mine = self._compared(drafter, number, parsed, source, built)
                     drafts.setdefault(drafter, []).extend(mine)
                     num_compared[number] = len(mine)
                 elif isinstance(parsed, TextRow):
@@ -168,11 +168,13 @@ class SampleBuilder:
         kept = set(built.rows)
         built.num_kept = len(kept)
         # A row of several samples may lose one of them: the row is then cut, not dropped.
+        # What was cut or repaired of a row that is dropped in the end is nothing that was used.
         built.events = [
             replace(event, action="cut")
             if event.action == "dropped" and event.row in kept
             else event
             for event in built.events
+            if event.action == "dropped" or event.row in kept
         ]
         for drafter in drafts:
             if drafter.options.template_kwargs == self.options.template_kwargs:
@@ -209,61 +211,73 @@ class SampleBuilder:
         built.counts.update(f"ignored:{field}" for field in parsed.ignored)
         return parsed
 
+    def read(self, parsed: Conversation, source: Source) -> tuple[Conversation, int]:
+        """A conversation as it is rendered, with a switch on every turn.
+
+        Returns:
+            it, and how many control tokens in its texts were broken up.
+
+        Raises:
+            RowError: it breaks a rule of conversations, or nothing of it could be trained.
+        """
+        mask = self.options.mask
+        turns = switched(parsed, mask=mask, roles=source.roles or self.options.roles)
+        whole = validate(turns, needs_assistant=mask != "none")
+        if not any(message.train for message in whole.messages):
+            raise RowError("nothing_trained", "no turn of the conversation is to be trained")
+        return self.drafter_of(whole).template.prepare(whole)
+
     def _drafts(
-        self,
-        drafter: Drafter,
-        row: int,
-        conversation: Conversation,
-        source: Source,
-        built: BuiltRows,
+        self, row: int, parsed: Conversation, source: Source, built: BuiltRows
     ) -> list[Draft]:
-        masks = self.options.mask != "none"
-        conversation = validate(conversation, needs_assistant=masks)
+        conversation, escaped = self.read(parsed, source)
+        drafter = self.drafter_of(conversation)
+        if conversation.cut:
+            texts = [message.content for message in conversation.cut]
+            tokens = sum(len(e.input_ids) for e in self.encoder.encode(texts, [[]] * len(texts)))
+            detail = f"{len(texts)} turns behind the last trained one were cut off"
+            built.events.append(Event(row, "cut", "trailing_turns_removed", detail, tokens))
         for repair in conversation.repairs:
             built.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
         idle = without_effect(conversation, drafter.template.text)
         built.counts.update(f"ignored:{field}" for field in idle)
-        conversation, escaped = drafter.template.prepare(conversation)
         if escaped:
             built.counts["escaped_special_tokens"] += escaped
             detail = f"{escaped} control tokens inside message text were broken up"
             built.events.append(Event(row, "repaired", "special_tokens_escaped", detail))
-        roles = frozenset(source.roles or self.options.roles)
-        if self.options.thinking != "split" or not masks or not has_reasoning(conversation):
-            drafts = [drafter.draft(row, 0, conversation, roles)]
-            stripped = bool(drafts[0].masked.stripped)
-        else:
-            turns = [i for i, m in enumerate(conversation.messages) if m.role == "assistant"]
-            drafts = [
-                drafter.draft(row, part, conversation.first(turn + 1), roles, only_last=True)
-                for part, turn in enumerate(turns)
-            ]
-            stripped = any(draft.masked.stripped for draft in drafts)
-            for draft in drafts:
-                if not draft.trained:
-                    built.counts.update(draft.counts)
-            drafts = [draft for draft in drafts if draft.trained]
-            built.counts["samples_from_split"] += max(len(drafts) - 1, 0)
+        masks = self.options.mask != "none"
+        split = masks and self.options.thinking == "split" and has_reasoning(conversation)
+        parts = split_turns(conversation) if split else [(0, conversation)]
+        drafts = [drafter.draft(row, part, each) for part, each in parts]
+        for draft in drafts if split else ():
+            if not draft.trained:
+                built.counts.update(draft.counts)
         if masks and not any(draft.trained for draft in drafts):
-            if stripped:
+            if any(draft.masked.stripped for draft in drafts):
                 raise RowError(
                     "thinking_stripped",
                     "the template strips the thinking of the turns that are to be trained; "
                     "thinking: preserve keeps it",
                 )
             raise RowError("nothing_trained", "no turn of the conversation is to be trained")
-        others = sum(bool(m.train) and m.role not in roles for m in conversation.messages)
+        for draft in drafts:
+            refuse_unplaced(draft, masks=masks)
+        if split:
+            drafts = [draft for draft in drafts if draft.trained]
+            built.counts["samples_from_split"] += len(drafts) - 1
+        roles = source.roles or self.options.roles
+        others = sum(bool(m.train) and m.role not in roles for m in parsed.messages)
         if others and masks:
             built.counts["other_turns_switched_on"] += others
         return drafts
 
     def _compared(
-        self, drafter: Drafter, row: int, comparison: Comparison, source: Source, built: BuiltRows
+        self, row: int, comparison: Comparison, source: Source, built: BuiltRows
     ) -> list[Draft]:
         """One draft for each conversation of a comparison."""
         drafts = []
         for part, conversation in enumerate(comparison.conversations):
-            mine = self._drafts(drafter, row, conversation, source, built)
+            mine = self._drafts(row, conversation, source, built)
             if len(mine) != 1:
                 raise RowError(
                     "compared_in_parts",
@@ -345,9 +359,7 @@ class SampleBuilder:
                 "token_out_of_range",
                 f"token id {largest}, but the tokenizer has {self._vocabulary} tokens",
             )
-        if self.options.mask == "none":
-            mask[:] = 1
-        elif not tokens.is_masked:
+        if self.options.mask != "none" and not tokens.is_masked:
             built.counts["tokens_without_mask"] += 1
         if len(ids) > self.options.max_length:
             ids, mask, event = cut_tokens(row, ids, mask, self.options)
@@ -361,9 +373,41 @@ class SampleBuilder:
 
 
 REPAIRS: Mapping[str, str] = {
-    "trailing_turns_removed": "the turns after the last assistant turn were removed",
     "user_turns_joined": "user turns in a row were joined",
 }
+
+
+def split_turns(conversation: Conversation) -> list[tuple[int, Conversation]]:
+    """One conversation for each answer to be trained, where it is the last turn; with its number.
+
+    Another turn that is switched on is trained with the answer behind it.
+    """
+    messages = conversation.messages
+    ends = [turn for turn, message in enumerate(messages, 1) if message.role == "assistant"]
+    parts, start = [], 0
+    for part, end in enumerate(dict.fromkeys([*ends, len(messages)])):
+        before = tuple(replace(message, train=False) for message in messages[:start])
+        if any(message.train for message in messages[start:end]):
+            parts.append((part, replace(conversation, messages=before + messages[start:end])))
+        start = end
+    return parts
+
+
+def refuse_unplaced(draft: Draft, *, masks: bool) -> None:
+    """Refuse a row with a turn whose switch cannot act, since its place cannot be told.
+
+    Raises:
+        RowError: naming the turn.
+    """
+    placed = {span.turn for span in draft.masked.spans}
+    for turn, message in enumerate(draft.conversation.messages):
+        is_sought = message.role != "assistant" and message.train is masks
+        if is_sought and turn not in placed and message.content.strip():
+            raise RowError(
+                "mask_unproved",
+                f"turn {turn + 1} ({message.role}): the template prints this text twice, or not as "
+                "it is, so it cannot be trained, or left out, by itself",
+            )
 
 
 def has_reasoning(conversation: Conversation) -> bool:

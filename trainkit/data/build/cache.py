@@ -103,6 +103,7 @@ def code_digest() -> str:
 
 def store_key(
     source: Source,
+    drawn: tuple[str, Sequence[str]],
     data: Sequence[tuple[str, str]],
     tokenizer: str,
     options: DataOptions,
@@ -111,7 +112,8 @@ def store_key(
     """The name of the store of one source.
 
     Args:
-        source: how it is read. Its path and name count only where they choose rows.
+        source: how it is read.
+        drawn: what rows are drawn by, where they are: the source's stream and names of files.
         data: (suffix, sha256) of each file, in order.
         tokenizer: :func:`tokenizer_digest`.
         options: those that change samples are used.
@@ -126,7 +128,7 @@ def store_key(
     if source.max_samples is None:
         del chosen["seed"]
     else:
-        reading |= {"max_samples": source.max_samples, "name": source.label, "path": source.path}
+        reading |= {"max_samples": source.max_samples, "drawn": drawn}
     record = {
         "data": list(data),
         "source": reading,

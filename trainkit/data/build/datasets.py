@@ -117,8 +117,11 @@ class PreparedData:
         shares = [part.share for part in self.parts]
         return all(share.weight is None and float(share.epochs).is_integer() for share in shares)
 
-    def epoch_order(self, *, seed: int, epoch: int) -> np.ndarray:
-        """The sample indices of one epoch, mixed over the sources and shuffled stably."""
+    def epoch_order(self, *, seed: int | None, epoch: int) -> np.ndarray:
+        """The sample indices of one epoch, mixed over the sources and shuffled stably.
+
+        Without a seed they are in the order of the files.
+        """
         return epoch_order([part.share for part in self.parts], seed=seed, epoch=epoch)
 
 
@@ -127,7 +130,7 @@ class SampleDataset:
 
     Args:
         data: the prepared data.
-        seed: of the mixture; None shows every sample once, in the order of the files.
+        seed: of the mixture; None keeps the order of the files.
     """
 
     def __init__(self, data: PreparedData, *, seed: int | None = None) -> None:
@@ -140,11 +143,7 @@ class SampleDataset:
 
         Its length is that of the first; only sources that are shown in part may change it.
         """
-        self._order = (
-            np.arange(len(self.data))
-            if self._seed is None
-            else self.data.epoch_order(seed=self._seed, epoch=epoch)
-        )
+        self._order = self.data.epoch_order(seed=self._seed, epoch=epoch)
         self.lengths: np.ndarray = self.data.lengths[self._order]
 
     def __len__(self) -> int:
@@ -163,17 +162,13 @@ class PackedDataset:
     Args:
         data: the prepared data.
         max_length: tokens per row.
-        seed: of the mixture and the packing.
-        mixed: False shows every sample once per epoch, whatever the sources' weights (evaluation).
+        seed: of the mixture and the packing; None takes the samples in the order of the files.
     """
 
-    def __init__(
-        self, data: PreparedData, max_length: int, *, seed: int = 0, mixed: bool = True
-    ) -> None:
+    def __init__(self, data: PreparedData, max_length: int, *, seed: int | None = 0) -> None:
         self.data = data
         self.max_length = max_length
         self._seed = seed
-        self._mixed = mixed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -182,12 +177,8 @@ class PackedDataset:
         The number of rows stays the same as long as each epoch shows the same samples; it may
         change where sources are shown in part.
         """
-        order = (
-            self.data.epoch_order(seed=self._seed, epoch=epoch)
-            if self._mixed
-            else np.arange(len(self.data))
-        )
-        rows = pack(self.data.lengths[order], self.max_length, seed=self._seed, epoch=epoch)
+        order = self.data.epoch_order(seed=self._seed, epoch=epoch)
+        rows = pack(self.data.lengths[order], self.max_length, seed=self._seed or 0, epoch=epoch)
         self.rows: list[np.ndarray] = [order[row] for row in rows]
 
     @property

@@ -37,9 +37,7 @@ class Draft:
 
     Attributes:
         row, part: which row of the run it came from, and which sample of that row it is.
-        conversation: as rendered.
-        roles: the roles that are trained.
-        only_last: whether only the last turn is trained.
+        conversation: as rendered, with a switch on every turn.
         masked: its text and spans.
         trained: turns that are trained.
         counts: things worth telling, by name.
@@ -48,15 +46,13 @@ class Draft:
     row: int
     part: int
     conversation: Conversation
-    roles: frozenset[str]
-    only_last: bool
     masked: Masked
     trained: frozenset[int]
     counts: Counter[str]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The characters of all assistant turns."""
+        """The characters of all turns that were looked for."""
         return [(span.start, span.end) for span in self.masked.spans]
 
 
@@ -109,25 +105,18 @@ class Drafter:
                 "mask: none",
             ) from error
 
-    def draft(
-        self,
-        row: int,
-        part: int,
-        conversation: Conversation,
-        roles: frozenset[str],
-        *,
-        only_last: bool = False,
-    ) -> Draft:
-        """Render a conversation and choose its trained turns.
+    def draft(self, row: int, part: int, conversation: Conversation) -> Draft:
+        """Render a conversation, every turn of which has its switch, and find the trained turns.
 
         Raises:
             RowError: it cannot be rendered or masked.
         """
         messages = conversation.messages
+        masks = self.options.mask != "none"
         others = frozenset(
             turn
             for turn, message in enumerate(messages)
-            if message.role != "assistant" and (message.train or message.role in roles)
+            if message.role != "assistant" and message.train is masks
         )
         find = self.finder.find
         if self.options.thinking == "preserve":
@@ -138,14 +127,11 @@ class Drafter:
         counts: Counter[str] = Counter()
         turns = {span.turn for span in masked.spans}
         last = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
-        only_last = only_last or self.options.mask == "last_assistant"
         trained = set()
         for turn in turns | masked.stripped:
-            message = messages[turn]
-            wanted = message.role in roles if message.train is None else message.train
-            if not wanted or (only_last and turn != last):
+            if not messages[turn].train:
                 continue
-            if turn in masked.stripped:
+            if masks and turn in masked.stripped:
                 counts["turns_with_stripped_thinking"] += 1
                 if turn != last or turn not in turns:
                     # Training it would teach to answer without thinking, or to say nothing.
@@ -153,7 +139,7 @@ class Drafter:
                     continue
                 counts["turns_trained_without_their_thinking"] += 1
             trained.add(turn)
-        return Draft(row, part, conversation, roles, only_last, masked, frozenset(trained), counts)
+        return Draft(row, part, conversation, masked, frozenset(trained), counts)
 
     def _with_eos(self, masked: Masked, others: frozenset[int]) -> Masked:
         """The tokenizer's eos behind every answer that has no end-of-turn token."""
@@ -200,12 +186,11 @@ class Drafter:
     def sample(self, draft: Draft, tokens: Encoded) -> tuple[np.ndarray, np.ndarray]:
         """Ids and mask of a whole conversation."""
         ids = tokens.input_ids
-        mask = np.zeros(len(ids), dtype=np.uint8)
+        everything = self.options.mask == "none"
+        mask = np.full(len(ids), everything, dtype=np.uint8)
         for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
-            if span.turn in draft.trained:
-                mask[first:last] = 1
-        if self.options.mask == "none":
-            mask[:] = 1
+            if (span.turn in draft.trained) != everything:
+                mask[first:last] = not everything
         return ids, mask
 
     def fit(self, draft: Draft, tokens: Encoded) -> Fitted:
@@ -262,19 +247,16 @@ class Drafter:
     def _fewer_turns(
         self, draft: Draft, tokens: Encoded
     ) -> tuple[Draft, Encoded, np.ndarray, np.ndarray] | None:
-        """The most turns that fit, rendered again: templates treat the last turn in its own way.
-
-        A turn that is alone in being trained is not taken away from the right.
-        """
+        """The most turns that fit, rendered again: templates treat the last turn in its own way."""
         messages = draft.conversation.messages
-        limit = self.options.max_length
+        limit, masks = self.options.max_length, self.options.mask != "none"
         choices: list[tuple[Message, ...]] = []
-        if self.options.truncation == "drop_turns" and not draft.only_last:
+        if self.options.truncation == "drop_turns":
             spans = zip(draft.masked.spans, tokens.ranges, strict=True)
             fitting = [
                 span.turn
                 for span, (_, end) in spans
-                if end <= limit and messages[span.turn].role == "assistant"
+                if end <= limit and (messages[span.turn].role == "assistant" or masks)
             ]
             choices = [messages[: turn + 1] for turn in reversed(fitting)]
         elif self.options.truncation == "left_turns":
@@ -284,13 +266,11 @@ class Drafter:
             users = [i for i, m in enumerate(messages) if m.role == "user" and i > head]
             choices = [messages[:head] + messages[start:] for start in users]
         for choice in choices:
-            if len(choice) == len(messages):
+            if len(choice) == len(messages) or not any(message.train for message in choice):
                 continue
             conversation = replace(draft.conversation, messages=choice)
             try:
-                shorter = self.draft(
-                    draft.row, draft.part, conversation, draft.roles, only_last=draft.only_last
-                )
+                shorter = self.draft(draft.row, draft.part, conversation)
             except RowError:
                 continue
             (encoded,) = self.encode([shorter])

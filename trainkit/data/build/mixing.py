@@ -7,6 +7,7 @@ more rows at the end of a file, leaves the order of the others as it was.
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -19,7 +20,7 @@ class Share:
 
     Attributes:
         keys: (N,) uint64, one stable number per sample; see :func:`row_keys`.
-        name: of the source.
+        name: its own among all sources: see :func:`stream_names`.
         weight: its share relative to the others, or None.
         epochs: how often each sample is seen in an epoch.
     """
@@ -39,8 +40,24 @@ def row_keys(
     return _mix(bases[file] ^ _mix(place))
 
 
-def epoch_order(shares: Sequence[Share], *, seed: int, epoch: int) -> np.ndarray:
-    """The sample indices of one epoch, over all sources end to end.
+def stream_names(labels: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """What the random numbers of each source are drawn by: its label, if no other has it.
+
+    Sources of one label would be shuffled in lockstep, so theirs is the shortest end of the path
+    that no other has: data may move as a whole. The second of one path has ``#2`` behind it.
+    """
+    parts = [Path(path).parts for path in paths]
+    names: list[str] = []
+    for label, mine in zip(labels, parts, strict=True):
+        others = {p for n, p in zip(labels, parts, strict=True) if n == label and p != mine}
+        ends = (mine[-length:] for length in range(1, len(mine) + 1))
+        alone = (e for e in ends if e not in {other[-len(e) :] for other in others})
+        names.append("/".join(next(alone, mine)) if labels.count(label) > 1 else label)
+    return [f"{n}#{names[:i].count(n) + 1}" if n in names[:i] else n for i, n in enumerate(names)]
+
+
+def epoch_order(shares: Sequence[Share], *, seed: int | None, epoch: int) -> np.ndarray:
+    """The sample indices of one epoch, over all sources end to end; of no seed in their own order.
 
     Without weights every source is seen ``epochs`` times. With weights the epoch has as many
     samples as the sources have together, divided by weight. A source that is not seen whole shows
@@ -57,6 +74,10 @@ def epoch_order(shares: Sequence[Share], *, seed: int, epoch: int) -> np.ndarray
     start = 0
     for share, size in zip(shares, sizes, strict=True):
         indices, repeats = _take(share, size, seed, epoch)
+        if seed is None:
+            chosen.append(indices + start)
+            start += len(share.keys)
+            continue
         salt = np.uint64(_hash64(f"{seed}/{epoch}/{share.name}"))
         place = _mix(repeats.astype(np.uint64) + np.uint64(1))
         ranks.append(_mix(share.keys[indices] ^ salt ^ place))
@@ -64,8 +85,8 @@ def epoch_order(shares: Sequence[Share], *, seed: int, epoch: int) -> np.ndarray
         start += len(share.keys)
     if not chosen:
         return np.empty(0, dtype=np.int64)
-    order = np.argsort(np.concatenate(ranks), kind="stable")
-    return np.concatenate(chosen)[order]
+    indices = np.concatenate(chosen)
+    return indices if seed is None else indices[np.argsort(np.concatenate(ranks), kind="stable")]
 
 
 def choose_rows(keys: np.ndarray, count: int, *, seed: int, name: str) -> np.ndarray:
@@ -78,19 +99,19 @@ def choose_rows(keys: np.ndarray, count: int, *, seed: int, name: str) -> np.nda
     return chosen
 
 
-def _take(share: Share, size: float, seed: int, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+def _take(share: Share, size: float, seed: int | None, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices for ``size`` samples of one source, and which repetition each is.
 
-    The samples form a ring in stable order; each epoch continues where the last one ended.
+    The samples form a ring in stable order, that of the files without a seed; each epoch continues
+    where the last one ended.
     """
     total = len(share.keys)
     if total == 0:
         empty = np.empty(0, dtype=np.int64)
         return empty, empty
     begin, end = round(size * epoch), round(size * (epoch + 1))
-    ring = np.argsort(
-        _mix(share.keys ^ np.uint64(_hash64(f"{seed}/ring/{share.name}"))), kind="stable"
-    )
+    salt = np.uint64(_hash64(f"{seed}/ring/{share.name}"))
+    ring = np.arange(total) if seed is None else np.argsort(_mix(share.keys ^ salt), kind="stable")
     places = np.arange(begin, end)
     return ring[places % total], places // total - begin // total
 

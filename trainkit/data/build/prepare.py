@@ -12,14 +12,14 @@ from trainkit.data.build import cache
 from trainkit.data.build.builder import SampleBuilder
 from trainkit.data.build.datasets import Part, PreparedData
 from trainkit.data.build.ledger import Entry, Ledger, read_ledger
-from trainkit.data.build.mixing import Share, row_keys
+from trainkit.data.build.mixing import Share, row_keys, stream_names
 from trainkit.data.build.source import LEDGER, Progress, SourceStoreBuilder, relative_names
 from trainkit.data.build.stops import EndsOfTurns
-from trainkit.data.build.store import Store
 from trainkit.data.build.summary import (
     check_dropped,
     check_files,
     dropped_rows,
+    listed_twice,
     plain,
     source_row,
     template_digest,
@@ -71,8 +71,11 @@ def prepare(
         )
     directory = Path(options.cache_dir) if options.cache_dir else cache_of("data")
     preparation = _Preparation(tokenizer, options, directory, ledger, progress)
-    for source in sources:
-        preparation.add(source)
+    labels = [source.label for source in sources]
+    for source, stream in zip(
+        sources, stream_names(labels, [source.path for source in sources]), strict=True
+    ):
+        preparation.add(source, stream)
     check_dropped(preparation.file_rows, options)
     return preparation.result()
 
@@ -101,8 +104,8 @@ class _Preparation:
         self.cached: list[bool] = []
         self.entries: list[Entry] = []
 
-    def add(self, source: Source) -> None:
-        """Open or build the store of a source."""
+    def add(self, source: Source, stream: str) -> None:
+        """Open or build the store of a source, whose random numbers are drawn by ``stream``."""
         hub = hub_name(source.path)
         if not hub and (source.subset or source.files):
             raise DataError(
@@ -118,8 +121,14 @@ class _Preparation:
         names = (source.path,) if hub else tuple(str(file) for file in files)
         shas = [cache.sha256_of(file, self.directory / "sha256") for file in files]
         data = [("".join(container(f)), sha) for f, sha in zip(files, shas, strict=True)]
-        key = cache.store_key(source, data, self.tokenizer_sha256, self.options, self.code_sha256)
-        work = SourceStoreBuilder(source, files, self.builder, self.options, self.progress)
+        stable = relative_names(source.path, files)
+        if stable != [file.name for file in files] and not Path(source.path).expanduser().is_dir():
+            stream += "/*"  # older versions drew by the names alone, so the order is another one
+        drawn = (stream, stable)
+        key = cache.store_key(
+            source, drawn, data, self.tokenizer_sha256, self.options, self.code_sha256
+        )
+        work = SourceStoreBuilder(source, stream, files, self.builder, self.options, self.progress)
         store, was_there = cache.stored(self.directory, key, work.build)
         self.cached.append(was_there)
         entries = [
@@ -140,10 +149,12 @@ class _Preparation:
             }
             for name, sha, file, counts in zip(names, shas, files, store.meta["files"], strict=True)
         ]
-        check_files(rows, entries)
+        check_files(rows, entries, files, str(self.tokenizer.name_or_path))
         self.file_rows += rows
         skipped = () if hub else unread_files(source.path)
-        self.parts.append(_part(source, store, names, files, skipped))
+        keys = row_keys(stable, store.file, store.row, store.part)
+        share = Share(keys, stream, source.weight, source.epochs)
+        self.parts.append(Part(source, store, names, tuple(files), share, tuple(map(str, skipped))))
 
     def result(self) -> PreparedData:
         """All of it, with its summary."""
@@ -157,6 +168,7 @@ class _Preparation:
         counts = Counter[str]()
         for m in meta:
             counts.update(m["counts"])
+        twice = listed_twice(self.file_rows)
         summary = {
             "files": self.file_rows,
             "totals": totals(self.file_rows),
@@ -169,22 +181,10 @@ class _Preparation:
             "ends": dict(ends.counts),
             "end_of_turn": stops,
             "notes": sorted({note for m in meta for note in m["notes"]}),
-            "warnings": warnings_of(ends, stops, counts),
+            "warnings": [*twice, *warnings_of(ends, stops, counts)],
+            "listed_twice": twice,
             "template_sha256": template_digest(self.tokenizer, self.options),
             "tokenizer_sha256": self.tokenizer_sha256,
             "options": plain(self.options.model_dump()),
         }
         return PreparedData(self.parts, summary, tuple(stops.values()))
-
-
-def _part(
-    source: Source,
-    store: Store,
-    names: tuple[str, ...],
-    files: Sequence[Path],
-    skipped: Sequence[Path],
-) -> Part:
-    stable = relative_names(source.path, files)
-    keys = row_keys(stable, store.file, store.row, store.part)
-    share = Share(keys, source.label, source.weight, source.epochs)
-    return Part(source, store, names, tuple(files), share, tuple(map(str, skipped)))

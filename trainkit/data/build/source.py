@@ -1,5 +1,6 @@
 """Builds the store of one source: reads, builds, writes, counts."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -56,6 +57,8 @@ class FileCounts:
     tokens_lost: int = 0
     trained_tokens_lost: int = 0
     reasons: dict[str, int] = field(default_factory=dict)
+    dropped_for: dict[str, int] = field(default_factory=dict)
+    cut_for: dict[str, int] = field(default_factory=dict)
     formats: dict[str, int] = field(default_factory=dict)
 
 
@@ -64,6 +67,7 @@ class SourceStoreBuilder:
 
     Args:
         source: how its rows are read and chosen.
+        stream: what its random numbers are drawn by.
         files: its files.
         builder: makes the samples.
         options: the reading limits and the truncation policy are read.
@@ -73,12 +77,14 @@ class SourceStoreBuilder:
     def __init__(
         self,
         source: Source,
+        stream: str,
         files: Sequence[Path],
         builder: SampleBuilder,
         options: DataOptions,
         progress: Callable[[Progress], None] | None,
     ) -> None:
         self.source = source
+        self.stream = stream
         self.files = files
         self.builder = builder
         self.options = options
@@ -143,9 +149,7 @@ class SourceStoreBuilder:
         row = np.concatenate([np.arange(size) for size in sizes])
         names = relative_names(self.source.path, self.files)
         keys = row_keys(names, file, row, np.zeros_like(row))
-        mask = choose_rows(
-            keys, self.source.max_samples, seed=self.options.seed, name=self.source.label
-        )
+        mask = choose_rows(keys, self.source.max_samples, seed=self.options.seed, name=self.stream)
         return np.split(mask, np.cumsum(sizes)[:-1])
 
     def _write(
@@ -184,12 +188,15 @@ class SourceStoreBuilder:
                     fix="raise data.max_length, or choose another data.truncation",
                 )
             ledger.add(Entry(file=str(file), line=line, **details))
-            counts.reasons[event.reason] = counts.reasons.get(event.reason, 0) + 1
+            actions = {"dropped": counts.dropped_for, "cut": counts.cut_for}
+            for reasons in (counts.reasons, actions.get(event.action)):
+                if reasons is not None:
+                    reasons[event.reason] = reasons.get(event.reason, 0) + 1
             counts.tokens_lost += event.tokens
             counts.trained_tokens_lost += event.trained_tokens
-            counts.repaired += event.action == "repaired"
-            counts.cut += event.action == "cut"
         counts.dropped += len(rows) - built.num_kept
+        counts.cut += len({event.row for event in built.events if event.action == "cut"})
+        counts.repaired += len({event.row for event in built.events if event.action == "repaired"})
 
     def _report(self, rows: Sequence[RawRow]) -> None:
         self._rows_done += len(rows)
@@ -200,6 +207,11 @@ class SourceStoreBuilder:
 
 
 def relative_names(path: str, files: Sequence[Path]) -> list[str]:
-    """Names of files that do not depend on where the data lies."""
+    """Names of files that do not depend on where the data lies, and that no two of them share."""
     root = Path(path).expanduser()
-    return [str(file.relative_to(root)) if root.is_dir() else file.name for file in files]
+    if root.is_dir():
+        return [str(file.relative_to(root)) for file in files]
+    names = [file.name for file in files]
+    if len(set(names)) < len(names):  # of a glob over folders
+        names = [os.path.relpath(file, os.path.commonpath(files)) for file in files]
+    return names

@@ -7,6 +7,7 @@ with the same tokens stay together, so none that is evaluated on was trained on.
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ def _sides(
         mine = is_held[start : start + count][of_sample]
         start += count
         trained.append(part.taking(np.flatnonzero(~mine)))
-        held.append(part.taking(np.flatnonzero(mine)))
+        share = replace(part.share, weight=None, epochs=1.0)  # evaluation shows every row once
+        held.append(replace(part, share=share).taking(np.flatnonzero(mine)))
     return trained, held
 
 
@@ -92,7 +94,13 @@ def _with_summary(
     }
     made.summary["held_out"] = note
     if held:  # the files are those of the training data, which has their rows
-        made.summary |= {"files": [], "sources": [], "warnings": [], "dropped": {}}
+        made.summary |= {
+            "files": [],
+            "sources": [],
+            "warnings": [],
+            "listed_twice": [],
+            "dropped": {},
+        }
     before = dict.fromkeys(data.summary["totals"], 0) if held else data.summary["totals"]
     made.summary["totals"] = {**before, **totals}
     return made

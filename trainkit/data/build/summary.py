@@ -3,9 +3,11 @@
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,37 +17,73 @@ from trainkit.data.build.ledger import Entry
 from trainkit.data.build.source import FileCounts
 from trainkit.data.build.stops import EndsOfTurns
 from trainkit.data.options import DataOptions
+from trainkit.data.read.formats import guess_columns
+from trainkit.data.read.reading import read_rows
+from trainkit.data.read.rows import decode_row
 from trainkit.errors import DataError
 
 NUM_EXAMPLES = 3
 """So many bad rows are quoted in an error; all of them are in the ledger."""
 
 
-def check_files(rows: Sequence[dict[str, Any]], entries: Sequence[Entry]) -> None:
+def look_at(file: Path | str, model: str, *options: str) -> str:
+    """The command that shows what is wrong with a file."""
+    name = "check" if options else "preview"
+    words = ["trainkit", "data", name, "--data", str(file), "--model", model, *options]
+    return f"look at its rows with: {shlex.join(words)}"
+
+
+def _unknown_columns(file: Path, model: str) -> str:
+    """What to do about rows of no known format, with the file's own columns."""
+    first = next(read_rows(file, max_row_bytes=DataOptions().max_row_bytes))
+    row = decode_row(first)
+    columns = guess_columns(row) if isinstance(row, Mapping) else {}
+    if not columns:
+        return look_at(file, model)
+    pairs = [f"{ours}={theirs}" for ours, theirs in columns.items()]
+    given = ", ".join(f"{ours}: {json.dumps(name)}" for ours, name in columns.items())
+    command = look_at(file, model, "--columns", ",".join(pairs))
+    return (
+        f"say which column is which, as in\n  data: {{train: [{{path: {json.dumps(str(file))}, "
+        f"columns: {{{given}}}}}]}}\n  {command}"
+    )
+
+
+def check_files(
+    rows: Sequence[dict[str, Any]], entries: Sequence[Entry], files: Sequence[Path], model: str
+) -> None:
     """Refuse files without rows, or with nothing to train.
 
     Args:
         rows: what became of each file.
         entries: of the ledger, to quote the first bad rows.
+        files: that were read.
+        model: where the tokenizer is from.
 
     Raises:
         DataError: naming the file, the reasons and the first lines.
     """
-    for row in rows:
+    for row, file in zip(rows, files, strict=True):
         reasons = ", ".join(f"{reason}: {n}" for reason, n in row["reasons"].items())
         if row["rows"] == 0 and row["not_chosen"] == 0:
             raise DataError(
                 "the file holds no rows", where=row["path"], fix="check how it was made"
             )
         if row["rows"] and row["trained_tokens"] == 0:
-            bad = [entry for entry in entries if entry.file == row["path"]][:NUM_EXAMPLES]
-            examples = "".join(f"\n  {e.file}:{e.line}: {e.detail}" for e in bad)
+            # One row for each thing that is wrong.
+            bad = {e.detail: e for e in reversed(entries) if e.file == row["path"]}
+            few = sorted(bad.values(), key=lambda entry: entry.line)[:NUM_EXAMPLES]
+            examples = "".join(f"\n  {e.file}:{e.line}: {e.detail}" for e in few)
+            if set(row["reasons"]) == {"too_long"}:
+                fix = "raise data.max_length, or choose another data.truncation"
+            elif set(row["reasons"]) == {"unknown_format"}:
+                fix = _unknown_columns(file, model)
+            else:
+                fix = look_at(file, model)
             raise DataError(
                 f"no token of this file would be trained ({row['rows']} rows; {reasons}){examples}",
                 where=row["path"],
-                fix="raise data.max_length, or choose another data.truncation"
-                if set(row["reasons"]) == {"too_long"}
-                else "look at its rows with: trainkit data preview --data FILE --model MODEL",
+                fix=fix,
             )
 
 
@@ -208,6 +246,26 @@ def template_digest(tokenizer: PreTrainedTokenizerBase, options: DataOptions) ->
 def plain(values: dict[str, Any]) -> dict[str, Any]:
     """Values as JSON would give them back."""
     return json.loads(json.dumps(values, default=list))
+
+
+def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A warning for every file that is there twice: by another path, a link, or as a copy.
+
+    Args:
+        files: of one summary; those of a stream have no digests.
+    """
+    groups: dict[Any, list[str]] = {}
+    for file in files:
+        known = file.get("sha256")
+        stat = None if known else Path(file["path"]).stat()
+        mark = known or (stat and (stat.st_dev, stat.st_ino))
+        groups.setdefault(mark, []).append(f"{file['path']} (source {file['source']})")
+    return [
+        f"the same rows are read {len(group)} times: {', '.join(group)}; list each file once "
+        "(epochs repeats a source's rows on purpose)"
+        for group in groups.values()
+        if len(group) > 1
+    ]
 
 
 def files_in_both(train: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> list[str]:

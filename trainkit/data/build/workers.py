@@ -70,7 +70,8 @@ def _build_in_pool(
     with ProcessPoolExecutor(num_workers, context, _start, (builder, os.getpid())) as pool:
         try:
             for file, rows in itertools.chain([first], work):
-                pending.append((file, rows, pool.submit(_build, rows, source)))
+                with _alive():
+                    pending.append((file, rows, pool.submit(_build, rows, source)))
                 if len(pending) > 3 * num_workers:
                     yield _take(pending)
             while pending:
@@ -98,8 +99,15 @@ def _take(
     pending: deque[tuple[int, list[RawRow], Future[BuiltRows]]],
 ) -> Result:
     file, rows, future = pending.popleft()
-    try:
+    with _alive():
         return file, rows, future.result()
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Name the end of a worker, which submitting work may be the first to meet."""
+    try:
+        yield
     except BrokenProcessPool as error:
         raise DataError(
             "a tokenising process died, most likely because memory ran out",

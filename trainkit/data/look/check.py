@@ -1,5 +1,6 @@
 """The verdict on prepared data: would it train what it should?"""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -43,7 +44,8 @@ def verdict(summary: Mapping[str, Any]) -> list[Finding]:
     """
     findings = [_stop_tokens(summary)]
     if "totals" in summary:
-        findings = [_rows(summary), _length(summary), _mask(summary), *findings]
+        findings = [_rows(summary), _cut(summary), _length(summary), _mask(summary), *findings]
+    findings += [Finding("files", "warning", twice) for twice in summary["listed_twice"]]
     counts = summary["counts"]
     thinking = counts.get("turns_not_trained_for_stripped_thinking", 0)
     if thinking:
@@ -115,9 +117,15 @@ def _rows(summary: Mapping[str, Any]) -> Finding:
         "rows",
         "error" if many else "warning" if share else "ok",
         f"{totals['kept']} of {totals['rows']} rows kept, {totals['dropped']} dropped "
-        f"({share:.2%}; {above} is an error){_reasons(summary)}",
+        f"({share:.2%}; {above} is an error){_reasons(summary, 'dropped')}",
         "fix the rows that trainkit data check names, or allow more with data.max_dropped (10%)",
     )
+
+
+def _cut(summary: Mapping[str, Any]) -> Finding:
+    totals = summary["totals"]
+    detail = f"{totals['cut']} of {totals['rows']} rows are used in part"
+    return Finding("cut", "warning" if totals["cut"] else "ok", detail + _reasons(summary, "cut"))
 
 
 def _length(summary: Mapping[str, Any]) -> Finding:
@@ -161,10 +169,9 @@ def _stop_tokens(summary: Mapping[str, Any]) -> Finding:
     return Finding("stop", "ok", f"trained turns end with {names}")
 
 
-def _reasons(summary: Mapping[str, Any]) -> str:
-    reasons: dict[str, int] = {}
+def _reasons(summary: Mapping[str, Any], action: str) -> str:
+    """The most frequent reasons why rows were ``dropped`` or ``cut``."""
+    reasons = Counter[str]()
     for row in summary["files"]:
-        for reason, count in row["reasons"].items():
-            reasons[reason] = reasons.get(reason, 0) + count
-    ordered = sorted(reasons.items(), key=lambda item: -item[1])[:5]
-    return "".join(f"; {reason}: {count}" for reason, count in ordered)
+        reasons.update(row[f"{action}_for"])
+    return "".join(f"; {reason}: {count}" for reason, count in reasons.most_common(5))

@@ -10,7 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.cache import tokenizer_digest
 from trainkit.data.build.stops import EndsOfTurns
-from trainkit.data.build.summary import ignored_fields, plain, template_digest, warnings_of
+from trainkit.data.build.summary import (
+    ignored_fields,
+    listed_twice,
+    plain,
+    template_digest,
+    warnings_of,
+)
 from trainkit.data.read.finding import unread_files
 from trainkit.data.serve.streaming import Sample, SampleStream
 
@@ -81,6 +87,7 @@ def first_look(
         for source, files in zip(stream.sources, stream.files, strict=True)
         for file in files
     ]
+    twice = listed_twice(files)
     summary = {
         "streaming": {"buffer": stream.buffer, "num_shards": num_shards},
         "files": files,
@@ -96,7 +103,8 @@ def first_look(
         "ends": dict(ends.counts),
         "end_of_turn": stops,
         "notes": sorted(found.notes),
-        "warnings": warnings_of(ends, stops, found.counts),
+        "warnings": [*twice, *warnings_of(ends, stops, found.counts)],
+        "listed_twice": twice,
         "template_sha256": template_digest(tokenizer, stream.options),
         "tokenizer_sha256": tokenizer_digest(tokenizer),
         "options": plain(stream.options.model_dump()),

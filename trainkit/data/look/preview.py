@@ -3,7 +3,7 @@
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,7 @@ from trainkit.data.build.ledger import read_ledger
 from trainkit.data.build.source import LEDGER
 from trainkit.data.options import IGNORE_INDEX, DataOptions
 from trainkit.data.read.formats import parse_row
-from trainkit.data.read.messages import (
-    ROLES,
-    Comparison,
-    Conversation,
-    RowError,
-    TextRow,
-    validate,
-)
+from trainkit.data.read.messages import Comparison, Conversation, RowError, TextRow
 from trainkit.data.read.reading import RawRow, decode, read_rows
 from trainkit.options import Source
 
@@ -237,12 +230,14 @@ class Authors:
         if not isinstance(parsed, Conversation):
             return [("text", 0, size)]
         drafter = self.builder.drafter_of(parsed)
-        masks = self.options.mask != "none"
-        conversation, _ = drafter.template.prepare(validate(parsed, needs_assistant=masks))
+        conversation, _ = self.builder.read(parsed, source)
+        found = self.options.mask != "none"  # the switch that every turn's place is looked for with
+        turns = tuple(replace(message, train=found) for message in conversation.messages)
+        conversation = replace(conversation, messages=turns)
         for count in range(len(conversation.messages), 0, -1):
             # A cut or split sample is one of the shorter conversations.
             try:
-                draft = drafter.draft(0, 0, conversation.first(count), frozenset(ROLES))
+                draft = drafter.draft(0, 0, conversation.first(count))
             except RowError:
                 continue
             (tokens,) = drafter.encode([draft])

@@ -1,6 +1,7 @@
 """Figures about prepared data: lengths, trained share, duplicates, cuts, packing."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class DataStats:
         samples, tokens, trained_tokens: totals.
         lengths: ``p50``, ``p95``, ``p99``, ``max``, ``mean``, in tokens.
         trained_share: trained tokens over tokens.
+        rows: ``kept``, ``dropped``, ``cut`` and ``repaired`` ones, and those of each reason.
         duplicates: samples whose ids another sample has too, not counting the first of each.
         cuts: for every ``max_length`` to count.
         suggested_max_length: the smallest multiple of 64 that takes 99% of the samples whole.
@@ -51,6 +53,7 @@ class DataStats:
     trained_tokens: int
     lengths: dict[str, float]
     trained_share: float
+    rows: dict[str, int]
     duplicates: int
     cuts: tuple[Cut, ...]
     suggested_max_length: int
@@ -81,6 +84,7 @@ def measure(data: PreparedData, max_lengths: Sequence[int] = MAX_LENGTHS) -> Dat
             "mean": round(float(lengths.mean()), 1),
         },
         trained_share=int(data.num_trained.sum()) / tokens,
+        rows=_rows(data),
         duplicates=_count_duplicates(data),
         cuts=tuple(_cut(data, limit) for limit in tried),
         suggested_max_length=-(-int(np.ceil(p99)) // 64) * 64,
@@ -102,6 +106,10 @@ def as_rows(stats: DataStats) -> list[dict[str, Any]]:
         {"metric": f"length_{name}", "value": value, "unit": "tokens"}
         for name, value in stats.lengths.items()
     ]
+    rows += [
+        {"metric": f"rows_{name}", "value": count, "unit": "rows"}
+        for name, count in stats.rows.items()
+    ]
     for cut in stats.cuts:
         at = {"max_length": cut.max_length}
         rows += [
@@ -116,6 +124,15 @@ def as_rows(stats: DataStats) -> list[dict[str, Any]]:
             },
         ]
     return rows
+
+
+def _rows(data: PreparedData) -> dict[str, int]:
+    found = Counter(
+        {key: data.summary["totals"][key] for key in ("kept", "dropped", "cut", "repaired")}
+    )
+    for file in data.summary["files"]:
+        found.update(file["reasons"])
+    return dict(found)
 
 
 def _cut(data: PreparedData, limit: int) -> Cut:

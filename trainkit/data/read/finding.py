@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainkit.data.read.opening import SUFFIXES, UNREADABLE, container
+from trainkit.data.read.opening import SUFFIXES, TEXT, UNREADABLE, container
 from trainkit.errors import DataError
 from trainkit.places import regular
 
@@ -27,7 +27,7 @@ def resolve_files(path: str) -> list[Path]:
                 UNREADABLE[k] for k in (container(file)[0] for file in unread) if k in UNREADABLE
             ]
             raise DataError(
-                f"the directory holds no {', '.join(SUFFIXES)} file"
+                f"the directory holds no {', '.join((*SUFFIXES, TEXT))} file"
                 + (f"; it holds {others}" if others else ""),
                 where=path,
                 fix=ways[0] if ways else "name a directory with data files, or a file",
@@ -80,7 +80,10 @@ def _data_below(directory: Path) -> list[Path]:
     Raises:
         DataError: a name that no text file could hold, or a link to nothing.
     """
-    return _once(file for file in _files_below(directory) if is_data(file))
+    files = _files_below(directory)
+    found = [file for file in files if is_data(file)]
+    # Next to rows a text is a licence or a note; a folder of nothing but texts is a corpus.
+    return _once(found or [file for file in files if container(file)[0] == TEXT])
 
 
 def _once(files: Iterable[Path]) -> list[Path]:

@@ -41,8 +41,30 @@ def parse_sharegpt(row: Mapping[str, Any]) -> Conversation:
 
 
 def _conversation(row: Mapping[str, Any], turns: Sequence[Any]) -> Conversation:
+    both = ("human", "assistant")  # ms-swift has an exchange in one object
+    if turns and all(isinstance(item, Mapping) and set(item) == set(both) for item in turns):
+        turns = [{"from": role, "value": item[role]} for item in turns for role in both]
     messages = [parse_turn(item, number) for number, item in enumerate(turns, 1)]
     return Conversation(tuple(with_system(row, messages)), tools=parse_tools(row))
+
+
+def pair_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The columns of a row's question and answer, where there is but one of each.
+
+    None where another column may belong to the question: a row would be trained without it.
+    """
+    found = [
+        [name for name in names if isinstance(row.get(name), str)] for names in (QUESTIONS, ANSWERS)
+    ]
+    if [len(names) for names in found] != [1, 1] or any(row.get(name) for name in CONTEXTS):
+        return None
+    return found[0][0], found[1][0]
+
+
+QUESTIONS = ("instruction", "query", "question", "prompt", "human", "user")
+ANSWERS = ("output", "response", "answer", "assistant")
+CONTEXTS = ("context", "passage", "document", "choices", "options", "thinking", "reasoning", "cot")
+"""What else a question, or an answer, may be made of."""
 
 
 def parse_alpaca(row: Mapping[str, Any]) -> Conversation:
@@ -133,11 +155,8 @@ def parse_prompt_completion(row: Mapping[str, Any]) -> Row:
     prompts = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "prompt"), 1)]
     count = len(prompts) + 1
     answers = [parse_turn(item, n) for n, item in enumerate(fields.items(row, "completion"), count)]
-    masked = [
-        replace(message, train=False) if message.role == "assistant" else message
-        for message in with_system(row, prompts)
-    ]
-    return Conversation((*masked, *answers), tools=parse_tools(row))
+    before = [replace(message, is_prompt=True) for message in with_system(row, prompts)]
+    return Conversation((*before, *answers), tools=parse_tools(row))
 
 
 def parse_text(row: Mapping[str, Any]) -> TextRow:
@@ -212,7 +231,7 @@ def detect(row: Mapping[str, Any]) -> str | None:
         return "moss"
     if "code_with_problem" in keys:
         return "leetcode"
-    return "text" if "text" in keys else None
+    return "text" if "text" in keys else "alpaca" if pair_of(row) else None
 
 
 def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> ParsedRow:
@@ -239,6 +258,10 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
         row = {renamed.get(key, key): value for key, value in row.items()}
     if name == "auto":
         name = detect(row) or _unknown(row)
+    pair = pair_of(row) if name == "alpaca" else None
+    if pair is not None:
+        ours = dict(zip(pair, ("instruction", "output"), strict=True))
+        row = {ours.get(key, key): value for key, value in row.items()}
     ignored = unused(row, name)
     parsed = FORMATS[name](row)
     if isinstance(parsed, Conversation):
@@ -273,10 +296,28 @@ def _unknown(row: Mapping[str, Any]) -> str:
         )
     keys = ", ".join(sorted(map(short_name, row))[:8]) or "none"
     nested = next((k for k, v in row.items() if isinstance(v, list) and any(map(_is_row, v))), None)
-    hint = "; data.train's columns say which of them is which: {instruction: QUESTION, output: A}"
+    hint = ""
     if nested is not None:
         hint = f"; its {short_name(nested)!r} is a list of rows: make that list the file"
     raise RowError("unknown_format", f"no known format has these keys: {keys}{hint}")
+
+
+_ASKS = re.compile(r"quest|frage|query|prompt|instr|input|user|human|ask|problem|q$", re.I)
+_ANSWERS = re.compile(r"answ|antwort|respon|reply|output|complet|assist|solution|a$", re.I)
+
+
+def guess_columns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Columns to propose for a row of no known format; empty where it has none to propose."""
+    texts = [str(key) for key, value in row.items() if isinstance(value, str) and value]
+    if len(texts) == 1:
+        return {"text": texts[0]}
+    asks = next((key for key in texts if _ASKS.search(key)), None)
+    answer = next((key for key in texts if key != asks and _ANSWERS.search(key)), None)
+    rest = [key for key in texts if key not in (asks, answer)]
+    rest.sort(key=lambda key: -len(row[key]))  # an id is short
+    asks = asks or (rest.pop() if rest else None)
+    answer = answer or (rest.pop(0) if rest else None)
+    return {"instruction": asks, "output": answer} if asks and answer else {}
 
 
 def _opening(row: Mapping[str, Any]) -> list[Message]:

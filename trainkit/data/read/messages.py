@@ -1,6 +1,6 @@
 """Conversations as trainkit holds them, and the rules a row must keep to become one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,6 +39,7 @@ class Message:
         name: of the speaker or tool.
         tool_call_id: which call a tool's answer belongs to.
         train: this turn's own switch, or None to follow the options.
+        is_prompt: the row gives it as part of a prompt, which no mask but its own switch trains.
     """
 
     role: str
@@ -48,6 +49,7 @@ class Message:
     name: str | None = None
     tool_call_id: str | None = None
     train: bool | None = None
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Conversation:
         repairs: what was repaired on the way in, as short codes for the ledger.
         template_kwargs: the row's own variables for the chat template.
         ignored: fields of the row that play no part.
+        cut: turns behind the last one that could be trained, which were taken off.
     """
 
     messages: tuple[Message, ...]
@@ -67,6 +70,7 @@ class Conversation:
     repairs: tuple[str, ...] = ()
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    cut: tuple[Message, ...] = ()
 
     def first(self, count: int) -> "Conversation":
         """The conversation up to its ``count``-th message."""
@@ -168,15 +172,37 @@ def check_depth(value: Any, place: str) -> None:
     raise RowError("nested_too_deep", f"{place} nests deeper than {MAX_DEPTH} levels")
 
 
-def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversation:
-    """Check the rules of a conversation and repair what can be repaired without loss.
-
-    Neighbours of the same role ``user`` are joined with a blank line; trailing turns after the last
-    assistant turn are removed, as nothing after them is trained. Both are written to ``repairs``.
+def switched(conversation: Conversation, *, mask: str, roles: Collection[str]) -> Conversation:
+    """A switch on every turn: its own, which wins under every mask, or what the mask says of it.
 
     Args:
         conversation: what a format made of the row.
-        needs_assistant: whether a row without an assistant turn is useless.
+        mask: ``data.mask``.
+        roles: that are trained.
+    """
+    messages = conversation.messages
+    last = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
+
+    def is_trained(turn: int, message: Message) -> bool:
+        if message.train is not None or mask == "none":
+            return message.train is not False
+        is_meant = message.role in roles and (mask == "assistant" or turn == last)
+        return is_meant and not message.is_prompt
+
+    turns = (replace(m, train=is_trained(turn, m)) for turn, m in enumerate(messages))
+    return replace(conversation, messages=tuple(turns))
+
+
+def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversation:
+    """Check the rules of a conversation and repair what can be repaired without loss.
+
+    Neighbours of the same role ``user`` and the same switch are joined with a blank line, which is
+    written to ``repairs``. Turns behind the last one of an assistant, or that is switched on, are
+    cut off, as nothing behind them is trained.
+
+    Args:
+        conversation: what a format made of the row, `switched` where it is trained.
+        needs_assistant: whether a row without such a turn is useless.
 
     Raises:
         RowError: with the turn's number, counted from 1.
@@ -190,19 +216,17 @@ def validate(conversation: Conversation, *, needs_assistant: bool) -> Conversati
         _check_message(message, number)
     if conversation.tools is not None:
         check_depth(conversation.tools, "'tools'")
-    last = max((i for i, m in enumerate(messages) if m.role == "assistant"), default=-1)
-    if last < 0 and needs_assistant:
-        raise RowError("no_assistant_turn", "there is no assistant turn to train on")
-    repairs = list(conversation.repairs)
-    if 0 <= last < len(messages) - 1 and needs_assistant:
-        messages = messages[: last + 1]
-        repairs.append("trailing_turns_removed")
+    ends = [i for i, m in enumerate(messages) if m.role == "assistant" or m.train]
+    if needs_assistant:
+        if not ends:
+            raise RowError("no_assistant_turn", "there is no assistant turn to train on")
+        messages, cut = messages[: ends[-1] + 1], messages[ends[-1] + 1 :]
+        conversation = replace(conversation, messages=messages, cut=cut) if cut else conversation
     joined = join_users(messages)
-    if len(joined) != len(messages):
-        repairs.append("user_turns_joined")
-    if tuple(repairs) == conversation.repairs:
+    if len(joined) == len(messages):
         return conversation
-    return replace(conversation, messages=joined, repairs=tuple(repairs))
+    repairs = (*conversation.repairs, "user_turns_joined")
+    return replace(conversation, messages=joined, repairs=repairs)
 
 
 def _check_message(message: Message, number: int) -> None:
@@ -230,7 +254,8 @@ def join_users(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Neighbouring turns of the user as one, with a blank line between them."""
     joined: list[Message] = []
     for message in messages:
-        if joined and message.role == "user" == joined[-1].role:
+        alike = joined and joined[-1].train == message.train
+        if alike and message.role == "user" == joined[-1].role:
             text = f"{joined[-1].content}\n\n{message.content}"
             joined[-1] = replace(joined[-1], content=text)
         else:

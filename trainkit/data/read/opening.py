@@ -12,6 +12,7 @@ from typing import IO, Any
 from trainkit.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet")
+TEXT = ".txt"
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 CHUNK_BYTES = 1 << 20
 

@@ -27,7 +27,7 @@ from trainkit.data.read.messages import (
     TokenRow,
     validate,
 )
-from trainkit.data.read.opening import DAMAGED, container, open_bytes
+from trainkit.data.read.opening import DAMAGED, TEXT, container, open_bytes
 from trainkit.data.read.reading import RawRow, read_rows
 from trainkit.data.read.rows import decode_row, read_row
 from trainkit.errors import DataError
@@ -117,7 +117,7 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
 
 def _rows(file: Path) -> Iterator[tuple[int, RawRow | tuple[dict[str, Any], Conversation]]]:
     """The rows of a file of data, or the lines of a text."""
-    if container(file)[0] != ".txt":
+    if container(file)[0] != TEXT:
         for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
             yield row.line, row
         return
@@ -182,7 +182,8 @@ def question_of(parsed: ParsedRow) -> Row:
         return TokenRow(ids, (False,) * len(ids))
     if isinstance(parsed, Comparison):
         return question_of(parsed.conversations[0])
-    messages = parsed.messages
+    # Neighbours are joined, or not, as in training of the whole row without switches.
+    messages = tuple(replace(message, train=None) for message in parsed.messages)
     while messages and messages[-1].role == "assistant":
         messages = messages[:-1]
     if not messages:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.data.read.opening import CHUNK_BYTES, DAMAGED, container, open_bytes
+from trainkit.data.read.opening import CHUNK_BYTES, DAMAGED, TEXT, container, open_bytes
 from trainkit.errors import DataError
 
 
@@ -89,6 +89,9 @@ def _rows(file: Path, max_row_bytes: int, start_at: FilePosition) -> Iterator[Ra
             )
         if kind == ".parquet":
             yield from _parquet_rows(file)
+        elif kind == TEXT:
+            with open_bytes(file) as stream:
+                yield from _text_rows(stream, file)
         elif kind == ".csv":
             with open_bytes(file) as stream:
                 yield from _csv_rows(stream, file)
@@ -266,6 +269,43 @@ class _ArrayCutter:
                 fix="write the file again, or use JSON lines, where one bad row costs one row",
             )
         self._data += chunk
+
+
+TEXT_BYTES = 4 << 20
+"""A file of plain text is one row; a longer one is cut behind a line, or where one has no end."""
+
+
+def _text_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:
+    line = 1
+    while True:
+        block = stream.read(TEXT_BYTES)
+        if len(block) == TEXT_BYTES:
+            block += stream.readline(TEXT_BYTES)
+        if not block:
+            return
+        try:
+            text = block.decode("utf-8-sig" if line == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            yield RawRow(line, None, ("not_utf8", f"byte {error.start} of the text is not UTF-8"))
+        else:
+            first = text.lstrip().partition("\n")[0]
+            if line == 1 and first.startswith("{") and _is_json(first):
+                raise DataError(
+                    "the first line of this text is a JSON object",
+                    where=str(file),
+                    fix="rename it to .jsonl",
+                )
+            if text.strip():
+                yield RawRow(line, json.dumps({"text": text}).encode())
+        line += block.count(b"\n")
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _csv_rows(stream: IO[bytes], file: Path) -> Iterator[RawRow]:

@@ -2,12 +2,21 @@
 
 import codecs
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainkit.data.read.formats import parse_row
-from trainkit.data.read.messages import ParsedRow, RowError, TextRow, check_text
+from trainkit.data.read.messages import (
+    Comparison,
+    Conversation,
+    ParsedRow,
+    RowError,
+    TextRow,
+    check_text,
+)
 from trainkit.data.read.reading import RawRow, decode
+from trainkit.data.read.row_fields import MEDIA
 
 
 def decode_row(raw: RawRow) -> Any:
@@ -58,4 +67,30 @@ def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> P
     if isinstance(parsed, TextRow):
         check_text(parsed.prompt, "'prompt'")
         check_text(parsed.text, "the text")
+    said_so = isinstance(row, Mapping) and any(row.get(key) == [] for key in MEDIA)
+    for place, text in () if said_so else _texts(parsed):
+        found = PLACEHOLDER.search(text) and PLACEHOLDER.search(CODE.sub("", text))
+        if found and f"</{found[1]}>" not in text:
+            raise RowError(
+                "media_placeholder",
+                f"{place} has {found[0]}, which stands for what is not text, and only text is "
+                "trained; where it is meant as text, write it in backticks, or give the row "
+                f'"{found[1]}s": []',
+            )
     return parsed
+
+
+PLACEHOLDER = re.compile(r"<(image|video|audio)>")
+CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
+
+
+def _texts(parsed: ParsedRow) -> Iterator[tuple[str, str]]:
+    """The texts of a row, with what to call them."""
+    if isinstance(parsed, TextRow):
+        yield from (("the prompt", parsed.prompt), ("the text", parsed.text))
+    elif isinstance(parsed, Comparison):
+        for conversation in parsed.conversations:
+            yield from _texts(conversation)
+    elif isinstance(parsed, Conversation):
+        for number, message in enumerate(parsed.messages, 1):
+            yield f"turn {number} ({message.role})", message.content

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.data.build.summary import look_at
 from trainkit.data.read.opening import is_packed
 from trainkit.data.read.reading import BEGINNING, FilePosition, RawRow, read_rows
 from trainkit.errors import DataError
@@ -109,6 +110,7 @@ class RunReader:
         position: where to begin; its places and number of dealt rows are read.
         sharding: which rows are read.
         max_row_bytes: see :class:`trainkit.data.options.DataOptions`.
+        model: where the tokenizer is from.
     """
 
     def __init__(
@@ -118,10 +120,12 @@ class RunReader:
         sharding: Sharding,
         *,
         max_row_bytes: int,
+        model: str = "DIR",
     ) -> None:
         self._files = files
         self._sizes = [max(sum(map(_size_of, each)), 1) for each in files]
         self._limit = max_row_bytes
+        self._model = model
         self._open: list[Iterator[RawRow] | None] = [None] * len(files)
         self._sharding = sharding
         self.num_dealt = position.num_dealt
@@ -188,7 +192,7 @@ class RunReader:
             raise DataError(
                 f"no token of this file would be trained ({place.num_mine} rows)",
                 where=str(file),
-                fix="look at its rows with: trainkit data preview --data FILE --model MODEL",
+                fix=look_at(file, self._model),
             )
         self._open[number] = None
         self.places[number] = SourcePosition(file=place.file + 1, size_read=place.size_read)

@@ -32,6 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.build.builder import BuiltRows, SampleBuilder
 from trainkit.data.build.ledger import Entry
 from trainkit.data.build.packing import pack
+from trainkit.data.build.summary import look_at
 from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.hub import hub_name
@@ -103,6 +104,7 @@ class SampleStream:
         self.shuffle = shuffle
         self.buffer = buffer
         self.builder = SampleBuilder(tokenizer, options)
+        self.model = str(tokenizer.name_or_path)
 
     def rows(
         self, start: Position | None = None, *, shard: int = 0, num_shards: int = 1
@@ -191,7 +193,11 @@ class Block:
         seed = (stream.options.seed << 32) + (position.epoch << 48) if stream.shuffle else None
         sharding = Sharding(shard, num_shards, seed)
         self.reader = reader or RunReader(
-            stream.files, position, sharding, max_row_bytes=stream.options.max_row_bytes
+            stream.files,
+            position,
+            sharding,
+            max_row_bytes=stream.options.max_row_bytes,
+            model=stream.model,
         )
         self.found = BuiltRows()
         self.counts: list[Counter[str]] = [Counter() for _ in stream.sources]
@@ -305,7 +311,7 @@ class Block:
                 f"none of {self._num_rows} rows in a row can be used"
                 + "".join(f"\n  {e.file}:{e.line}: {e.detail}" for e in self._entries[:3]),
                 where=str(file),
-                fix="look at its rows with: trainkit data preview --data FILE --model MODEL",
+                fix=look_at(file, self.stream.model),
             )
 
     def _check_dropped(self, *, is_all: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Looking a key up by any name: a part of ours, or what another tool calls it."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ class FoundKeys:
 def find_keys(words: Sequence[str]) -> FoundKeys:
     """The keys that contain one of the words, and those that others call by one of them.
 
+    A word of no key is looked for among values and effects.
+
     Args:
         words: none means every key. Case and dashes do not matter.
     """
@@ -39,6 +42,13 @@ def find_keys(words: Sequence[str]) -> FoundKeys:
     for word in words:
         plain = word.strip().lstrip("-").lower().replace("-", "_")
         matches = [entry.key for entry in references if plain in entry.key.lower()]
+        if not matches and len(plain) > 2:  # a value, or a word of what it does
+            value = re.compile(rf"(?<![a-z0-9]){re.escape(plain)}(?![a-z0-9])")
+            matches = [
+                entry.key
+                for entry in references
+                if value.search(f"{entry.type} {entry.default} {entry.help}".lower())
+            ]
         name = plain.rpartition(".")[2]
         entry = FOREIGN.get(name)
         is_elsewhere = name in REFUSED or name in REMOVED

@@ -110,6 +110,8 @@ def _of_training() -> Iterator[KeyReference]:
             notes = {"Needs": row.needs, "By default": row.derived}
             text = " ".join([text, *(f"{say} {what}." for say, what in notes.items() if what)])
             type_words = f"one of {', '.join(row.choices)}" if row.choices else type_words
+        if name == "report_to" and training_fields().trackers:
+            type_words = f"none, all, or of {', '.join(sorted(training_fields().trackers))}"
         yield KeyReference(f"training.{name}", type_words, default, False, text)
 
 

@@ -168,8 +168,7 @@ def prepare_run_data(
         length = _row_length(data, options.max_length, feeding.row_parts)
         shape = feeding.shape(length, pad_token_id, data.source_names)
         made = objective.training_data(objective.dataset(data, shape, seed), shape)
-        is_equal = seed is None or data.has_equal_epochs  # without a seed all is shown
-        return replace(made, sample_name=data.sample_id, has_equal_epochs=is_equal)
+        return replace(made, sample_name=data.sample_id, has_equal_epochs=data.has_equal_epochs)
 
     if feeding.stream_buffer:
         stream = _stream(train, tokenizer, options, feeding)
@@ -203,7 +202,11 @@ def prepare_run_data(
         fingerprint=fingerprint_of(parts),
         parts=parts,
         notes=tuple(notes),
-        warnings=(*summary["warnings"], *files_in_both(summary, evaluated)),
+        warnings=(
+            *summary["warnings"],
+            *((evaluated or {}).get("listed_twice", ())),
+            *files_in_both(summary, evaluated),
+        ),
     )
 
 
@@ -286,11 +289,14 @@ def _conversation(row: RawRow, source: Source) -> Conversation:
 def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, Any]:
     """Everything that decides which tokens a step trains on: digests, counts and options."""
     summary = data.summary
+    mixture = [(row["weight"], row["epochs"]) for row in summary["sources"]]
+    streams = [part.share.name for part in data.parts]
+    is_plain = all(share == (None, 1) for share in mixture)
     return {
         "files": [
             (row["sha256"], row["samples"], row["tokens"], row["path"]) for row in summary["files"]
         ],
-        "mixture": [(row["weight"], row["epochs"]) for row in summary["sources"]],
+        "mixture": mixture,
         "template": summary["template_sha256"],
         "tokenizer": summary["tokenizer_sha256"],
         "max_length": summary["options"]["max_length"],
@@ -298,6 +304,9 @@ def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, A
         "packing": packing,
         "shuffle": shuffle,
         **({"held_out": summary["held_out"]["digest"]} if "held_out" in summary else {}),
+        # Runs of older versions drew by labels alone, and knew no mixture in the files' order.
+        **({"streams": streams} if streams != [part.name for part in data.parts] else {}),
+        **({} if shuffle or is_plain else {"mixed_in_order": True}),
     }
 
 

@@ -81,7 +81,7 @@ def keys(
         list[str] | None,
         typer.Argument(
             metavar="[WORD]...",
-            help="Only keys that contain one of these words; other tools' names are answered, too.",
+            help="Only keys, values and effects with one of these words; other tools' names, too.",
             autocompletion=key_words,
         ),
     ] = None,

@@ -38,6 +38,10 @@ Model = Annotated[
     str | None, typer.Option("--model", help="A model directory or hub name: its tokenizer.")
 ]
 Mask = Annotated[str | None, typer.Option(help="assistant, last_assistant or none.")]
+Columns = Annotated[
+    str | None,
+    typer.Option(help="Our columns and the file's: instruction=QUESTION,output=REPLY."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 
 
@@ -62,6 +66,7 @@ def preview(
     data: Data = None,
     model: Model = None,
     mask: Mask = None,
+    columns: Columns = None,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Samples drawn.")] = 3,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draw.")] = 0,
     html: Annotated[
@@ -80,7 +85,7 @@ def preview(
     JSON objects have the keys id, source, input_ids, labels, tokens, num_trained_tokens,
     untrained_answer (ranges of tokens); those of dropped rows id, source, dropped, detail, row.
     """
-    with _subject(config, overrides, data, model, mask) as subject:
+    with _subject(config, overrides, data, model, mask, columns) as subject:
         prepared = _prepare(subject, subject.options)
         from trainkit.data.build.dropped import dropped_rows
         from trainkit.data.look.preview import Authors, choose, view
@@ -120,10 +125,11 @@ def check(
     data: Data = None,
     model: Model = None,
     mask: Mask = None,
+    columns: Columns = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
-    with _subject(config, overrides, data, model, mask) as subject:
+    with _subject(config, overrides, data, model, mask, columns) as subject:
         from trainkit.data.build.dropped import dropped_rows
         from trainkit.data.look.check import judge
         from trainkit.data.look.stats import measure
@@ -164,6 +170,7 @@ def stats(
     data: Data = None,
     model: Model = None,
     mask: Mask = None,
+    columns: Columns = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", "-o", help="Draw the lengths here (PNG).", show_default=False),
@@ -171,7 +178,7 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Lengths, trained share, duplicates, what each max_length would cut, packing efficiency."""
-    with _subject(config, overrides, data, model, mask) as subject:
+    with _subject(config, overrides, data, model, mask, columns) as subject:
         from trainkit.data.look.stats import as_rows, draw_histogram, measure
 
         limit = subject.options.max_length
@@ -187,6 +194,12 @@ def stats(
         f"{figures.samples:,} samples, {figures.tokens:,} tokens, {figures.trained_tokens:,} "
         f"trained ({figures.trained_share:.1%}), {figures.duplicates:,} exact copies"
     )
+    rows = dict(figures.rows)
+    acts = ", ".join(f"{rows.pop(key):,} {key}" for key in ("kept", "dropped", "cut", "repaired"))
+    reasons = "".join(f"; {reason}: {count:,}" for reason, count in rows.items())
+    typer.echo(f"rows: {acts}{reasons}")
+    for warning in whole.summary["listed_twice"]:
+        typer.secho(f"warning: {visible(warning)}", fg="yellow")
     lengths = "  ".join(f"{name} {value:,.0f}" for name, value in figures.lengths.items())
     typer.echo(f"length in tokens: {lengths}\n")
     most = max(count for _, count in figures.histogram)
@@ -211,6 +224,7 @@ def _subject(
     data: list[str] | None,
     model: str | None,
     mask: str | None,
+    columns: str | None,
 ) -> Iterator[Subject]:
     """Sources, tokenizer and options of a recipe, or of plain arguments.
 
@@ -264,10 +278,24 @@ def _subject(
             )
         if data:
             sources = tuple(Source(path=path) for path in data)
+        if columns is not None:
+            renamed = _pairs(columns)
+            sources = tuple(each.replace(columns=each.columns | renamed) for each in sources)
         check_exists(source, is_model=model is None)
         changes["stop_token_ids"] = stop_token_ids(source)
         options = options.replace(**changes)
         yield Subject(sources, load_tokenizer(source), options)
+
+
+def _pairs(columns: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in columns.split(",")]
+    if not all(ours and theirs for ours, _, theirs in pairs):
+        raise RecipeError(
+            f"{columns!r} is not a list of our columns with the file's",
+            where="--columns",
+            fix="write it as in --columns instruction=question,output=reply",
+        )
+    return {ours.strip(): theirs for ours, _, theirs in pairs}
 
 
 def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":

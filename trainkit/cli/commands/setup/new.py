@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -101,7 +101,7 @@ def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> N
     from trainkit.recipe.write import with_values
 
     text = shipped_text(name)
-    write_text(with_values(text, {"data.train": data}) if data else text, target)
+    write_text(with_values(text, {"data.train": _sources(data)}) if data else text, target)
     if name == QUICKSTART:
         from trainkit.quickstart import make_assets
 
@@ -168,7 +168,7 @@ def _fill_in(
             f"no method {method!r}", where="--method", fix=f"one of {', '.join(METHODS)}"
         )
     chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of("h100")
-    found = fitted_recipe(model, data, method, chosen, gpus)
+    found = fitted_recipe(model, _sources(data), method, chosen, gpus)
     target = output or Path(f"{Path(model).name.lower()}-{method}.yaml")
     write_text(found.text, target)
     expected = None if found.expected is None else round(found.expected.peak.needed_gib, 1)
@@ -190,6 +190,42 @@ def _fill_in(
         "absent": absent,
     }
     _say(target, row, as_json)
+
+
+def _sources(data: list[str]) -> list[Any]:
+    """The files as a recipe has them: with the columns of those that need them said."""
+    return [
+        {"path": path, "columns": found} if (found := _columns(path)) else path for path in data
+    ]
+
+
+def _columns(path: str) -> dict[str, str]:
+    """Which columns the first row of a file has for ours; nothing where its format says it."""
+    from trainkit.options import Source
+
+    plain = Source.model_validate(path).path
+    if not Path(plain).expanduser().is_file():
+        return {}
+    from trainkit.data.options import DataOptions
+    from trainkit.data.read.formats import detect, guess_columns, pair_of
+    from trainkit.data.read.messages import RowError
+    from trainkit.data.read.reading import read_rows
+    from trainkit.data.read.rows import decode_row
+
+    try:
+        first = next(read_rows(Path(plain).expanduser(), max_row_bytes=DataOptions().max_row_bytes))
+        row = decode_row(first)
+    except (StopIteration, RowError):
+        return {}  # `data check` and `sft` say what is wrong with it
+    if not isinstance(row, dict) or detect(row) not in (None, "alpaca"):
+        return {}
+    pair = pair_of(row)
+    found = dict(zip(("instruction", "output"), pair, strict=True)) if pair else guess_columns(row)
+    columns = {ours: theirs for ours, theirs in found.items() if ours != theirs}
+    if columns:
+        said = ", ".join(f"{theirs!r} is read as {ours}" for ours, theirs in columns.items())
+        echo(f"{path}: {said}; see trainkit data preview", err=True)
+    return columns
 
 
 def _is_absent(data: str) -> bool:

@@ -10,11 +10,31 @@ from typing import Annotated, Any
 
 import typer
 
+from trainkit.errors import RecipeError
+
 
 def _as_torchrun(name: str, about: str) -> Any:
     """An option that torchrun has, in both of its spellings; it wins over its variable."""
-    spelled = f"--{name.replace('_', '-')}", f"--{name}"
+    spelled = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
     return typer.Option(*spelled, help=f"{about} Wins over {name.upper()}.", show_default=False)
+
+
+_OTHERS_NAMES = {
+    **dict.fromkeys(("nproc", "nprocs", "num-processes", "num-gpus", "gpus"), "nproc-per-node"),
+    **dict.fromkeys(("num-nodes", "num-machines", "nodes"), "nnodes"),
+    **dict.fromkeys(("machine-rank", "rank"), "node-rank"),
+    **dict.fromkeys(("main-process-ip", "rdzv-endpoint", "hostfile"), "master-addr"),
+    "main-process-port": "master-port",
+}
+"""What other launchers, and hasty fingers, call its options."""
+
+
+def _refuse_others_names(words: Sequence[str]) -> None:
+    for word in words:
+        name = word.partition("=")[0]
+        ours = _OTHERS_NAMES.get(name.removeprefix("--").replace("_", "-"))
+        if name.startswith("--") and ours is not None:
+            raise RecipeError(f"launch has no option {name}", fix=f"did you mean --{ours}?")
 
 
 class Form(str, Enum):
@@ -71,6 +91,7 @@ def launch(
     --master-addr (host 0), or NNODES, NODE_RANK and MASTER_ADDR in the environment; or `srun
     --ntasks-per-node=1`, which says all that.
     """
+    _refuse_others_names(words or ())
     given = {
         "NPROC_PER_NODE": nproc_per_node,
         "NNODES": nnodes,

@@ -1,0 +1,100 @@
+"""Files as users have them: texts, columns of their own, placeholders of what is not text."""
+
+import json
+
+import pytest
+
+from trainkit.data.read.finding import resolve_files
+from trainkit.data.read.formats import parse_row
+from trainkit.data.read.messages import RowError
+from trainkit.data.read.reading import TEXT_BYTES, read_rows
+from trainkit.data.read.rows import decode_row, read_row
+from trainkit.errors import DataError
+
+
+def texts_of(file):
+    return [decode_row(row)["text"] for row in read_rows(file, max_row_bytes=10**9)]
+
+
+def test_a_text_is_one_row_and_a_long_one_is_cut_behind_a_line(tmp_path, write):
+    short = write("\ufeffé one\n\ntwo\n".encode(), "short.txt")
+    assert texts_of(short) == ["é one\n\ntwo\n"]
+    line = "é" * 500 + "\n"
+    long = write((line * (TEXT_BYTES // 500)).encode(), "long.txt")
+    rows = texts_of(long)
+    assert len(rows) > 1
+    assert "".join(rows) == line * (TEXT_BYTES // 500)
+    assert all(row.endswith("\n") for row in rows)
+    assert resolve_files(str(tmp_path)) == [long, short]
+    rows = write([{"text": "a"}])
+    assert resolve_files(str(tmp_path)) == [rows]
+    with pytest.raises(DataError, match="JSON object"):
+        texts_of(write([{"text": "a"}], "wrong.txt"))
+
+
+def test_texts_are_trained_whole(write, ready):
+    write(b"some text", "corpus/a.txt")
+    for mask in ("assistant", "none"):
+        data = ready(write(b"more", "corpus/b.txt").parent, mask=mask)
+        assert [int(data.num_trained[n]) + 1 for n in (0, 1)] == data.lengths.tolist()
+
+
+@pytest.mark.parametrize("question", ["query", "question", "prompt", "human", "user"])
+@pytest.mark.parametrize("answer", ["response", "answer"])
+def test_questions_and_answers_need_no_hint(question, answer):
+    row = {"system": "S", question: "Q", answer: "A", "history": [["q", "a"]], "id": 7}
+    found = parse_row(row, "auto")
+    assert [m.content for m in found.messages] == ["S", "q", "a", "Q", "A"]
+    assert found.ignored == ("id",)
+
+
+def test_an_exchange_may_be_one_object():
+    row = {"conversation": [{"human": "Q", "assistant": "A"}, {"human": "R", "assistant": "B"}]}
+    found = parse_row(row, "auto").messages
+    assert [(m.role, m.content) for m in found] == [
+        ("user", "Q"), ("assistant", "A"), ("user", "R"), ("assistant", "B")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "Q", "answer": "A", "context": "C"},
+        {"question": "Q", "prompt": "P", "answer": "A"},
+        {"question": "Q", "answer": 3},
+    ],
+)
+def test_what_is_not_clear_is_not_guessed(row):
+    with pytest.raises(RowError, match="unknown_format"):
+        parse_row(row, "auto")
+
+
+def test_the_hint_has_the_files_own_columns_once(write, ready, tiny_tokenizer):
+    file = write(b"frage,antwort\n" + b"Was?,Das.\n" * 5, "de.csv")
+    with pytest.raises(DataError) as refused:
+        ready(file)
+    said = str(refused.value)
+    assert said.count("no known format") == 1
+    assert "--columns instruction=frage,output=antwort" in said
+    assert (
+        f'path: {json.dumps(str(file))}, columns: {{instruction: "frage", output: "antwort"}}'
+        in said
+    )
+    assert "FILE" not in said
+    assert "MODEL" not in said
+
+
+@pytest.mark.parametrize("text", ["<image>\nWhat is it?", "see <video>", "<audio>"])
+def test_placeholders_of_what_is_not_text_are_refused(text):
+    chat = {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
+    for row in (chat, {"text": text}, {"prompt": text, "completion": "x"}):
+        with pytest.raises(RowError, match="media_placeholder"):
+            read_row(row, "auto")
+        read_row({**row, "images": []}, "auto")
+
+
+@pytest.mark.parametrize(
+    "text", ["write `<image>` here", "```html\n<video>\n```", "<audio>x</audio>", "<images>"]
+)
+def test_code_that_names_them_is_text(text):
+    read_row({"text": text}, "auto")
