@@ -190,6 +190,7 @@ def prepare_run_data(
     if evaluation:
         kept_back = prepared(evaluation)
         notes += notes_of(kept_back.summary, "evaluation data")
+        notes += kept_back.summary["listed_twice"]
     entries.close()
     evaluated = kept_back.summary if kept_back else None
     return RunData(
@@ -202,11 +203,7 @@ def prepare_run_data(
         fingerprint=fingerprint_of(parts),
         parts=parts,
         notes=tuple(notes),
-        warnings=(
-            *summary["warnings"],
-            *((evaluated or {}).get("listed_twice", ())),
-            *files_in_both(summary, evaluated),
-        ),
+        warnings=(*summary["warnings"], *files_in_both(summary, evaluated)),
     )
 
 

@@ -29,12 +29,13 @@ _OTHERS_NAMES = {
 """What other launchers, and hasty fingers, call its options."""
 
 
-def _refuse_others_names(words: Sequence[str]) -> None:
+def _without_others_names(words: Sequence[str]) -> Sequence[str]:
     for word in words:
         name = word.partition("=")[0]
         ours = _OTHERS_NAMES.get(name.removeprefix("--").replace("_", "-"))
         if name.startswith("--") and ours is not None:
             raise RecipeError(f"launch has no option {name}", fix=f"did you mean --{ours}?")
+    return words
 
 
 class Form(str, Enum):
@@ -91,7 +92,6 @@ def launch(
     --master-addr (host 0), or NNODES, NODE_RANK and MASTER_ADDR in the environment; or `srun
     --ntasks-per-node=1`, which says all that.
     """
-    _refuse_others_names(words or ())
     given = {
         "NPROC_PER_NODE": nproc_per_node,
         "NNODES": nnodes,
@@ -104,7 +104,7 @@ def launch(
     from trainkit.parallel.launch.hosts import Hosts
     from trainkit.train.faults.signals import hold_back, watching_signals
 
-    arguments = ["sft", *(words or ())]
+    arguments = ["sft", *_without_others_names(words or ())]
     if form is not None:
         own = ["--max-restarts", str(max_restarts)] if max_restarts else []
         text = _lines(form, [*own, *arguments[1:]])
