@@ -1,6 +1,7 @@
 """Out of memory: all ranks stop and say why, or go on with fewer rows at a time, the same curve."""
 
 import json
+import math
 
 import pytest
 from project import project
@@ -26,8 +27,13 @@ def curve(project, run):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
 
+# A gradient of these runs is the sum of at most 8 * 64 products, in fp32. In another order either
+# sum is off by the root of their number roundings; each of 6 steps adds its own to the weights.
+ANOTHER_ORDER = 2 * math.sqrt(8 * 64) * 2**-24 * math.sqrt(6)
+
+
 def close(curve):
-    return [pytest.approx(row, rel=1e-6, abs=1e-6) for row in curve]
+    return [pytest.approx(row, rel=ANOTHER_ORDER, abs=ANOTHER_ORDER) for row in curve]
 
 
 def test_half_of_a_micro_batch_divides_it():

@@ -313,7 +313,9 @@ def test_what_a_group_costs(dtype):
         halved = probe.increase(names).expected
     assert found + floor == pytest.approx(exact, rel=0.05)
     assert halved == pytest.approx(exact / 2, rel=0.05)
-    assert abs(floor) < (0.3 if dtype == torch.bfloat16 else 1e-3) * exact
+    # In fp32 the two logarithms are rounded where their difference is taken; bf16 rounds logits.
+    rounding = 2 * 2**-24 * torch.cat(logits).double().log_softmax(-1).abs().max().item()
+    assert abs(floor) < (0.3 * exact if dtype == torch.bfloat16 else rounding)
 
 
 def test_the_choice_is_recorded_and_taken_again():

@@ -48,9 +48,9 @@ def arguments(name, folder, **settings):
 class Run:
     """A model and its optimizer, with a schedule, as the Trainer drives them."""
 
-    def __init__(self, name, folder, plan, dtype=torch.bfloat16, **settings):
+    def __init__(self, name, folder, plan, dtype=torch.bfloat16, device="cpu", **settings):
         torch.manual_seed(0)
-        self.model = Tiny().to(dtype)
+        self.model = Tiny().to(device, dtype)
         self.optimizer = make_optimizer(
             self.model, arguments(name, folder, **settings), plan,
             decay_names={"hidden.weight", "head.weight"}, engine_keeps_masters=False,
