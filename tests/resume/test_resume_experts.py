@@ -36,7 +36,7 @@ def test_a_run_goes_on_and_ends_with_the_experts_of_its_checkpoint(tmp_path, tin
     tiny_tokenizer.save_pretrained(model)
     (tmp_path / "project").mkdir()
     project = make_project(tmp_path / "project", model)
-    words = ["--config", "r.yaml", "lora=null", "training.max_steps=4", "training.learning_rate=3"]
+    words = ["--config", "r.yaml", "lora=null", "training.max_steps=4", "training.learning_rate=1"]
     words += ["model.dtype=float32", "training.load_best_model_at_end=true"]
     words += [
         "training.eval_strategy=steps",

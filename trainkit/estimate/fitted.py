@@ -70,6 +70,12 @@ _FRUGALLY = (
 )
 """What it does that the others do not."""
 
+_UNFIT = {
+    "kernels": "trainkit has none for this kind of model",
+    "data.packing": "documents of one row might see each other in this kind of model",
+}
+"""Why the model does not take what the shipped recipe has."""
+
 _LIKE = {"lora": "qwen2-7b-lora", "qlora": "qwen2-7b-qlora"}
 
 
@@ -88,7 +94,14 @@ class Fitted:
     changed: Sequence[str]
 
 
-def fitted_recipe(model: str, data: Sequence[Any], method: str, gpu: Gpu, gpus: int = 1) -> Fitted:
+def fitted_recipe(
+    model: str,
+    data: Sequence[Any],
+    method: str,
+    gpu: Gpu,
+    gpus: int = 1,
+    off: Mapping[str, bool] | None = None,
+) -> Fitted:
     """Fill a shipped recipe in, and lower what it takes until the GPU has it.
 
     Args:
@@ -97,6 +110,7 @@ def fitted_recipe(model: str, data: Sequence[Any], method: str, gpu: Gpu, gpus: 
         method: one of ``METHODS``.
         gpu: of every rank.
         gpus: ranks.
+        off: what the model does not take of the shipped recipe, by key.
 
     Raises:
         RecipeError: it cannot be made to fit without training something else.
@@ -131,6 +145,9 @@ def fitted_recipe(model: str, data: Sequence[Any], method: str, gpu: Gpu, gpus: 
         values["deepspeed"] = None
     if method != "full":
         values["lora.r"] = 16
+    for key in off or {}:
+        values[key] = False
+        comments[key] = _UNFIT[key]
     text = with_values(shipped, values, comments)
     changed: tuple[str, ...] = ()
     found = _estimated(text, gpu, gpus, shape)
@@ -210,6 +227,12 @@ def _way_out(found: Estimate) -> str:
     return "; ".join(["more --gpus, another --method", *others[:2]])
 
 
+def _spread(found: Estimate) -> str:
+    """What `trainkit estimate` must be told to answer as the header does."""
+    gpus = "" if found.plan.gpus == 1 else f" --gpus {found.plan.gpus}"
+    return f" --gpu {found.gpu.name}{gpus}"
+
+
 def _with_header(text: str, model: str, method: str, found: Estimate | None) -> str:
     lines = text.rstrip("\n").split("\n")
     body = next(n for n, line in enumerate(lines) if "yaml-language-server" in line)
@@ -217,6 +240,6 @@ def _with_header(text: str, model: str, method: str, found: Estimate | None) -> 
     if found is not None:
         about.append(
             f"# Expected: {found.peak.gib:.1f} GiB of each of {found.plan.gpus} x "
-            f"{found.gpu.name}; `trainkit estimate FILE` says of what."
+            f"{found.gpu.name}; `trainkit estimate FILE{_spread(found)}` says of what."
         )
     return "\n".join([*about, *lines[body:]]) + "\n"

@@ -25,12 +25,7 @@ from transformers import PreTrainedModel
 from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
-from trainkit.lora.targets import (
-    Targets,
-    check_names,
-    refuse_with_experts,
-    resolve_targets,
-)
+from trainkit.lora.targets import Targets, resolve_and_check
 from trainkit.models.linears import num_weights
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
@@ -96,13 +91,7 @@ def attach(
             matches nothing.
         RecipeError: the options do not go together, or not with what is adapted.
     """
-    targets = resolve_targets(
-        model, options.target_modules, options.target_parameters, options.exclude_modules
-    )
-    check_names("modules_to_save", options.modules_to_save, [n for n, _ in model.named_modules()])
-    refuse_with_experts(
-        targets, dropout=options.dropout, bias=options.lora_bias, dora=options.use_dora
-    )
+    targets = resolve_and_check(model, options)
     in_float32 = options.adapter_dtype == "float32"
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
@@ -111,7 +100,12 @@ def attach(
         )
     except (ValueError, TypeError, NotImplementedError) as error:
         # peft refuses combinations of its options in these ways.
-        raise RecipeError(f"peft cannot attach such an adapter: {error}", where="lora") from error
+        raise RecipeError(
+            f"peft cannot attach such an adapter: {error}",
+            where="lora",
+            fix="take what the message names out of lora.target_modules (all-linear leaves it "
+            "out), or change that key of lora",
+        ) from error
     if not in_float32:
         _cast_trainable(wrapped, model.dtype)
     if changes_base(options.init_lora_weights):

@@ -17,12 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from peft import LoraConfig, TaskType
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models.linears import ROUTERS
-from trainkit.options.lora import ALL_LINEAR
+from trainkit.options.lora import ALL_LINEAR, LoraOptions
+from trainkit.options.words import ask, nearest
 from trainkit.parallel.parameters import whole_shape
 from trainkit.patterns import refuse_endless
 
@@ -97,9 +99,12 @@ def resolve_targets(
     if targets != ALL_LINEAR:
         return Targets(targets if isinstance(targets, str) else tuple(targets), listed)
     experts = [name for name in expert_parameters(model) if not is_named(name, excluded)]
-    if not experts and not expert_parameters(model) and text_model(model) is None:
+    linears = list(_text_linears(model))
+    names = [name for name in linears if _takes_adapter(model, name)]
+    is_plain = names == linears and text_model(model) is None
+    if is_plain and not expert_parameters(model) and names:
         return Targets(ALL_LINEAR, listed)
-    names = [name for name in _text_linears(model) if not is_named(name, excluded)]
+    names = [name for name in names if not is_named(name, excluded)]
     if expert_parameters(model):
         names = [name for name in names if name.rpartition(".")[2] not in ROUTERS]
         names = [name for name in names if _stays_a_module(model, name)]
@@ -110,6 +115,61 @@ def resolve_targets(
     # experts.gate_up_proj: the last two parts of a name, which all layers share
     short = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)
     return Targets(tuple(names), tuple(dict.fromkeys((*listed, *short))))
+
+
+def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
+    """What peft adapts, held against every list of names and the sizes of the layers.
+
+    Args:
+        model: before adapters; one without weights does.
+        options: the recipe's ``lora``.
+
+    Raises:
+        ModelError: a name of any list matches nothing.
+        RecipeError: the adapters cannot be of this kind or size.
+    """
+    excluded = options.exclude_modules
+    names = [name for name, _ in model.named_modules()]
+    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in names):
+        raise ModelError(
+            f"exclude_modules {excluded!r} matches no module (a string is a regular expression "
+            "over full module names)",
+            where="lora.exclude_modules",
+            fix="correct it, write a list of names such as [lm_head], or remove it",
+        )
+    if excluded is not None and not isinstance(excluded, str):
+        check_names("exclude_modules", excluded, names)
+    check_names("modules_to_save", options.modules_to_save, names)
+    targets = resolve_targets(model, options.target_modules, options.target_parameters, excluded)
+    refuse_with_experts(
+        targets, dropout=options.dropout, bias=options.lora_bias, dora=options.use_dora
+    )
+    _refuse_rank(model, targets, options)
+    return targets
+
+
+def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
+    """Refuse a rank that no adapted layer can use: its update has its smaller dimension at most."""
+    wanted = targets.modules
+    shapes = [
+        (min(module.in_features, module.out_features), name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (
+            wanted == ALL_LINEAR
+            or (isinstance(wanted, str) and re.fullmatch(wanted, name))
+            or (not isinstance(wanted, str) and is_named(name, wanted))
+        )
+        and not is_named(name, options.exclude_modules)
+    ]
+    largest, name = max(shapes, default=(options.r, ""))
+    if not targets.parameters and options.r > largest:
+        raise RecipeError(
+            f"r: {options.r} is more than any adapted layer can use: an update of {name} has rank "
+            f"{largest} at most",
+            where="lora.r",
+            fix=f"set lora.r to {largest} or less (16 is usual), or train all weights without lora",
+        )
 
 
 def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:
@@ -131,6 +191,16 @@ def _text_linears(model: PreTrainedModel) -> Iterator[str]:
         is_linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
         if is_linear and (wanted is None or module in wanted):
             yield name
+
+
+def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
+    """Whether peft adapts it: the kernels of some recurrences read weights past the layer."""
+    trial = LoraConfig(task_type=TaskType.CAUSAL_LM)
+    try:
+        _check_lora_target_modules_mamba(trial, model, name.rpartition(".")[2])
+    except ValueError:
+        return False
+    return True
 
 
 def _stays_a_module(model: PreTrainedModel, name: str) -> bool:
@@ -178,10 +248,11 @@ def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
         if not any(name == item or name.endswith(f".{item}") for name in names):
             lasts = {name.rpartition(".")[2] for name in names if name}
             known = sorted(last for last in lasts if not last.isdigit())
+            hint = ask(nearest(item, known))
             raise ModelError(
                 f"{key}: nothing is called {item!r}",
                 where=f"lora.{key}",
-                fix=f"the names in this model are {', '.join(known)}",
+                fix=f"{f'{hint} ' if hint else ''}the names in this model are {', '.join(known)}",
             )
 
 

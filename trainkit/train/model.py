@@ -22,7 +22,6 @@ from trainkit.lora.report import adapter_lines, describe_adapters
 from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
-from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.checks.self_check import self_check
 from trainkit.models.fp8.choice import Fp8Choice
@@ -331,15 +330,6 @@ def _device_of_ranks() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def check_packable(source: ModelOptions) -> None:
-    """Refuse packed rows for a model whose layers cannot keep documents apart; no weights are read.
-
-    Raises:
-        ModelError: naming the layers.
-    """
-    refuse_recurrent(load_config(source))
 
 
 def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention:

@@ -28,6 +28,7 @@ from trainkit.recipe import (
     read_chat_template,
     resolve_accumulation,
 )
+from trainkit.recipe.check.optimizer import late_warmup
 from trainkit.recipe.measured import metric_of
 from trainkit.run import (
     Console,
@@ -35,8 +36,8 @@ from trainkit.run import (
 from trainkit.run.stages import Stages
 from trainkit.terminal import visible
 from trainkit.train.data.run_data import RunData, prepare_run_data, read_conversations
+from trainkit.train.fit import refuse_unfit_model
 from trainkit.train.log.quiet import tokenisation_progress
-from trainkit.train.model import check_packable
 from trainkit.train.optimizer.refuse import refuse_micro_batches, refuse_unfit_optimizer
 from trainkit.train.results.questions import Questions, load_questions
 from trainkit.train.sections import (
@@ -97,8 +98,10 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
     layout = layout_of(recipe, start.process)
     source = recipe.model
     check_exists(source)
-    if recipe.data.packing:
-        check_packable(source)
+    config = load_config(source)
+    refuse_unfit_model(
+        config, packing=recipe.data.packing, kernels=recipe.kernels, lora=recipe.lora
+    )
     on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu")
     device = torch.device("cuda" if on_gpu else "cpu")
     refuse_unfit_optimizer(recipe.training.get("optim"), on_gpu=on_gpu)
@@ -108,7 +111,6 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
         refuse_unfit(device)
     if recipe.lora is not None and recipe.lora.quantize is not None:
         refuse_unfit_device(recipe.lora.quantize, device)
-    config = load_config(source)
     layout.engine.refuse_model(config)
     warning = context_warning(config, recipe.data.max_length)
     if warning is not None:
@@ -149,6 +151,7 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
         metric=metric_of(recipe.training),
     )
     args = trainer_arguments(recipe, layout)
+    _refuse_late_warmup(data, args, layout)
     return Prepared(source, tokenizer, data, questions, layout, args)
 
 
@@ -169,6 +172,17 @@ def _refuse_no_batch(recipe: Recipe, data: RunData, layout: Layout) -> None:
         where="training.dataloader_drop_last",
         fix="remove it" + (f", or set training.{name}={fewer} or less" if fewer else ""),
     )
+
+
+def _refuse_late_warmup(data: RunData, args: TrainingArguments, layout: Layout) -> None:
+    """Where the data say how many steps there are; max_steps is held in the recipe."""
+    if args.max_steps > 0:
+        return
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_size
+    last = math.ceil(math.ceil(len(data.train.samples) / rows) * args.num_train_epochs)
+    if args.warmup_steps > last:
+        key, rule, fix = late_warmup(args.warmup_steps, last)
+        raise RecipeError(rule, where=key, fix=fix)
 
 
 def _noise_warning(recipe: Recipe, data: RunData) -> list[str]:

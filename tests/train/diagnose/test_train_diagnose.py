@@ -192,7 +192,7 @@ def test_adapters_that_have_grown(place, culprit, name, run, tiny_qwen2):
     model.save_pretrained(staging)
     commit(staging, weights, metadata={})
     lora = "lora: {r: 2, target_modules: [q_proj, down_proj]}"
-    recipe(run, "kernels: true", lora, "training: {learning_rate: 1e12}")
+    recipe(run, "kernels: true", lora, "training: {learning_rate: 1e12, optim: sgd}")
     found = diagnose(run, 1)
     assert (found.culprit, found.name) == (culprit, name)
     assert found.are_the_steps

@@ -24,6 +24,7 @@ class Trained:
 
 def broken_optimizer_rules(recipe: Trained) -> Iterator[Broken]:
     """Every rule about the optimizer that a recipe breaks."""
+    yield from _rates(recipe)
     if recipe.optim_in_backward:
         yield from _in_backward(recipe)
     if not recipe.model.master_weights:
@@ -34,6 +35,38 @@ def broken_optimizer_rules(recipe: Trained) -> Iterator[Broken]:
             "flat_adamw has no loss scaler, which float16 needs",
             "set model.dtype: bfloat16, or training.optim: adamw_torch_fused",
         )
+
+
+def _rates(recipe: Trained) -> Iterator[Broken]:
+    """Steps of rates above 1 are larger than the weights; the sign of an exponent was lost."""
+    training = recipe.training
+    rate, plus = training.get("learning_rate", 5e-5), recipe.lora and recipe.lora.lora_plus_ratio
+    if optimizer_row(training.get("optim")).name != "sgd":  # its steps are as small as gradients
+        for key, value in (
+            ("training.learning_rate", rate),
+            ("lora.lora_plus_ratio", rate * (plus or 0)),
+        ):
+            if value > 1:
+                yield (
+                    key,
+                    f"a learning rate of {value:g} moves each weight by more than its own size a "
+                    "step; it is at most 1",
+                    "1.0e-5 is usual for all weights, 1.0e-4 for adapters; only training.optim: "
+                    "sgd takes larger ones",
+                )
+    warmup, last = training.get("warmup_steps") or 0, training.get("max_steps") or -1
+    if last > 0 and warmup > last:
+        yield late_warmup(warmup, last)
+
+
+def late_warmup(warmup: float, last: int) -> Broken:
+    """The rule that a warm-up ends before the run does."""
+    return (
+        "training.warmup_steps",
+        f"the learning rate would rise for {warmup:g} steps, and the run has {last}",
+        "write a share of all steps, as 0.03, or fewer steps; for a rate that rises to the end "
+        f"write {last}",
+    )
 
 
 def accumulates_in_backward(accumulation: int) -> Broken | None:

@@ -168,7 +168,8 @@ def _fill_in(
             f"no method {method!r}", where="--method", fix=f"one of {', '.join(METHODS)}"
         )
     chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of("h100")
-    found = fitted_recipe(model, _sources(data), method, chosen, gpus)
+    taken = _taken_by(model, method)
+    found = fitted_recipe(model, _sources(data), method, chosen, gpus, taken)
     target = output or Path(f"{Path(model).name.lower()}-{method}.yaml")
     write_text(found.text, target)
     expected = None if found.expected is None else round(found.expected.peak.needed_gib, 1)
@@ -189,7 +190,24 @@ def _fill_in(
         "changed": list(found.changed),
         "absent": absent,
     }
-    _say(target, row, as_json)
+    _say(target, row, as_json, gpus)
+
+
+def _taken_by(model: str, method: str) -> dict[str, bool]:
+    """What the model does not take of the shipped recipe; nothing where it is not at hand."""
+    from trainkit.errors import ModelError
+    from trainkit.estimate.shape import find_config
+
+    try:
+        config, _ = find_config(model)
+    except ModelError:
+        return {}
+    from trainkit.train.log.quiet import quieten_libraries
+
+    quieten_libraries()  # first: some libraries speak when they are imported
+    from trainkit.train.fit import settings_for
+
+    return settings_for(config, method)
 
 
 def _sources(data: list[str]) -> list[Any]:
@@ -263,9 +281,10 @@ def _translate(
     _say(target, {"recipe": str(target), "tool": found.tool, "lines": lines}, as_json)
 
 
-def _say(target: Path, row: Mapping[str, object], as_json: bool) -> None:
+def _say(target: Path, row: Mapping[str, object], as_json: bool, gpus: int = 1) -> None:
     if as_json:
         echo(json.dumps(row))
         return
     echo(str(target))
-    echo(f"train with: trainkit sft --config {shlex.quote(str(target))}", err=True)
+    command = "sft" if gpus == 1 else f"launch --nproc_per_node {gpus}"
+    echo(f"train with: trainkit {command} --config {shlex.quote(str(target))}", err=True)

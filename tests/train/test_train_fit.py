@@ -1,0 +1,106 @@
+"""``new`` writes only what ``sft`` takes of a model; lists of names and sizes are held as well."""
+
+import json
+
+import pytest
+import tiny_classes
+from transformers import AutoConfig, Qwen2Config
+
+from trainkit.cli.app import main
+from trainkit.errors import ModelError, RecipeError, TrainkitError
+from trainkit.options import LoraOptions
+from trainkit.recipe import load_recipe
+from trainkit.train.fit import refuse_unfit_model, settings_for
+
+QWEN2 = Qwen2Config(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", sorted(tiny_classes.classes()))
+def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeypatch, capsys):
+    try:
+        config = tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
+    except Exception as unknown:
+        pytest.skip(f"its configuration is not built small here: {unknown!r}"[:90])
+    config.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    for method in ("full", "lora"):
+        said = main(["new", "--model", "./model", "-o", f"{method}.yaml", "--method", method])
+        if said:
+            assert "fix:" in capsys.readouterr().err
+            continue
+        recipe = load_recipe(tmp_path / f"{method}.yaml").recipe
+        refuse_unfit_model(
+            AutoConfig.from_pretrained(tmp_path / "model"),
+            packing=recipe.data.packing, kernels=recipe.kernels, lora=recipe.lora,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "off"),
+    [
+        ("qwen2", set()),
+        ("olmo2", {"kernels"}),
+        ("gemma3_text", {"kernels"}),
+        ("qwen3_moe", {"kernels"}),
+        ("falcon_h1", {"kernels", "data.packing"}),
+        ("qwen3_next", {"kernels", "data.packing"}),
+    ],
+)
+def test_what_a_model_does_not_take_is_switched_off(model_type, off):
+    config = tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
+    assert settings_for(config.to_dict(), "lora").keys() == off
+
+
+def fits(**lora):
+    refuse_unfit_model(QWEN2, packing=False, kernels=False, lora=LoraOptions(**lora))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("target_modules", ["q_porj"]),
+        ("exclude_modules", ["down_porj"]),
+        ("exclude_modules", ".*down_porj"),
+        ("modules_to_save", ["embed_token"]),
+        ("target_parameters", ["experts.down_proj"]),
+    ],
+)
+def test_a_name_that_matches_nothing_is_refused(key, value):
+    with pytest.raises(ModelError) as refused:
+        fits(**{key: value})
+    assert f"lora.{key}" in str(refused.value)
+    fits(exclude_modules=["down_proj"], modules_to_save=["embed_tokens"])
+
+
+def test_the_nearest_name_is_given():
+    with pytest.raises(ModelError, match="did you mean down_proj"):
+        fits(exclude_modules=["down_porj"])
+
+
+def test_a_rank_that_no_layer_can_use_is_refused():
+    fits(r=64)
+    with pytest.raises(RecipeError, match="rank 64 at most"):
+        fits(r=65)
+    with pytest.raises(RecipeError, match=r"lora\.r"):
+        fits(r=100_000_000)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.learning_rate=2e4",
+        "training.warmup_steps=500",
+        "lora.lora_plus_ratio=1e7",
+    ],
+)
+def test_rates_and_warm_ups_that_cannot_be_meant_are_asked_back(override, tmp_path):
+    file = tmp_path / "r.yaml"
+    text = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "lora": {}}
+    file.write_text(json.dumps({**text, "training": {"max_steps": 2}}))
+    load_recipe(file)
+    with pytest.raises(TrainkitError, match=override.partition("=")[0].replace(".", r"\.")):
+        load_recipe(file, [override])
+    load_recipe(file, ["training.learning_rate=2e4", "training.optim=sgd"])
