@@ -51,7 +51,7 @@ def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeyp
 )
 def test_what_a_model_does_not_take_is_switched_off(model_type, off):
     config = tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
-    assert settings_for(config.to_dict(), "lora").keys() == off
+    assert settings_for(config, "lora").keys() == off
 
 
 def fits(**lora):

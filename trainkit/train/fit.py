@@ -4,9 +4,8 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from trainkit.errors import ModelError, PatchError
 from trainkit.lora.quant import refuse_unpacked_experts
@@ -49,19 +48,16 @@ def refuse_unfit_model(
         patch_kernels(skeleton, own).revert()
 
 
-def settings_for(raw: Mapping[str, Any], method: str) -> dict[str, bool]:
+def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
     """What a new recipe switches off for a model: what ``sft`` would refuse.
 
     Args:
-        raw: its config.json; of a kind that transformers does not know nothing is said.
+        config: of the model.
         method: ``full``, ``lora`` or ``qlora``.
 
     Raises:
         TrainkitError: the method itself is refused for this model.
     """
-    if raw.get("model_type") not in CONFIG_MAPPING:
-        return {}
-    config = CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
     off: dict[str, bool] = {}
     for key, packing in (("data.packing", True), ("kernels", False)):
         try:
@@ -75,5 +71,5 @@ def settings_for(raw: Mapping[str, Any], method: str) -> dict[str, bool]:
     if method != "full":
         refuse_unfit_model(config, packing=False, kernels=False, lora=LoraOptions())
     if method == "qlora":
-        refuse_unpacked_experts(config, str(raw["model_type"]))
+        refuse_unpacked_experts(config, config.model_type)
     return off

@@ -199,15 +199,19 @@ def _taken_by(model: str, method: str) -> dict[str, bool]:
     from trainkit.estimate.shape import find_config
 
     try:
-        config, _ = find_config(model)
+        raw, place = find_config(model)
     except ModelError:
         return {}
+    if "auto_map" in raw or not Path(place).is_file():
+        return {}  # code of its own, which nobody has allowed to run, or the name of a shape
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
+    from trainkit.models.loading import load_config
+    from trainkit.options import ModelOptions
     from trainkit.train.fit import settings_for
 
-    return settings_for(config, method)
+    return settings_for(load_config(ModelOptions(name_or_path=str(Path(place).parent))), method)
 
 
 def _sources(data: list[str]) -> list[Any]:
