@@ -153,7 +153,8 @@ def fitted_recipe(
     found = _estimated(text, gpu, gpus, shape)
     if found is not None and not found.fits:
         same = [each for each in found.suggestions if not each.changes_result]
-        if method == "full" and gpus == 1 and not (same and _OFFLOADED not in same[0].settings):
+        is_offloaded = not same or _OFFLOADED in same[0].settings
+        if method == "full" and gpus == 1 and is_offloaded and "kernels" not in (off or {}):
             values.pop("deepspeed")
             comments.pop("global_batch_size", None)
             frugal = with_values(shipped_text(_FRUGAL), values, {**comments, **_FRUGAL_COMMENTS})
