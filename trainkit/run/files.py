@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import math
 import os
 import uuid
@@ -17,6 +18,9 @@ from trainkit.places import fsync_directory, regular
 
 # EFBIG is the same event under a file-size limit, EDQUOT under a quota.
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+logger = logging.getLogger(__name__)
 
 
 class DiskFullError(RunDirectoryError):
@@ -103,9 +107,15 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, or None where there is no file."""
-    there = regular(path, RunDirectoryError).exists()
-    return json.loads(path.read_text(encoding="utf-8")) if there else None
+    """The content of a JSON file, or None where there is no file, or a damaged one, with a word."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(regular(path, RunDirectoryError).read_bytes())
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        logger.warning("%s:%d is damaged and is left out: %s", path, line, error)
+        return None
 
 
 def jsonable(value: Any) -> Any:

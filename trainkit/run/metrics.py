@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from io import FileIO
@@ -11,7 +12,9 @@ from typing import Any
 
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.places import regular
-from trainkit.run.files import explain_os_errors, jsonable, write_text_atomic
+from trainkit.run.files import explain_os_errors, jsonable, write_bytes_atomic
+
+logger = logging.getLogger(__name__)
 
 Scalar = float | int | str | bool | None
 
@@ -109,20 +112,29 @@ def _encode(row: Mapping[str, Scalar]) -> str:
 
 
 def _supersede_rows(path: Path, resume_step: int) -> None:
-    """Move rows after ``resume_step`` to the superseded file; first there, then out of here."""
-    kept: list[str] = []
-    superseded: list[str] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        row = decode_row(line)
+    """Move rows after ``resume_step`` to the superseded file; first there, then out of here.
+
+    A damaged line goes where the row before it goes, byte for byte; one that a crash tore goes.
+    """
+    kept: list[bytes] = []
+    superseded: list[bytes] = []
+    lines = kept
+    content = regular(path, RunDirectoryError).read_bytes().split(b"\n")
+    for number, line in enumerate(content, 1):
+        row = decode_row(line.decode("utf-8", "replace"))
         if row is not None:
-            (kept if row["step"] <= resume_step else superseded).append(line)
+            lines = kept if row["step"] <= resume_step else superseded
+            lines.append(line)
+        elif line.strip() and number < len(content):
+            logger.warning("%s:%d is damaged: it stays, and nothing is drawn of it", path, number)
+            lines.append(line)
     if superseded:
         other = path.with_name("metrics.superseded.jsonl")
-        with explain_os_errors(other), other.open("a", encoding="utf-8", newline="\n") as stream:
-            stream.writelines(line + "\n" for line in superseded)
+        with explain_os_errors(other), other.open("ab") as stream:
+            stream.writelines(line + b"\n" for line in superseded)
             stream.flush()
             os.fsync(stream.fileno())
-    write_text_atomic(path, "".join(line + "\n" for line in kept))
+    write_bytes_atomic(path, b"".join(line + b"\n" for line in kept))
 
 
 def decode_row(line: str) -> dict[str, Any] | None:

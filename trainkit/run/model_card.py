@@ -7,6 +7,7 @@ the YAML at the top reads them as anything else.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.format import format_loss
 from trainkit.run.metrics import read_metrics
+
+logger = logging.getLogger(__name__)
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~&$-])")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
@@ -73,7 +76,7 @@ def model_card(
         *_figures(run),
         "",
         "## Data",
-        *_data_lines(read_json(run.data)),
+        *_data_lines(run.data),
         "",
         "## Recipe",
         *_recipe_lines(run.recipe),
@@ -109,15 +112,24 @@ def _figures(run: RunDirectory) -> list[str]:
     if evaluations:
         lines.append(f"| evaluation loss | {format_loss(evaluations[-1]['eval_loss'])} |")
     answers = read_json(run.generation_eval)
-    if answers is not None:
+    if isinstance(answers, dict) and {"accuracy", "num_total"} <= answers.keys():
         share = f"{answers['accuracy']:.1%} of {answers['num_total']}"
         lines.append(f"| exact match | {share} held-out answers |")
     return lines
 
 
-def _data_lines(data: dict[str, Any] | None) -> list[str]:
+def _data_lines(file: Path) -> list[str]:
+    data = read_json(file)
     if data is None:
         return ["Not recorded."]
+    try:
+        return _data_rows(data)
+    except (LookupError, TypeError, AttributeError):
+        logger.warning("%s:1 does not hold what a run writes there, and is left out", file)
+        return ["The record is damaged."]
+
+
+def _data_rows(data: dict[str, Any]) -> list[str]:
     lines = [
         "| file | rows | kept | dropped | cut | tokens | trained | sha256 |",
         "|---|---|---|---|---|---|---|---|",

@@ -142,7 +142,7 @@ _CHECKS: Mapping[str, Callable[[Any], bool]] = {
         lambda value: value is None or isinstance(value, str),
     ),
     **dict.fromkeys(
-        ("last_step", "pid", "num_ranks", "num_hosts"),
+        ("last_step", "total_steps", "pid", "num_ranks", "num_hosts"),
         lambda value: value is None or _is_whole(value),
     ),
     "resumed_at_steps": lambda value: (

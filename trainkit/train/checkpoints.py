@@ -359,7 +359,14 @@ def _resume_point(
 ) -> ResumePoint:
     known = manifest.metadata if isinstance(manifest.metadata, dict) else {}
     step, run, settings = known.get("step"), known.get("run", {}), known.get("settings", {})
-    if not isinstance(step, int) or not isinstance(run, dict) or not isinstance(settings, dict):
+    is_own = step_of(path) in (-1, step)  # one that was renamed has no step in its name
+    if (
+        not isinstance(step, int)
+        or step < 0
+        or not is_own
+        or not isinstance(run, dict)
+        or not isinstance(settings, dict)
+    ):
         raise CheckpointError(
             f"the manifest's metadata is not what a run writes (step: {step!r:.40})",
             where=str(path),

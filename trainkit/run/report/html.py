@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from trainkit.errors import TrainkitError
@@ -20,6 +22,8 @@ from trainkit.run.report.plot import svg_plots
 from trainkit.run.report.what_runs import figure, fp8_section, kernels_section
 from trainkit.run.starts import read_starts
 from trainkit.terminal import visible
+
+logger = logging.getLogger(__name__)
 
 MAX_ANSWERS = 30
 MAX_EVALUATIONS = 50
@@ -63,25 +67,41 @@ def render_report(
     """The page as HTML; it asks for nothing over the network."""
     history = history or History.read(run.metrics)
     data, answers = read_json(run.data), read_json(run.generation_eval)
+    kernels = read_json(run.kernels)
     sections = [
-        _head(run, history, answers, is_training=is_training),
-        _warnings(run, history, data),
+        _of(run.generation_eval, lambda: _head(run, history, answers, is_training=is_training)),
+        _of(run.data, lambda: _warnings(run, history, data)),
         section("Curves", _curves(run, history)),
         section("Evaluations", _evaluations(history)),
-        section("Answers to held-out conversations", _answers(answers)),
+        section(
+            "Answers to held-out conversations", _of(run.generation_eval, lambda: _answers(answers))
+        ),
         section("Benchmarks", _benchmarks(run)),
-        section("Data", _data(data)),
-        section("Samples", _samples(read_json(run.root / SAMPLES))),
-        section("Kernels", kernels_section(read_json(run.kernels))),
-        section("FP8", fp8_section(read_json(run.kernels))),
-        section("Memory and time", _memory(read_json(run.memory))),
+        section("Data", _of(run.data, lambda: _data(data))),
+        section(
+            "Samples", _of(run.root / SAMPLES, lambda: _samples(read_json(run.root / SAMPLES)))
+        ),
+        section("Kernels", _of(run.kernels, lambda: kernels_section(kernels))),
+        section("FP8", _of(run.kernels, lambda: fp8_section(kernels))),
+        section("Memory and time", _of(run.memory, lambda: _memory(read_json(run.memory)))),
         section("Against the run before", _against_earlier(run, history)),
         section("Recipe", _recipe(run)),
         section("Starts", _starts(run)),
         section("Command", _command(run)),
-        section("Environment", _environment(read_json(run.environment))),
+        section(
+            "Environment", _of(run.environment, lambda: _environment(read_json(run.environment)))
+        ),
     ]
     return page(run.name, "".join(sections), reload_seconds=_RELOAD if is_training else None)
+
+
+def _of(file: Path, draw: Callable[[], str]) -> str:
+    """A part of the page; where the file that it is drawn from is damaged, that takes its place."""
+    try:
+        return draw()
+    except (LookupError, TypeError, ValueError, AttributeError):
+        logger.warning("%s:1 does not hold what a run writes there, and is left out", file)
+        return paragraph(f"{file.name} is damaged.", "warning")
 
 
 def _head(
