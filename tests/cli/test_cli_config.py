@@ -100,3 +100,24 @@ def test_keys_can_be_looked_up(capsys):
     text = capsys.readouterr().out
     assert "training.warmup_steps: a number; default 0" in text
     assert "model.name_or_path: text; required" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [
+        ("wandb", "training.report_to"),
+        ("pissa", "lora.init_lora_weights"),
+        ("nf4", "lora.quantize"),
+    ],
+)
+def test_keys_can_be_looked_up_by_a_value(capsys, value, key):
+    assert main(["config", "keys", value]) == 0
+    assert f"{key}: " in capsys.readouterr().out
+
+
+def test_launch_knows_what_other_launchers_call_its_options(capsys):
+    for word, ours in (("--nproc", "--nproc-per-node"), ("--num_machines=2", "--nnodes")):
+        assert main(["launch", word, "r.yaml"]) == 2
+        assert f"did you mean {ours}?" in capsys.readouterr().err
+    assert main(["launch", "--help"]) == 0
+    assert "--nnodes, --nnodes" not in capsys.readouterr().out

@@ -225,6 +225,10 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
         (("model.name_or_path=./no-model",), "there is no model at"),
         (("--output-dir", "cache"), "exists"),
         (("training.learning_rat=1",), "learning_rate"),
+        (
+            ("training.dataloader_drop_last=true", "training.per_device_train_batch_size=500"),
+            "training.dataloader_drop_last: true leaves out what does not fill a batch",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(project, change, message):
