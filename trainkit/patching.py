@@ -9,7 +9,7 @@ from trainkit.errors import PatchError
 from trainkit.lora import fused as fused_adapters
 from trainkit.lora.fused import fuse
 from trainkit.models.patch import PatchReport, patch_kernels, refuse_unknown
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 
 def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchReport:

@@ -50,7 +50,7 @@ def test_every_promise_was_undone_once():
 
 TEST = "tests/recipe/test_recipe_accumulation.py::test_steps"
 TABLE = """
-trainkit/recipe/accumulation.py:
+trainkit/recipe/derived.py:
   - name: noticed
     old: "steps = total // a_pass"
     new: "steps = total // micro"
@@ -71,15 +71,13 @@ def test_a_mutation_is_tried_from_end_to_end(tmp_path, monkeypatch):
     assert [first[key] for key in ("mutations", "killed", "survived")] == [2, 1, 1]
     assert [row["status"] for row in rows] == ["killed", "survived"]
     assert "test_steps" in rows[0]["by"]
-    assert "steps = total // a_pass" in (ROOT / "trainkit/recipe/accumulation.py").read_text()
+    assert "steps = total // a_pass" in (ROOT / "trainkit/recipe/derived.py").read_text()
 
 
 def test_a_stale_row_is_an_error(tmp_path, capsys):
     (tmp_path / "one.yaml").write_text(TABLE.replace("total // a_pass", "gone // a_pass"))
     assert mutate.main(["--tables", str(tmp_path)]) == 2
-    assert (
-        "noticed: trainkit/recipe/accumulation.py has its text 0 times" in capsys.readouterr().err
-    )
+    assert "noticed: trainkit/recipe/derived.py has its text 0 times" in capsys.readouterr().err
 
 
 def test_an_explanation_that_is_not_true_is_an_error():

@@ -180,7 +180,7 @@ def test_other_geometries(overrides, tmp_path):
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(8, 2), (32, 8), (32, 16), (32, 32)])
 def test_any_base_comes_back_as_it_was(theta, head_dim, rotary_dim):
     """Not the nearest whole number: the config of the source would not be found again."""
-    from trainkit.checkpoint.convert.partial_rope import full_base, read_back, rope_scaling
+    from trainkit.checkpoint.convert.keymap import full_base, read_back, rope_scaling
 
     scaling = rope_scaling(theta, head_dim, rotary_dim, FAR)
     base = full_base(theta, head_dim, rotary_dim)
@@ -333,7 +333,7 @@ def test_proof_looks_at_the_last_logit(glm, glm_directory, tmp_path, value):
 
 @pytest.mark.parametrize("kind", ["order", "bias", "rope"])
 def test_proof_catches_a_wrong_conversion(glm_directory, tmp_path, monkeypatch, kind):
-    from trainkit.checkpoint.convert import glm4_to_qwen2, glm_formats, keymap, partial_rope
+    from trainkit.checkpoint.convert import glm4_to_qwen2, glm_formats, keymap
 
     if kind == "order":  # the published script's mistake in another form: no reordering at all
         monkeypatch.setattr(
@@ -348,8 +348,8 @@ def test_proof_catches_a_wrong_conversion(glm_directory, tmp_path, monkeypatch, 
         )
     else:  # GLM's base over all pairs, as the published script writes it
         monkeypatch.setattr(glm_formats, "full_base", lambda theta, *_: theta)
-        monkeypatch.setattr(partial_rope, "full_base", lambda theta, *_: theta)
-        monkeypatch.setattr(partial_rope, "longrope_factors", lambda *_: [1.0] * 16)
+        monkeypatch.setattr(keymap, "full_base", lambda theta, *_: theta)
+        monkeypatch.setattr(keymap, "longrope_factors", lambda *_: [1.0] * 16)
     with pytest.raises(CheckpointError, match="not exact"):
         convert_model(glm_directory, tmp_path / "t", "qwen2", ConvertOptions())
     assert list(tmp_path.iterdir()) == []

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import GPUS
-from trainkit.estimate.peak import Peak, peak, peak_of_rank
+from trainkit.estimate.peak import Peak, peak, peak_of_rank, ranks_of
 from trainkit.estimate.plan import ALL_OPS, Adapters, Plan
-from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
 from trainkit.estimate.state import optimizer_bytes
@@ -23,7 +22,7 @@ from trainkit.options import Fp8Options
 from trainkit.options.fp8 import ALL
 from trainkit.options.optimizers import optimizer_row
 from trainkit.recipe import load_recipe
-from trainkit.recipe.shipped import shipped_recipes
+from trainkit.recipe.load import shipped_recipes
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PLAIN: frozenset[str] = frozenset()

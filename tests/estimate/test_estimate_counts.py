@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainkit.errors import ModelError
-from trainkit.estimate import head, state
+from trainkit.estimate import activations, state
 from trainkit.estimate.gpus import GPUS, gpu_named
 from trainkit.estimate.peak import OWNERS, peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
@@ -19,10 +19,10 @@ from trainkit.kernels.linear_cross_entropy import function as loss
 from trainkit.kernels.linear_cross_entropy.products import _NUMBERS_THAT_FILL, default_chunk_tokens
 from trainkit.models.families import FAMILIES
 from trainkit.models.recompute import offload
-from trainkit.options.kernels import LORA_OPS, OPS
+from trainkit.options.model import LORA_OPS, OPS
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
-from trainkit.recipe.shipped import shipped_recipes
+from trainkit.recipe.load import shipped_recipes
 from trainkit.train.optimizer import rounding
 
 
@@ -38,8 +38,8 @@ def test_ops_exist() -> None:
 @pytest.mark.parametrize("vocab", [32000, 151936])
 def test_chunks_are_the_kernels(tokens: int, vocab: int) -> None:
     limit = default_chunk_tokens(vocab, 2)
-    assert head.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
-    assert head.NUMBERS_THAT_FILL == _NUMBERS_THAT_FILL
+    assert activations.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
+    assert activations.NUMBERS_THAT_FILL == _NUMBERS_THAT_FILL
 
 
 @pytest.mark.parametrize("name", SERVED)

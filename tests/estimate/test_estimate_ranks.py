@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from trainkit.estimate import ranks as ranks_module
+from trainkit.estimate import peak as ranks_module
 from trainkit.estimate.gpus import GPUS
-from trainkit.estimate.peak import peak, peak_of_rank
+from trainkit.estimate.peak import in_flight, peak, peak_of_rank, ranks_of, waiting_for_weights
 from trainkit.estimate.plan import Plan
-from trainkit.estimate.ranks import in_flight, ranks_of, waiting_for_weights
 from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import find_shape
 from trainkit.estimate.speed import seconds

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, normalizers, processors
 from tokenizers import pre_tokenizers as cuts
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.evals import pieces
+from trainkit.evals import prompts
 from trainkit.evals.prompts import PromptStyle
 
 WORDS = (
@@ -82,7 +82,7 @@ def by(pattern):
 GPT2 = cuts.ByteLevel(add_prefix_space=False)
 DIGITS = cuts.Sequence([cuts.Digits(individual_digits=True), GPT2])
 CUT = [
-    *({"pre_tokenizer": by(pattern)} for pattern in sorted(pieces._PATTERNS)),
+    *({"pre_tokenizer": by(pattern)} for pattern in sorted(prompts._PATTERNS)),
     {"pre_tokenizer": GPT2, "bos": True},
     {"pre_tokenizer": DIGITS, "added": ["abstract", AddedToken("zebra", lstrip=True)]},
     {"pre_tokenizer": GPT2, "normalizer": normalizers.NFC()},
@@ -99,25 +99,25 @@ WHOLE = [
 
 @pytest.mark.parametrize("case", [*CUT, *WHOLE], ids=range(len(CUT) + len(WHOLE)))
 def test_pieces_have_the_ids_of_the_whole(monkeypatch, case):
-    monkeypatch.setattr(pieces, "_STEP", 4)  # cut wherever it may be cut
+    monkeypatch.setattr(prompts, "_STEP", 4)  # cut wherever it may be cut
     tokenizer = make_tokenizer(**case)
     texts = make_texts(20)
     texts += [f"{text}{end}" for text in texts[:10] for end in (" yes", "the", "\nno")]
-    assert pieces.cuts_between_words(tokenizer) == any(case is each for each in CUT)
+    assert prompts.cuts_between_words(tokenizer) == any(case is each for each in CUT)
     for adds in (True, False):
         whole = [tokenizer(text, add_special_tokens=adds)["input_ids"] for text in texts]
-        assert pieces.encode_texts(tokenizer, texts, add_special_tokens=adds) == whole
+        assert prompts.encode_texts(tokenizer, texts, add_special_tokens=adds) == whole
 
 
 def test_a_context_is_tokenised_once_for_all_its_answers(monkeypatch):
     seen = []
-    original = pieces._pieces_encoded
+    original = prompts._pieces_encoded
 
     def watched(tokenizer, texts):
         seen.extend(texts)
         return original(tokenizer, texts)
 
-    monkeypatch.setattr(pieces, "_pieces_encoded", watched)
+    monkeypatch.setattr(prompts, "_pieces_encoded", watched)
     context = "several words of a passage that goes on for long " * 40
     PromptStyle(make_tokenizer(GPT2)).encode_pairs([(context, f" {each}") for each in "abcd"])
     assert sum(map(len, seen)) < 1.5 * len(context)

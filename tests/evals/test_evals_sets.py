@@ -9,8 +9,7 @@ from set_files import PARTS, write_sets
 
 from trainkit.errors import DataError, RecipeError
 from trainkit.evals import tasks
-from trainkit.evals.sets import SETS
-from trainkit.evals.tasks import TaskChoice, load_tasks
+from trainkit.evals.tasks import SETS, TaskChoice, load_tasks
 from trainkit.options.benchmarks import METRICS
 
 

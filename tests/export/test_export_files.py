@@ -148,7 +148,7 @@ def test_fp8_loads_through_compressed_tensors(exported):
     from transformers import AutoModelForCausalLM
 
     from trainkit.export.fp8 import QUANTIZATION_CONFIG, Fp8Served
-    from trainkit.export.layers import linear_layers
+    from trainkit.export.plain import linear_layers
 
     preset = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).model_dump(mode="json")
     ours = quantization.QuantizationConfig(**QUANTIZATION_CONFIG).model_dump(mode="json")

@@ -13,7 +13,7 @@ from trainkit.data.render.prompt import conversation_of
 from trainkit.errors import CheckpointError
 from trainkit.export.certificate import Answer, Reference, certify
 from trainkit.export.conversations import Prompt
-from trainkit.export.template import served_template
+from trainkit.export.source import served_template
 from trainkit.export.vllm import _UNSERVED, unserved
 
 ROW = conversation_of([{"role": "user", "content": "hi"}])

@@ -127,7 +127,7 @@ def add_silu_mul(monkeypatch):
     from trainkit.models.checks import self_check
     from trainkit.models.families import Swap, Unsupported
     from trainkit.models.forwards import layers as forwards
-    from trainkit.options.kernels import OPS
+    from trainkit.options.model import OPS
 
     class SiluMulMLP(forwards.SplitMLP):
         """Step 7: a forward that says which ops it uses and which names it accounts for."""

@@ -13,7 +13,7 @@ from ranks import run_ranks
 import trainkit
 from trainkit.errors import PatchError
 from trainkit.kernels.contract import measure
-from trainkit.models.checks.rounding import NORM_OPS
+from trainkit.models.checks.op_check import NORM_OPS
 from trainkit.models.checks.self_check import SelfCheckError, self_check
 from trainkit.models.families import FAMILIES, Unsupported, row
 from trainkit.models.forwards import rope as rope_forwards

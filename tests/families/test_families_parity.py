@@ -23,9 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trainkit
 from trainkit import kernels
-from trainkit.models.checks.rounding import LARGEST_SHARE, NORM_OPS, rounds_otherwise
+from trainkit.models.checks.op_check import LARGEST_SHARE, NORM_OPS, rounds_otherwise
 from trainkit.models.families import FAMILIES, Unsupported
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
 LAYERS = 2

@@ -18,7 +18,7 @@ from trainkit.kernels.fp8.linear import (
 from trainkit.kernels.launch import runs_kernel
 from trainkit.kernels.lora import gate, mlp, products
 from trainkit.kernels.lora.mlp import lora_mlp
-from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.products import Projection
 from trainkit.models.fp8.errors import PRODUCT_LIMIT
 
 BF16 = torch.bfloat16

@@ -8,7 +8,7 @@ import torch
 from trainkit import kernels
 from trainkit.kernels import interpreter, launch
 from trainkit.kernels.contract import Draw
-from trainkit.kernels.rms_norm.reference import rms_norm_reference
+from trainkit.kernels.rms_norm.function import rms_norm_reference
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -5,12 +5,12 @@ import torch
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.launch import INTERPRETING
-from trainkit.kernels.linear_cross_entropy import function, products, scaling
+from trainkit.kernels.linear_cross_entropy import function, products
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
+    linear_cross_entropy_reference,
 )
-from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_losses
 
 VARIANTS = {
@@ -363,7 +363,7 @@ def test_chunks_are_bounded_and_equal(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gradient_that_is_not_kept_is_the_same_gradient(dtype, device, monkeypatch):
     """It is rounded in its own place, piece after piece, and there is no second backward pass."""
-    monkeypatch.setattr(scaling, "PIECE", 100)
+    monkeypatch.setattr(products, "PIECE", 100)
     draw = Draw.seeded(dtype, device, 0)
     hidden, weight = draw.normal(12, 33), draw.normal(57, 33)
     labels = draw.integers(57, 12)

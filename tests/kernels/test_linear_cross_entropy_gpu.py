@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from trainkit.kernels.linear_cross_entropy.function import linear_cross_entropy
-from trainkit.kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from trainkit.kernels.linear_cross_entropy.function import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,10 +3,9 @@
 import torch
 from lora.lora_references import lora_mlp_reference, lora_qkv_reference
 
-from trainkit.kernels.lora.function import lora_linear, lora_qkv
+from trainkit.kernels.lora.function import lora_linear, lora_linear_reference, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
-from trainkit.kernels.lora.projection import Projection
-from trainkit.kernels.lora.reference import lora_linear_reference
+from trainkit.kernels.lora.products import Projection
 
 H, F = 24, 88
 PROBLEMS = {

@@ -5,8 +5,8 @@ Shapes: K inputs, N outputs, R rank, H hidden, F feed-forward; leading axes are 
 
 from torch import Tensor
 
-from trainkit.kernels.lora.projection import Projection
-from trainkit.kernels.lora.reference import activate, lora_linear_reference
+from trainkit.kernels.lora.function import activate, lora_linear_reference
+from trainkit.kernels.lora.products import Projection
 
 
 def lora_qkv_reference(

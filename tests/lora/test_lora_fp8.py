@@ -11,7 +11,7 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.kernels.fp8.reference import FP8
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
-from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.products import Projection
 from trainkit.lora import LoraOptions
 from trainkit.lora.adapter import count_parameters
 from trainkit.lora.quant import refuse_unfit_device

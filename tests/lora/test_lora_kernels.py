@@ -10,7 +10,7 @@ import torch
 from lora.lora_kernel_cases import PROBLEMS, Problem, compare, interpreted, results, too_far
 from ranks import run_ranks
 
-from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.products import Projection
 
 every_problem = pytest.mark.parametrize("name", PROBLEMS)
 KERNELS = ["columns_kernel", "rows_kernel"]

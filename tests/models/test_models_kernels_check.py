@@ -6,7 +6,7 @@ from families.family_models import make
 
 from trainkit import kernels
 from trainkit.cli.app import main
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 
 def test_the_command_prints_json_rows_or_a_table(tmp_path, capsys):

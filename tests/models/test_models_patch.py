@@ -16,7 +16,7 @@ import trainkit
 from trainkit.errors import PatchError
 from trainkit.models.families import FAMILIES, Unsupported
 from trainkit.models.forwards import layers as forwards
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 
 @pytest.fixture

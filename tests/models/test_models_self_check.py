@@ -16,7 +16,7 @@ from trainkit.models.forwards import layers as forwards
 from trainkit.models.forwards import rope as rope_forwards
 from trainkit.models.loss import loss_head
 from trainkit.models.patch import patch_kernels
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 
 def batch(name="llama"):

@@ -9,9 +9,8 @@ import trainkit
 from trainkit.errors import RecipeError
 from trainkit.options import DataSection, Fp8Options, LoraOptions, ModelOptions, Section, Source
 from trainkit.options.data import ROLES, ROW_FORMATS
-from trainkit.options.kernels import LORA_OPS, OPS
 from trainkit.options.lora import QUANTIZED
-from trainkit.options.model import DTYPES
+from trainkit.options.model import DTYPES, LORA_OPS, OPS
 from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES
 from trainkit.options.parallel import SHARDS
 from trainkit.recipe import InvalidRecipe, Recipe, load_recipe

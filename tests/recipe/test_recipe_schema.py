@@ -30,7 +30,7 @@ TAKE_SECTIONS = (
     "models",
     "parallel",
     "train",
-    "recipe/accumulation.py",
+    "recipe/derived.py",
 )
 """The packages that the sections of a recipe are handed to, and the module that reads another."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.options.optimizers import OPTIMIZERS, SERVED, elsewhere
+from trainkit.options.optimizers import OPTIMIZERS, SERVED, table
 from trainkit.recipe.check.foreign import REFUSED, REMOVED
 from trainkit.recipe.fields.table import ACTS, FIXED
 from trainkit.recipe.fields.training import check_training, complete_training
@@ -174,9 +174,9 @@ def test_another_tools_optimizer_is_answered_with_ours(theirs, said):
 
 
 def test_what_is_named_for_another_tools_optimizer_is_served():
-    names = {*elsewhere._SERVED_AS.values(), *(n.split()[0] for n in elsewhere._NEAR.values())}
+    names = {*table._SERVED_AS.values(), *(n.split()[0] for n in table._NEAR.values())}
     assert names <= set(SERVED)
-    assert not set(elsewhere._SERVED_AS) & set(elsewhere._NEAR)
+    assert not set(table._SERVED_AS) & set(table._NEAR)
 
 
 def test_no_advice_for_an_old_field_leads_to_a_refused_one():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.checkpoint.convert.partial_rope import full_base, rope_scaling
+from trainkit.checkpoint.convert.keymap import full_base, rope_scaling
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trainkit.cli.app import without_collection
+from trainkit.cli.arguments import run_settings
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
-from trainkit.cli.run_settings import run_settings
-from trainkit.cli.start import without_collection
+from trainkit.cli.output import echo
 
 if TYPE_CHECKING:
     from trainkit.infer.engine import Engine

@@ -6,7 +6,13 @@ launchers add.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainkit.cli.completion import recipe_keys
 
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {
     "sft": {"--deepspeed": "zero2", "--resume": "auto", "--allow-changed": "all"},
@@ -79,3 +85,50 @@ def _is_value(word: str | None) -> bool:
     from trainkit.recipe.read.overrides import is_override  # not for help, which needs no recipe
 
     return not is_override(word) and not word.endswith((".yaml", ".yml"))
+
+
+# -- The argument that commands about a recipe share ----------------------------------------------
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+        help="The recipe, where --config does not name it; values that win over its own.",
+        autocompletion=recipe_keys,
+    ),
+]
+
+
+# -- What a run's own recipe says that a later command must know ----------------------------------
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run held its base model.
+
+    Attributes:
+        quantize: ``nf4``, ``fp8``, or None for plain weights.
+        dtype: of the weights in memory, or None where it is not known.
+    """
+
+    quantize: str | None = None
+    dtype: str | None = None
+
+
+def run_settings(run: Path | None) -> RunSettings:
+    """Read a run's resolved recipe.
+
+    Args:
+        run: a run directory, or None.
+
+    Returns:
+        The settings; empty without a run, or where the run left no recipe.
+    """
+    from trainkit.recipe import load_recipe
+
+    resolved = None if run is None else run / "resolved.yaml"
+    if resolved is None or not resolved.is_file():
+        return RunSettings()
+    recipe = load_recipe(resolved).recipe
+    return RunSettings(recipe.lora.quantize if recipe.lora else None, recipe.model.dtype)

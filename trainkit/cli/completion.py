@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 _DEFAULT_PARENT = Path("train_model")
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
@@ -51,7 +51,7 @@ def key_words(incomplete: str) -> Iterator[tuple[str, str]]:
 
 def shipped(incomplete: str) -> Iterator[tuple[str, str]]:
     """The recipes that come with trainkit."""
-    from trainkit.recipe.shipped import describe_recipe, shipped_recipes
+    from trainkit.recipe.load import describe_recipe, shipped_recipes
 
     for name, path in shipped_recipes().items():
         if name.startswith(incomplete):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from trainkit.errors import RecipeError
+from trainkit.terminal import visible
 
 Argument = Annotated[
     Path | None,
@@ -28,3 +29,11 @@ def output_of(argument: Path | None, option: Path | None) -> Path:
         what = "say where the result goes" if not given else "the result goes to one place"
         raise RecipeError(what, where="--output", fix="give -o DIRECTORY, once")
     return given[0]
+
+
+# -- What commands print with ---------------------------------------------------------------------
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a line; words of users and of files may be in it, and none is a terminal's command."""
+    typer.echo(visible(text), err=err, nl=nl)

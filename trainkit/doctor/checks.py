@@ -2,9 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from trainkit.doctor.finding import Finding
 from trainkit.doctor.gpus import check_all_reduce, check_driver, check_gpus, check_nccl
-from trainkit.doctor.machine import check_disk, check_hub, check_limits, check_shared_memory
+from trainkit.doctor.machine import (
+    Finding,
+    check_disk,
+    check_hub,
+    check_limits,
+    check_shared_memory,
+)
 from trainkit.doctor.software import (
     check_bytecode,
     check_compiler,

@@ -1,5 +1,6 @@
 """Disk, shared memory, limits of the shell, and the hub."""
 
+import dataclasses
 import os
 import resource
 import shutil
@@ -8,9 +9,47 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
-from trainkit.doctor.finding import Finding, State, judged
 from trainkit.places import cache_of
+
+# -- What a check of a machine says ---------------------------------------------------------------
+
+
+State = Literal["ok", "warning", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+        check: its name.
+        state: ``error`` where training cannot work, ``warning`` where something will be slow,
+            missing or fail later.
+        found: what is there.
+        fix: the command that fixes it; what is more to say follows a ``#``. Everything that
+            is not ok has one.
+    """
+
+    check: str
+    state: State
+    found: str
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.state == "ok") != (self.fix is None):
+            raise ValueError(f"{self.check}: a fault has a fix, and nothing else has")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as programs read them."""
+        return dataclasses.asdict(self)
+
+
+def judged(check: str, found: str, *, fault: State, fix: str | None) -> Finding:
+    """A finding that is ok without a fix, and a fault with one."""
+    return Finding(check, "ok" if fix is None else fault, found, fix)
+
 
 _GIB = 2**30
 _SMALL_SHM_GIB = 1.0

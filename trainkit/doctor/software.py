@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from trainkit.doctor.finding import Finding, judged
+from trainkit.doctor.machine import Finding, judged
 
 _INSTALL = "pip install trainkit  # or pip install -e . in a checkout"
 

@@ -10,9 +10,8 @@ from typing import Any
 from trainkit.estimate.activations import input_per_token
 from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import Gpu
-from trainkit.estimate.peak import GIB, HELD_ON_THE_WAY, keep_to_budget, peak
+from trainkit.estimate.peak import GIB, HELD_ON_THE_WAY, keep_to_budget, peak, ranks_of
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
-from trainkit.estimate.ranks import ranks_of
 from trainkit.estimate.speed import seconds
 from trainkit.estimate.state import optimizer_bytes
 from trainkit.options import Fp8Options

@@ -14,9 +14,8 @@ from typing import Any
 from trainkit.errors import RecipeError, TrainkitError
 from trainkit.estimate.advice import Replan
 from trainkit.estimate.fp8 import within_budget
-from trainkit.estimate.peak import keep_to_budget
+from trainkit.estimate.peak import keep_to_budget, split
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
-from trainkit.estimate.ranks import split
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.estimate.state import RANK, optimizer_bytes
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from trainkit.estimate import activations
 from trainkit.estimate.gpus import ANCHOR, GPUS, Gpu
+from trainkit.estimate.peak import ranks_of
 from trainkit.estimate.plan import Plan
-from trainkit.estimate.ranks import ranks_of
 
 BAND_ANCHORED, BAND_NEAR, BAND_SCALED, BAND_GUESSED = 0.12, 0.15, 0.30, 0.50
 ROUNDING = 112

@@ -20,10 +20,112 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from trainkit.errors import DataError, RecipeError, TrainkitError
-from trainkit.evals import code
-from trainkit.evals.sets import SETS, BenchmarkSet
+from trainkit.evals import readers, sandbox
+from trainkit.options.benchmarks import METRICS
 from trainkit.options.evaluation import TaskChoice
 from trainkit.options.words import ask, nearest
+
+# -- THE TABLE of benchmark sets that need no network: one row a set. No torch, no harness
+# Any other task of lm-evaluation-harness is known to it by name.
+
+
+@dataclass(frozen=True)
+class BenchmarkSet:
+    """A row.
+
+    Attributes:
+        name: on the command line, and of its directory.
+        title: as its makers write it.
+        group: the harness's name of all of it.
+        folder: of its tasks, under the harness's ``tasks``.
+        read: its published files.
+        shots: examples before a question, where the harness's task leaves that open.
+        subset: the beginning of a task's name that its subset follows.
+        expected: what has been published for a model, to hold a score against.
+    """
+
+    name: str
+    title: str
+    group: str
+    folder: str
+    read: readers.Reader
+    shots: int = 0
+    expected: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def metric(self) -> str:
+        """The figure that stands for the set: the first that is measured."""
+        return METRICS[self.name][0]
+
+
+_7B, _2_7B = "LLaMA-7B", "Llama-2-7B"  # of AscendSpeed, and of MindSpeed-LLM: see the guide
+
+SETS: Mapping[str, BenchmarkSet] = {
+    row.name: row
+    for row in (
+        BenchmarkSet(
+            "boolq",
+            "BoolQ",
+            "boolq",
+            "super_glue/boolq",
+            readers.read_boolq,
+            expected={_7B: 0.742, _2_7B: 0.754},
+        ),
+        BenchmarkSet(
+            "mmlu",
+            "MMLU",
+            "mmlu",
+            "mmlu/default",
+            readers.read_mmlu,
+            shots=5,
+            expected={_7B: 0.333, _2_7B: 0.457},
+        ),
+        BenchmarkSet(
+            "gsm8k",
+            "GSM8K",
+            "gsm8k",
+            "gsm8k",
+            readers.read_gsm8k,
+            shots=5,
+            expected={_7B: 0.102},
+        ),
+        BenchmarkSet(
+            "humaneval",
+            "HumanEval",
+            "humaneval",
+            "humaneval",
+            readers.read_humaneval,
+            expected={_7B: 0.128, _2_7B: 0.128},
+        ),
+        BenchmarkSet(
+            "agieval",
+            "AGIEval",
+            "agieval",
+            "agieval",
+            readers.read_agieval,
+            expected={_7B: 0.210, _2_7B: 0.206},
+        ),
+        BenchmarkSet(
+            "bbh",
+            "BIG-Bench Hard",
+            "bbh",
+            "bbh",
+            readers.read_bbh,
+            shots=3,
+            expected={_7B: 0.334, _2_7B: 0.344},
+        ),
+        BenchmarkSet(
+            "ceval",
+            "C-Eval",
+            "ceval-valid",
+            "ceval",
+            readers.read_ceval,
+            shots=5,
+            expected={_7B: 0.408, _2_7B: 0.339},
+        ),
+    )
+}
+
 
 FEWSHOT_SEED = 1234
 """The harness's own: it chooses the same examples as its command line does."""
@@ -180,7 +282,7 @@ def _serve(manager: TaskManager, spec: str, row: BenchmarkSet, choice: TaskChoic
             continue  # served for another name
         config = load_yaml(entry.yaml_path, resolve_func=row.name != "humaneval")
         if row.name == "humaneval":
-            config = code.with_sandbox(config)
+            config = sandbox.with_sandbox(config)
         if choice.data is not None:
             config = _from_files(config, row, choice)
         entry.cfg, entry.yaml_path = config, None
@@ -312,7 +414,7 @@ def _num_examples(task: Any) -> int:
 def _check_code(name: str, task: Any, choice: TaskChoice) -> None:
     if not getattr(task, "UNSAFE_CODE", False):
         return
-    if not code.is_sandboxed(task):
+    if not sandbox.is_sandboxed(task):
         raise RecipeError(
             f"{name} runs programs that the model writes, and the harness runs them unguarded",
             where="--tasks",

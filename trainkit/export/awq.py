@@ -26,8 +26,13 @@ from trainkit.data.render.prompt import PromptRenderer
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.export.certificate import certify, mean_divergence
 from trainkit.export.conversations import trained_rows
-from trainkit.export.layers import layers_to_quantize, linear_layers
-from trainkit.export.plain import MAX_SHARD_BYTES, weights_directory, write_plain
+from trainkit.export.plain import (
+    MAX_SHARD_BYTES,
+    layers_to_quantize,
+    linear_layers,
+    weights_directory,
+    write_plain,
+)
 from trainkit.export.run import Job, Written
 from trainkit.export.served import TransformersServed, release
 from trainkit.export.source import Source

@@ -17,8 +17,7 @@ from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.weights.writer import INDEX_NAME, WeightsWriter
 from trainkit.errors import ModelError
 from trainkit.export.certificate import certify
-from trainkit.export.layers import layers_to_quantize, linear_layers
-from trainkit.export.plain import MAX_SHARD_BYTES, write_plain
+from trainkit.export.plain import MAX_SHARD_BYTES, layers_to_quantize, linear_layers, write_plain
 from trainkit.export.run import Job, Written
 from trainkit.export.served import TransformersServed
 from trainkit.export.source import Source

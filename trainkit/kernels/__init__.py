@@ -12,7 +12,7 @@ from trainkit.kernels.linear_cross_entropy.function import (
 from trainkit.kernels.linear_cross_entropy.token_losses import linear_token_losses
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
-from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.products import Projection
 from trainkit.kernels.rms_norm.function import add_rms_norm, rms_norm
 from trainkit.kernels.rope.function import apply_rope
 from trainkit.kernels.row_reduce.function import row_max, row_min

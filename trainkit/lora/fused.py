@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
-from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.products import Projection
 from trainkit.models.checks import guards
 from trainkit.models.families import Unsupported
 from trainkit.models.forwards import layers as forwards
@@ -35,7 +35,7 @@ from trainkit.models.fp8_rows import let_norms_quantize
 from trainkit.models.linears import is_known_adapter, kind_of
 from trainkit.models.patch import PatchReport, PatchRow, family_of, refuse_unknown
 from trainkit.models.swap import Swaps, subclass_of
-from trainkit.options.kernels import LORA_OPS as OPS
+from trainkit.options.model import LORA_OPS as OPS
 
 
 def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:

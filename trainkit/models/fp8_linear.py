@@ -17,7 +17,7 @@ from trainkit.errors import ModelError
 from trainkit.kernels.fp8.function import fits_fp8, fp8_quantize
 from trainkit.kernels.fp8.linear import Fp8Weight
 from trainkit.kernels.lora.function import lora_linear
-from trainkit.kernels.lora.projection import Projection
+from trainkit.kernels.lora.products import Projection
 from trainkit.models.fp8.errors import (
     PRODUCT_LIMIT,
     WEIGHT_LIMIT,

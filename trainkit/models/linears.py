@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 
 from trainkit.errors import RecipeError
 from trainkit.kernels.fp8.linear import Fp8Gradient
-from trainkit.kernels.lora.projection import Unpack
+from trainkit.kernels.lora.products import Unpack
 from trainkit.models.fp8.trained import TrainedFp8
 from trainkit.models.fp8_linear import Fp8Linear, quantize_to_fp8
 from trainkit.parallel.parameters import num_elements

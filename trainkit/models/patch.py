@@ -21,7 +21,7 @@ from trainkit.models.families import FAMILIES, Family, Unsupported
 from trainkit.models.forwards.layers import KernelForward
 from trainkit.models.loss.loss_head import head_at_work
 from trainkit.models.swap import Swaps, plain_class, subclass_of
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 
 @dataclass(frozen=True)

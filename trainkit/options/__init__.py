@@ -10,9 +10,8 @@ from trainkit.options.data import DataSection, SampleOptions, Source
 from trainkit.options.evaluation import EarlyStopping, GenerationOptions, TaskOptions
 from trainkit.options.faults import FaultOptions
 from trainkit.options.fp8 import Fp8Options
-from trainkit.options.kernels import Kernels
 from trainkit.options.lora import LoraOptions
-from trainkit.options.model import ModelOptions
+from trainkit.options.model import Kernels, ModelOptions
 from trainkit.options.parallel import ParallelOptions
 from trainkit.options.recompute import Recompute, RecomputeOptions
 from trainkit.options.section import Section, broken_rule

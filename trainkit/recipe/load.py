@@ -22,8 +22,7 @@ from trainkit.recipe.fields.training_fields import training_fields
 from trainkit.recipe.read.document import Document, KeyPath, read_document
 from trainkit.recipe.read.options import option_values
 from trainkit.recipe.read.overrides import parse_override
-from trainkit.recipe.read.settings import Origin, Settings
-from trainkit.recipe.read.short_forms import long_key, spell_out
+from trainkit.recipe.read.settings import Origin, Settings, long_key, spell_out
 from trainkit.recipe.schema import Recipe
 
 DEFAULT = "default"
@@ -313,3 +312,62 @@ def _origin_label(key: str, settings: Settings) -> str:
         return DEFAULT
     is_ours = path[1] in TRAINING_DEFAULTS or path[1] in FIXED
     return TRAINKIT_DEFAULT if is_ours else TRANSFORMERS_DEFAULT
+
+
+# -- The recipes that come with trainkit, found in an installed package as in a clone -------------
+
+
+_DIRECTORY = Path(__file__).parents[1] / "configs"
+_SCHEMA = "recipe.schema.json"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name to file, in alphabetical order."""
+    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
+
+
+def schema_uri() -> str:
+    """Where an editor finds the recipe's JSON schema, for recipes that are written elsewhere."""
+    return (_DIRECTORY / _SCHEMA).resolve().as_uri()
+
+
+def describe_recipe(path: Path) -> str:
+    """The first sentence of the comment at the top of a shipped recipe."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
+
+
+def shipped_text(name: str) -> str:
+    """A shipped recipe's text, with the schema where an editor finds it from anywhere.
+
+    Raises:
+        RecipeError: there is no such recipe.
+    """
+    recipes = shipped_recipes()
+    if name not in recipes:
+        hint = ask(nearest(name, recipes))
+        raise RecipeError(
+            f"there is no shipped recipe {name!r}",
+            fix=f"{hint or ''} The recipes are {', '.join(recipes)}".strip(),
+        )
+    text = recipes[name].read_text(encoding="utf-8")
+    return text.replace(f"$schema={_SCHEMA}", f"$schema={schema_uri()}", 1)
+
+
+def write_text(text: str, target: Path) -> None:
+    """Write a new recipe.
+
+    Raises:
+        RecipeError: the file exists, or cannot be written.
+    """
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(
+            "this file exists and is not overwritten",
+            where=str(target),
+            fix="name another one with --output",
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"cannot be written: {error.strerror}", where=str(target)) from error

@@ -20,7 +20,7 @@ from trainkit.options import (
     broken_rule,
 )
 from trainkit.options.combination import Combination
-from trainkit.options.kernels import LORA_OPS
+from trainkit.options.model import LORA_OPS
 from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
 from trainkit.parallel.matrix import COMPILES, refusals
 from trainkit.recipe.check.optimizer import Trained, broken_optimizer_rules

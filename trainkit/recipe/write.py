@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainkit.recipe.load import schema_uri
 from trainkit.recipe.schema import Recipe
-from trainkit.recipe.shipped import schema_uri
 from trainkit.recipe.show.resolved import yaml_text
 
 _COMMENT_COLUMN = 52

@@ -17,8 +17,8 @@ from trainkit.checkpoint.convert.keymap import (
     Rule,
     SplitRows,
     Then,
+    interleaved_to_half_order,
 )
-from trainkit.checkpoint.convert.partial_rope import interleaved_to_half_order
 
 
 def keymap_to_qwen2(source: str, geometry: Geometry) -> Keymap:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainkit.checkpoint.convert.partial_rope import full_base, read_back, rope_scaling
+from trainkit.checkpoint.convert.keymap import full_base, read_back, rope_scaling
 from trainkit.errors import CheckpointError
 
 # Far above any model; a config that asks for more would only keep this machine busy.

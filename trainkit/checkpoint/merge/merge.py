@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.merge.merged_weights import Base, MergedWeights, ModuleChange, Packing
-from trainkit.checkpoint.merge.packed import THROUGH, quantized_names
+from trainkit.checkpoint.merge.merged_weights import (
+    THROUGH,
+    Base,
+    MergedWeights,
+    ModuleChange,
+    Packing,
+    quantized_names,
+)
 from trainkit.checkpoint.merge.parity import Parity, compare_with_adapter
 from trainkit.checkpoint.merge.peft_weights import PeftWeights, needs_the_model
 from trainkit.checkpoint.weights.adapter import Adapter

@@ -17,8 +17,7 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from trainkit.auto_class import auto_class
-from trainkit.checkpoint.merge.merged_weights import ModuleChange, Packing, change_of
-from trainkit.checkpoint.merge.packed import through_nf4
+from trainkit.checkpoint.merge.merged_weights import ModuleChange, Packing, change_of, through_nf4
 from trainkit.checkpoint.weights.adapter import Adapter, vocabulary_rows
 from trainkit.checkpoint.weights.export import TensorSource, cast
 from trainkit.checkpoint.weights.reader import TensorInfo

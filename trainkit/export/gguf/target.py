@@ -12,9 +12,8 @@ from torch import Tensor
 from trainkit.data.read.messages import Conversation, TextRow
 from trainkit.errors import CheckpointError
 from trainkit.export.certificate import certify
-from trainkit.export.gguf.convert import DIRECT, check_converter, convert
+from trainkit.export.gguf.convert import DIRECT, check_converter, check_quantizer, convert, quantize
 from trainkit.export.gguf.llama_server import LlamaServer, check_llama_cpp
-from trainkit.export.gguf.quantize import check_quantizer, quantize
 from trainkit.export.plain import weights_directory, write_plain
 from trainkit.export.run import Job, Written
 from trainkit.export.source import Source

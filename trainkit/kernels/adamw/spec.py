@@ -4,8 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.kernels.adamw.function import adamw, square_sum
-from trainkit.kernels.adamw.reference import adamw_reference, square_sum_reference
+from trainkit.kernels.adamw.function import adamw, adamw_reference, square_sum, square_sum_reference
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.kernels.adamw.reference import adamw_reference
+from trainkit.kernels.adamw.function import adamw_reference
 from trainkit.kernels.adamw_8bit.reference import (
     adamw_8bit_reference,
     dequantize_reference,

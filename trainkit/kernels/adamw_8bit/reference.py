@@ -10,7 +10,7 @@ import functools
 import torch
 from torch import Tensor
 
-from trainkit.kernels.adamw.reference import adamw_reference
+from trainkit.kernels.adamw.function import adamw_reference
 
 GROUP = 256
 """Numbers that share a scale."""

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.cross_entropy.function import cross_entropy
-from trainkit.kernels.cross_entropy.reference import cross_entropy_reference
+from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_reference
 
 
 def cross_entropy_case(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.kernels.swiglu.reference import geglu_tanh_reference, swiglu_reference
+from trainkit.kernels.swiglu.function import geglu_tanh_reference, swiglu_reference
 
 FP8 = torch.float8_e4m3fn
 _ALIGNMENT = 16

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.linear_cross_entropy.function import linear_cross_entropy
-from trainkit.kernels.linear_cross_entropy.reference import (
+from trainkit.kernels.linear_cross_entropy.function import (
+    linear_cross_entropy,
     linear_cross_entropy_reference,
     linear_token_losses_reference,
 )

@@ -34,7 +34,7 @@ from trainkit.kernels.fp8.linear import (
 )
 from trainkit.kernels.launch import as_rows
 from trainkit.kernels.lora import products
-from trainkit.kernels.lora.projection import Projection, Unpack, read_weight
+from trainkit.kernels.lora.products import Projection, Unpack, read_weight
 
 
 def lora_linear(x: Tensor, projection: Projection) -> Tensor:
@@ -323,3 +323,24 @@ def _put_factor_gradients(
         if wanted[place + 3] and dy is not None and xa is not None:
             dtype = layer.fixed.dtype_b or dy.dtype
             result[place + 3] = products.columns(dy, xa, dtype, scale=layer.fixed.scaling)
+
+
+# -- Adapters in plain torch, as peft computes them: the truth that the functions are tested against
+# Shapes: K inputs, N outputs, R rank, H hidden, F feed-forward; leading axes are free.
+
+
+def lora_linear_reference(x: Tensor, projection: Projection) -> Tensor:
+    """``x W^T + b + s (x A^T) B^T``: (..., K) to (..., N)."""
+    out = functional.linear(x, projection.read(x.dtype), projection.bias)
+    if projection.lora_a is None or projection.lora_b is None:
+        return out
+    inner = functional.linear(x.to(projection.lora_a.dtype), projection.lora_a)
+    delta = functional.linear(inner, projection.lora_b) * projection.scaling
+    return (out + delta).to(out.dtype)
+
+
+def activate(gate: Tensor, activation: str) -> Tensor:
+    """SiLU or the tanh GELU."""
+    if activation == "silu":
+        return functional.silu(gate)
+    return functional.gelu(gate, approximate="tanh")

@@ -30,6 +30,7 @@ from trainkit.kernels.lora.function import (
     TENSORS_PER_LAYER,
     Fixed,
     Layer,
+    activate,
     carried_rows,
     input_gradient,
     load_layers,
@@ -46,8 +47,7 @@ from trainkit.kernels.lora.gate import (
     gate_forward,
     same_adapters,
 )
-from trainkit.kernels.lora.projection import Projection
-from trainkit.kernels.lora.reference import activate
+from trainkit.kernels.lora.products import Projection
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 

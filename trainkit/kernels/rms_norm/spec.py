@@ -6,8 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.rms_norm.function import add_rms_norm, rms_norm
-from trainkit.kernels.rms_norm.reference import add_rms_norm_reference, rms_norm_reference
+from trainkit.kernels.rms_norm.function import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
 
 Layout = Callable[[Draw, tuple[int, ...]], Tensor]
 

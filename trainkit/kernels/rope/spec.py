@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.rope.function import apply_rope
-from trainkit.kernels.rope.reference import apply_rope_reference
+from trainkit.kernels.rope.function import apply_rope, apply_rope_reference
 
 
 def rope_case(

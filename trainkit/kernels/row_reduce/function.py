@@ -2,11 +2,33 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainkit.kernels.launch import HAS_TRITON, KernelFunction, runs_kernel
-from trainkit.kernels.row_reduce.reference import row_max_reference, row_min_reference
+
+# -- Row maximum and minimum in plain torch, with the tie rule torch leaves open ------------------
+
+
+def row_max_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, indices) of the largest element over the last axis; NaN wins, then the first."""
+    indices = _first_index(x, largest=True)
+    return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1), indices
+
+
+def row_min_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, indices) of the smallest element over the last axis; NaN wins, then the first."""
+    indices = _first_index(x, largest=False)
+    return x.gather(-1, indices.unsqueeze(-1)).squeeze(-1), indices
+
+
+def _first_index(x: Tensor, *, largest: bool) -> Tensor:
+    extreme = (x.amax if largest else x.amin)(dim=-1, keepdim=True)  # NaN propagates
+    hit = torch.where(extreme.isnan(), x.isnan(), x == extreme)
+    columns = torch.arange(x.shape[-1], device=x.device)
+    return torch.where(hit, columns, x.shape[-1]).amin(dim=-1)
+
 
 if HAS_TRITON:
     from trainkit.kernels.row_reduce import kernel

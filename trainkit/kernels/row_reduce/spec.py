@@ -3,8 +3,12 @@
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.row_reduce.function import row_max, row_min
-from trainkit.kernels.row_reduce.reference import row_max_reference, row_min_reference
+from trainkit.kernels.row_reduce.function import (
+    row_max,
+    row_max_reference,
+    row_min,
+    row_min_reference,
+)
 
 
 def row_case(

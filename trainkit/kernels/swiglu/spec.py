@@ -5,9 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
-from trainkit.kernels.swiglu.function import geglu_tanh, swiglu, swiglu_packed
-from trainkit.kernels.swiglu.reference import (
+from trainkit.kernels.swiglu.function import (
+    geglu_tanh,
     geglu_tanh_reference,
+    swiglu,
+    swiglu_packed,
     swiglu_packed_reference,
     swiglu_reference,
 )

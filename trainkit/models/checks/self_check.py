@@ -20,12 +20,11 @@ from trainkit.errors import PatchError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.kernels import contract
 from trainkit.models.checks import op_check
-from trainkit.models.checks.op_check import Call
-from trainkit.models.checks.rounding import LARGEST_SHARE, NORM_OPS, rounds_otherwise
+from trainkit.models.checks.op_check import LARGEST_SHARE, NORM_OPS, Call, rounds_otherwise
 from trainkit.models.families import Family
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
 from trainkit.models.swap import plain_class
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 from trainkit.parallel.parameters import is_whole, where_it_computes
 
 MAX_TOKENS = 512

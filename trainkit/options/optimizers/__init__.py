@@ -1,7 +1,5 @@
 """Optimizers: the table of ``training.optim``, its arguments, and other tools' names."""
 
-from trainkit.options.optimizers.arguments import Argument, parts_of
-from trainkit.options.optimizers.elsewhere import nearest_of, served_as
 from trainkit.options.optimizers.table import (
     DEFAULT,
     FSDP2,
@@ -9,9 +7,13 @@ from trainkit.options.optimizers.table import (
     OURS,
     SERVED,
     ZERO,
+    Argument,
     Optimizer,
     Package,
+    nearest_of,
     optimizer_row,
+    parts_of,
+    served_as,
 )
 
 __all__ = [

@@ -4,11 +4,81 @@ What it keeps and how many bytes that takes, where it runs, and what it cannot b
 recipe's checks, the estimate and the optimizer that a run makes all read it. No torch.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.options.optimizers.arguments import Argument, count, parts_of, switch, word
+# -- ``training.optim_args``, which are text: what each takes, and its value ----------------------
+
+
+_ON, _OFF = ("true", "1", "yes"), ("false", "0", "no")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One of ``training.optim_args``, which are text.
+
+    Attributes:
+        name: as it is written there.
+        kind: ``float``, ``int``, ``bool``, or ``str``.
+        least: the smallest number.
+        below: what a number is less than.
+        words: those that a text may be.
+        keeps: bytes of state a trained number, where it is neither 0 nor false.
+        like: the field of ``training`` that says the same; one of them may.
+    """
+
+    name: str
+    kind: type = float
+    least: float = 0.0
+    below: float = math.inf
+    words: tuple[str, ...] = ()
+    keeps: float = 0.0
+    like: str = ""
+
+    def broken_rule(self, text: str) -> str | None:
+        """What the text must be and is not; None where it is right."""
+        if self.kind is str:
+            return None if text in self.words else f"must be one of {', '.join(self.words)}"
+        if self.kind is bool:
+            return None if text.lower() in (*_ON, *_OFF) else "must be true or false"
+        try:
+            value = self.kind(text)
+        except ValueError:
+            return "must be a whole number" if self.kind is int else "must be a number"
+        if self.least <= value < self.below:  # nan is not
+            return None
+        if not math.isfinite(value):
+            return "must be a number"
+        end = "" if self.below == math.inf else f" and below {self.below:g}"
+        return f"must be {self.least:g} or more{end}"
+
+    def read(self, text: str) -> Any:
+        """The value of a text that breaks no rule."""
+        return text.lower() in _ON if self.kind is bool else self.kind(text)
+
+
+def count(name: str, least: int = 1) -> Argument:
+    """A whole number."""
+    return Argument(name, int, least=least)
+
+
+def switch(name: str) -> Argument:
+    """True or false."""
+    return Argument(name, bool)
+
+
+def word(name: str, *words: str) -> Argument:
+    """One of some words."""
+    return Argument(name, str, words=words)
+
+
+def parts_of(text: str | None) -> list[tuple[str, str]]:
+    """``a=1, b=2`` in parts; one without ``=`` has an empty value."""
+    parts = (part.partition("=") for part in (text or "").replace(" ", "").split(",") if part)
+    return [(name, value) for name, _, value in parts]
+
 
 ZERO, FSDP2 = "zero", "fsdp2"
 
@@ -300,3 +370,91 @@ SERVED: tuple[str, ...] = tuple(name for name, row in OPTIMIZERS.items() if not 
 def optimizer_row(name: object) -> Optimizer:
     """The row of a name, or of what transformers makes of it; of None that of the default."""
     return OPTIMIZERS.get(str(getattr(name, "value", name)), OPTIMIZERS[DEFAULT])
+
+
+# -- Optimizers by the names that other tools give them, and what to write here -------------------
+
+
+_THE_SAME: Mapping[str, tuple[str, ...]] = {
+    "adamw_torch_fused": (
+        "adamw",
+        "adamw_hf",
+        "adamw_apex_fused",
+        "fusedadam",
+        "fusedadamw",
+        "distributedfusedadam",
+        "optimi_adamw",
+    ),
+    "adamw_8bit": ("adamw_bnb", "bnb_adamw_8bit"),
+    "adamw_torch_8bit": ("ao_adamw_8bit",),
+    "adamw_torch_4bit": ("ao_adamw_4bit", "adamw_4bit"),
+    "paged_adamw_32bit": ("paged_adamw",),
+    "lion_32bit": ("lion", "lion_pytorch"),
+    "paged_lion_32bit": ("paged_lion",),
+    "ademamix": ("ademamix_32bit",),
+    "paged_ademamix_32bit": ("paged_ademamix",),
+    "apollo_adamw": ("apollo",),
+    "galore_adamw": ("galore",),
+    "stable_adamw": ("optimi_stableadamw",),
+    "rmsprop_bnb_8bit": ("rmsprop_8bit",),
+    "rmsprop_bnb_32bit": ("rmsprop_32bit",),
+}
+_NEAREST: Mapping[str, tuple[str, ...]] = {
+    "adamw_torch_fused": (
+        "adam",
+        "adan",
+        "adopt",
+        "adopt_adamw",
+        "came",
+        "came_pytorch",
+        "nadam",
+        "radam",
+        "sophia",
+        "sophiag",
+        "prodigy",
+        "dadaptation",
+        "lamb",
+        "adabelief",
+        "adamax",
+        "schedule_free",
+    ),
+    "adamw_8bit": ("adam_8bit", "adam_mini"),
+    "paged_adamw_8bit": ("paged_adam_8bit", "cpuadam", "deepspeedcpuadam", "cpuoffloadoptimizer"),
+    "paged_adamw_32bit": ("paged_adam", "paged_adam_32bit"),
+    "adamw_torch_8bit": ("ao_adamw_fp8", "adamw_fp8", "adam_fp8", "ao_adamwfp8"),
+    "muon": ("dion", "normuon", "soap", "shampoo", "distributed_shampoo", "muon_adamw", "muonclip"),
+    "galore_adamw": ("q_galore_adamw_8bit", "q_galore", "fira"),
+    "apollo_adamw": ("apollo_mini", "q_apollo"),
+    "paged_adamw_8bit with optim_in_backward: true": ("badam", "lisa"),
+    "sgd": ("lars", "signsgd", "asgd"),
+}
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")
+
+
+def _turned(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    return {_bare(other): ours for ours, others in table.items() for other in others}
+
+
+_SERVED_AS, _NEAR = _turned(_THE_SAME), _turned(_NEAREST)
+
+
+def served_as(name: str, served: Iterable[str]) -> str | None:
+    """What is the same here as another tool's optimizer; None where nothing is.
+
+    Args:
+        name: ``ao_adamw_8bit``, ``paged_adamw``, or a class, ``bitsandbytes.optim.PagedAdamW8bit``.
+        served: the names of our own.
+    """
+    package, _, word = name.rpartition(".")
+    if package.startswith("torchao"):
+        return _SERVED_AS.get("ao" + _bare(word))
+    own = {_bare(each): each for each in served}
+    return _SERVED_AS.get(_bare(word)) or own.get(_bare(word))
+
+
+def nearest_of(name: str) -> str | None:
+    """What to take in place of another tool's optimizer that is not served; None for any other."""
+    return _NEAR.get(_bare(name.rpartition(".")[2]))

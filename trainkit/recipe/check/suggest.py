@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.options.adapters import NOT_TAKEN
+from trainkit.options.lora import NOT_TAKEN
 from trainkit.options.words import VERY_CLOSE, ask, nearest
 from trainkit.recipe.check.foreign import FOREIGN, REFUSED, REMOVED
 from trainkit.recipe.check.problems import Problem

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 
 def diagnose(

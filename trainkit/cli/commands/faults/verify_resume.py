@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from trainkit.cli.echo import echo
-from trainkit.cli.recipe_words import Overrides
+from trainkit.cli.arguments import Overrides
+from trainkit.cli.output import echo
 
 
 def verify_resume(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import answering as shared
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 from trainkit.errors import TrainkitError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 app = typer.Typer(no_args_is_help=True, help="Check checkpoints.")
 

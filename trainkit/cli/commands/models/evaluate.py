@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import answering as shared
-from trainkit.cli.echo import echo
-from trainkit.cli.start import without_collection
+from trainkit.cli.app import without_collection
+from trainkit.cli.output import echo
 from trainkit.errors import RecipeError
 
 if TYPE_CHECKING:

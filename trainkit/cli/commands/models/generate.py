@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli import answering as shared
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 from trainkit.errors import RecipeError
 
 

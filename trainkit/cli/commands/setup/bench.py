@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 app = typer.Typer(no_args_is_help=True, help="Measure trainkit and its peers side by side.")
 

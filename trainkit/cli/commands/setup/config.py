@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainkit.cli.completion import key_words, recipe_keys
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

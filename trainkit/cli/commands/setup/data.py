@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.cli.arguments import recipe_and_overrides
-from trainkit.cli.recipe_words import Overrides
+from trainkit.cli.arguments import Overrides, recipe_and_overrides
 from trainkit.errors import DataError, RecipeError
 from trainkit.terminal import visible
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 
 def doctor(

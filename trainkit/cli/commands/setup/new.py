@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli.completion import shipped
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 QUICKSTART = "quickstart"
 
@@ -97,7 +97,7 @@ def new(
 
 
 def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> None:
-    from trainkit.recipe.shipped import shipped_text, write_text
+    from trainkit.recipe.load import shipped_text, write_text
     from trainkit.recipe.write import with_values
 
     text = shipped_text(name)
@@ -122,8 +122,7 @@ def _list(as_json: bool) -> None:
     """The shipped recipes, with what they take."""
     from trainkit.estimate.peak import peak
     from trainkit.estimate.recipe import plan_of
-    from trainkit.recipe.load import load_recipe
-    from trainkit.recipe.shipped import describe_recipe, shipped_recipes
+    from trainkit.recipe.load import describe_recipe, load_recipe, shipped_recipes
 
     recipes = shipped_recipes()
     for each, path in recipes.items():
@@ -161,7 +160,7 @@ def _fill_in(
     from trainkit.estimate.advice import host_gib
     from trainkit.estimate.fitted import METHODS, fitted_recipe
     from trainkit.estimate.gpus import gpu_of, this_gpu
-    from trainkit.recipe.shipped import write_text
+    from trainkit.recipe.load import write_text
 
     if method not in METHODS:
         raise RecipeError(
@@ -263,7 +262,7 @@ def _translate(
     from dataclasses import asdict
 
     from trainkit.errors import RecipeError
-    from trainkit.recipe.shipped import write_text
+    from trainkit.recipe.load import write_text
     from trainkit.recipe.translate.engine import translate
     from trainkit.recipe.translate.tables import TOOLS
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 
 def compare(
@@ -82,3 +82,24 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+# -- ``trainkit plot``: runs over one another -----------------------------------------------------
+
+
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories.", autocompletion=run_directories),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The picture to write; comparison.png here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object a line.")] = False,
+) -> None:
+    """Draw the curves of runs over one another and print where the pictures are."""
+    from trainkit.run.report.plot import draw_comparison
+
+    for path in draw_comparison(runs, output):
+        echo(json.dumps({"picture": str(path)}) if as_json else str(path))

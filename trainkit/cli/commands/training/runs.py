@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 
 if TYPE_CHECKING:
     from trainkit.run.listing import RunSummary

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
+from trainkit.cli.arguments import Overrides
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
-from trainkit.cli.recipe_words import Overrides
+from trainkit.cli.output import echo
 from trainkit.terminal import lasting
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import output
-from trainkit.cli.echo import echo
+from trainkit.cli.output import echo
 from trainkit.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between layouts.")
@@ -156,7 +156,7 @@ def parse_shard_size(text: str) -> int:
     Raises:
         RecipeError: it is not a size.
     """
-    from trainkit.checkpoint.weights.sizes import parse_size
+    from trainkit.checkpoint.weights.writer import parse_size
 
     try:
         return parse_size(text)

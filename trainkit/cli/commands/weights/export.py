@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import output
+from trainkit.cli.arguments import run_settings
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
-from trainkit.cli.run_settings import run_settings
+from trainkit.cli.output import echo
 from trainkit.errors import RecipeError
 
 app = typer.Typer(no_args_is_help=True, help="Write a trained model for another program.")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import output
+from trainkit.cli.arguments import run_settings
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption, ShardSize, parse_shard_size
 from trainkit.cli.completion import run_directories
-from trainkit.cli.echo import echo
-from trainkit.cli.run_settings import run_settings
+from trainkit.cli.output import echo
 from trainkit.errors import ModelError
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def merge(
         raise ModelError("there is no such directory", where=str(source))
     from trainkit.checkpoint.merge.merge import MergeOptions, own_base
     from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, UNPROVED, verify_directory
-    from trainkit.checkpoint.zero.export_zero import (
+    from trainkit.checkpoint.zero.zero import (
         export_zero,
         extract_adapter,
+        find_zero_folder,
         needs_adapter_from_shards,
     )
-    from trainkit.checkpoint.zero.zero import find_zero_folder
     from trainkit.infer.locate import locate
     from trainkit.train.log.quiet import quieten_libraries
 
