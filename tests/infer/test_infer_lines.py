@@ -244,6 +244,7 @@ NO_JSON_LINES = {
     "models/attention/proof.py",
     "recipe/read/document.py",
     "run/environment.py",
+    "run/git.py",
     "run/report/html.py",
     "train/rehearsal/rehearse.py",
     "parallel/launch/processes.py",
