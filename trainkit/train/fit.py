@@ -13,7 +13,7 @@ from trainkit.lora.targets import resolve_and_check
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
 from trainkit.models.patch import patch_kernels
 from trainkit.options import LoraOptions
-from trainkit.options.kernels import OPS
+from trainkit.options.model import OPS
 
 
 def refuse_unfit_model(
