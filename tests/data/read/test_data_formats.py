@@ -220,7 +220,7 @@ def test_templates_make_the_text_of_any_columns():
         "completion": "{{ a }}\n",
     }
     assert parse_row({"q": "1", "more": None, "a": "2"}, "template", columns) == TextRow(
-        "2\n", prompt="Q: 1\n"
+        "2\n", prompt="Q: 1\n", apart=True
     )
     assert parse_row({"q": "1", "more": "b", "a": "2"}, "template", columns).prompt == "Q: 1\nb\n"
     assert parse_row({"a": "2"}, "template", {"completion": "{{ a }}"}) == TextRow("2")

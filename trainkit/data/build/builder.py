@@ -308,13 +308,26 @@ class SampleBuilder:
 
     def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], built: BuiltRows) -> None:
         """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
-        whole = [row.prompt + row.text for _, row in texts]
-        spans = [[(len(row.prompt), len(row.prompt) + len(row.text))] for _, row in texts]
+        ends = [0 if row.apart else len(row.text) for _, row in texts]
+        whole = [row.prompt + row.text[:end] for (_, row), end in zip(texts, ends, strict=True)]
+        starts = [len(row.prompt) for _, row in texts]
+        spans = [[(start, start + end)] for start, end in zip(starts, ends, strict=True)]
         encoded = self.encoder.encode(whole, spans, add_special_tokens=True)
+        alone = [row.text for _, row in texts if row.apart]
+        answers = iter(self.encoder.encode(alone, [[]] * len(alone)))
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         limit = self.options.max_length
         for (row, text), tokens in zip(texts, encoded, strict=True):
             ids, first = tokens.input_ids, tokens.ranges[0][0]
+            if text.apart:
+                if (
+                    eos is not None
+                    and self.tokenizer.num_special_tokens_to_add()
+                    and ids[-1] == eos
+                ):
+                    ids = ids[:-1]  # the tokenizer ends texts with it, and this one goes on
+                first = len(ids)
+                ids = np.concatenate([ids, next(answers).input_ids])
             if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
                 # The text has the token that the tokenizer adds: once is enough.
                 ids, first = ids[1:], max(first - 1, 0)

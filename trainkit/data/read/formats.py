@@ -185,7 +185,7 @@ def parse_template(row: Mapping[str, Any]) -> TextRow:
     prompt, completion = fields.optional_text(row, "prompt"), fields.text(row, "completion")
     if not completion.strip():
         raise RowError("empty_completion", "the template makes an empty completion")
-    return TextRow(completion, prompt=prompt or "")
+    return TextRow(completion, prompt=prompt or "", apart=bool(prompt))
 
 
 def _rendered(row: Mapping[str, Any], templates: Mapping[str, str]) -> dict[str, str]:

@@ -84,11 +84,13 @@ class TextRow:
     Attributes:
         text: trained.
         prompt: goes before it, not trained.
+        apart: prompt and text are tokenised each by itself, as the prompt is when it is answered.
         ignored: fields of the row that play no part.
     """
 
     text: str
     prompt: str = ""
+    apart: bool = False
     ignored: tuple[str, ...] = ()
 
 

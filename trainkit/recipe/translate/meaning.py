@@ -266,6 +266,8 @@ def evaluation(draft: Draft, rows: Rows) -> None:
             if draft.ours.pop(f"training.{name}", None) not in (None, "no"):
                 draft.lines = [e for e in draft.lines if not e.ours.startswith(f"training.{name}")]
                 draft.leave(name, "there is nothing to evaluate on")
+    if draft.ours.get("training.save_total_limit") == -1:
+        draft.ours["training.save_total_limit"] = None  # all are kept
     if "early_stopping.patience" in draft.ours:
         draft.ours.setdefault("training.metric_for_best_model", "eval_loss")
 

@@ -223,6 +223,9 @@ def _llamafactory(draft: Draft, rows: Rows) -> None:
         )
     else:
         template(draft, "template", str(name), rows)
+        if re.search(r"chatml|qwen|gemma", str(name)):
+            note = "it also trains the line break behind the end of an answer"
+            draft.take("template", {}, note)
         draft.take("enable_thinking", {})
 
 
@@ -400,6 +403,11 @@ def _trl(draft: Draft, rows: Rows) -> None:
         draft.lose("template", "a chat template of its own: put it into data.chat_template")
     else:
         draft.take("template", {})
+    if draft.on("eos"):
+        if kind in ("messages", "sharegpt"):
+            draft.leave("eos", "conversations end as the chat template says")
+        else:
+            draft.lose("eos", "texts end in the tokenizer's own eos")
     if path := draft.get("template_text"):
         if str(path).endswith((".jinja", ".jinja2", ".j2")):
             draft.take("template_text", {"data.chat_template": str(path)})
@@ -457,7 +465,11 @@ def _swift(draft: Draft, rows: Rows) -> None:
         draft.lose("loss_scale", "tokens with weights of their own")
     draft.take("loss_scale", {"data.mask": mask or "assistant"})
     draft.take("use_hf", {})
-    if "data.max_length" not in draft.ours:
+    base = str(draft.ours.get("model.name_or_path"))
+    longest = (n for sign, n in rows["longest"].items() if re.search(sign, base))
+    if "data.max_length" not in draft.ours and (most := next(longest, None)):
+        draft.take("data.max_length", {"data.max_length": most}, "the model's own longest")
+    elif "data.max_length" not in draft.ours:
         draft.lose(
             "data.max_length",
             "max_length is not given: it takes the model's own longest, which trainkit wants said",
@@ -470,7 +482,6 @@ def _swift(draft: Draft, rows: Rows) -> None:
             "gradient_accumulation_steps",
             {"global_batch_size": max(16, int(draft.get("per_device_train_batch_size", 1)))},
         )
-    base = str(draft.ours.get("model.name_or_path"))
     named = next((n for sign, n in rows["model_templates"].items() if re.search(sign, base)), None)
     if draft.get("template") or named:
         template(draft, "template", str(draft.get("template") or named), rows)
@@ -490,7 +501,20 @@ def _swift_source(draft: Draft, word: str, given: str, on_hub: bool, rows: Rows)
         name.endswith((".json", ".jsonl", ".csv")) or beside(draft.folder / "x", name) is not None
     )
     source: dict[str, Any] = {"path": name} if known is None else dict(known)
-    if name == "swift/self-cognition":
+    own = rows["named_rows"] if name == "swift/self-cognition" and not subset else None
+    if own and re.search(own["models"], str(draft.ours.get("model.name_or_path"))):
+        texts = {part: own[part] for part in ("prompt", "completion")}
+        if draft.on("data.system_policy"):
+            texts["prompt"] = texts["prompt"].replace(
+                own["system"], draft.get("data.system_policy")
+            )
+        for mark in ("NAME", "AUTHOR"):
+            given_name = draft.theirs.get(f"model_{mark.lower()}") or f"{{{{{mark}}}}}"
+            zh, en = (([given_name] if isinstance(given_name, str) else given_name) * 2)[:2]
+            done = texts["completion"].replace(f"ZH_{mark}", repr(zh))
+            texts["completion"] = done.replace(f"EN_{mark}", repr(en))
+        source = {"path": own["path"], "format": "template", "columns": texts}
+    elif name == "swift/self-cognition":
         draft.lose(word, "rows in which model_name and model_author are put")
     elif known is None and not on_hub and not is_file:
         draft.lose(word, f"{name}, a data set of ModelScope's: download it and name its files")

@@ -1,0 +1,360 @@
+"""Translates every example in clones of other tools' repositories, and holds it to their own parsers.
+
+    python scripts/foreign_recipes.py CLONES [--list]      # CLONES/axolotl, LLaMA-Factory, trl, notebooks, ms-swift
+
+"Wrong" is a number of a translated recipe that differs from what the tool itself makes of the example:
+axolotl's schema, LLaMA-Factory's and TRL's dataclasses, the calls that precede a script's training.
+"""
+
+import argparse
+import ast
+import collections
+import contextlib
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import yaml
+
+from trainkit.errors import RecipeError
+from trainkit.recipe import load_recipe
+from trainkit.recipe.translate.engine import translate
+
+NOT_INSTALLED = ("omegaconf", "addict")
+
+
+def examples(clones: Path) -> Iterator[tuple[str, Path, str | None]]:
+    """The tool, the file, and the text of a command that is inside another file."""
+    for file in sorted((clones / "axolotl/examples").rglob("*.y*ml")):
+        yield "axolotl", file, None
+    for file in sorted((clones / "LLaMA-Factory/examples").rglob("*.*")):
+        if file.suffix in (".yaml", ".sh") and "accelerate" not in file.parts:
+            yield "LLaMA-Factory", file, None
+    for file in sorted((clones / "trl").rglob("*.*")):
+        if file.suffix == ".md" or (file.suffix == ".py" and "scripts" in file.parts):
+            text = file.read_text(encoding="utf-8")
+            for command in commands(text, file.suffix == ".py"):
+                yield "TRL", file, command
+            if file.suffix == ".py" and "examples" in file.parts and "Trainer(" in text:
+                yield "TRL", file, None
+    for file in sorted((clones / "notebooks/python_scripts").glob("*.py")):
+        if not file.name.startswith(("AMD-", "Kaggle-", "HuggingFace Course-")):
+            yield "Unsloth", file, None
+    for file in sorted((clones / "ms-swift/examples").rglob("*.*")):
+        if file.suffix in (".sh", ".yaml") and "accelerate" not in file.parts:
+            yield "ms-swift", file, None
+
+
+def commands(text: str, is_code: bool) -> list[str]:
+    """Commands that train, in fenced blocks or in a script's first comment."""
+    if is_code:
+        text = ast.get_docstring(ast.parse(text)) or ""
+        blocks = text.split("\n\n")
+    else:
+        blocks = re.findall(r"```(?:bash|shell|sh)?\n(.*?)```", text, re.S)
+    found = []
+    for block in blocks:
+        joined = re.sub(r"^[$#].*|^\s*\w[\w ,.:]*:$", "", block, flags=re.M)
+        for line in re.sub(r"\\\s*\n", " ", joined).split("\n"):
+            if re.match(
+                r"\s*(\w+=\S+ )*(hf jobs |accelerate launch|python|trl (?!env|vllm)|torchrun|uv run)",
+                line,
+            ):
+                found += [line.strip()] if "--" in line else []
+    return found
+
+
+def outcome(file: Path, command: str | None) -> tuple[str, str, Any]:
+    """translated, refused or kind; the reason; the recipe."""
+    with tempfile.TemporaryDirectory() as folder:
+        if command is not None:
+            beside = file.parent / f".{hash(command) % 10**9}.sh"
+            given = Path(folder) / "command.sh"
+            given.write_text(command, encoding="utf-8")
+            with contextlib.chdir(
+                next(
+                    p
+                    for p in file.parents
+                    if (p / ".git").exists() or p.name == "trl" and (p / "docs").exists()
+                )
+            ):
+                return _outcome(given, Path(folder))
+        return _outcome(file, Path(folder))
+
+
+def _outcome(file: Path, folder: Path) -> tuple[str, str, Any]:
+    try:
+        found = translate(file)
+    except RecipeError as error:
+        what = error.what
+        if what.startswith("this is "):
+            return "another kind", re.sub(r"^this is | \(.*|, which.*", "", what), None
+        if "not the same" in what or "would not train" in what:
+            return "refused", what.partition(": ")[2], None
+        return "not one training", what, None
+    target = folder / "ours.yaml"
+    target.write_text(found.text, encoding="utf-8")
+    return "translated", "", load_recipe(target).recipe
+
+
+# -- their own numbers ----------------------------------------------------------------------------
+
+
+def theirs(tool: str, file: Path, command: str | None) -> dict[str, Any]:
+    """Our keys with the values that the tool's own code gives them; absent where it says nothing."""
+    if tool == "axolotl":
+        return axolotl(yaml.safe_load(file.read_text(encoding="utf-8")))
+    if tool == "LLaMA-Factory" and file.suffix == ".yaml":
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        return llamafactory(given) if "model_name_or_path" in given else {}
+    if tool == "TRL" and command is not None:
+        return trl(shlex.split(command))
+    if tool == "Unsloth":
+        return unsloth(file.read_text(encoding="utf-8"))
+    return {}
+
+
+_SHARED = (
+    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
+    "gradient_accumulation_steps", "per_device_train_batch_size", "num_train_epochs", "seed",
+    "per_device_eval_batch_size", "lr_scheduler_type",
+)  # fmt: skip
+
+
+def axolotl(given: dict[str, Any]) -> dict[str, Any]:
+    """By its schema; what its builders make of it is written down here once more."""
+    from axolotl.utils.schemas.config import AxolotlInputConfig
+
+    fields = {name: f.default for name, f in AxolotlInputConfig.model_fields.items()}
+    cfg = {name: None if "Undefined" in repr(v) else v for name, v in fields.items()}
+    cfg |= {key: value for key, value in given.items() if value is not None}
+    micro = int(cfg["micro_batch_size"])
+    steps = cfg.get("gradient_accumulation_steps")
+    if given.get("batch_size") and not given.get("gradient_accumulation_steps"):
+        steps = int(given["batch_size"]) // micro
+    warmup = cfg.get("warmup_steps")
+    if warmup is None:
+        warmup = cfg["warmup_ratio"] if cfg.get("warmup_ratio") is not None else 0.03
+        if cfg.get("warmup_ratio") is None and cfg.get("max_steps"):
+            warmup = min(int(0.03 * cfg["max_steps"]), 100)
+    warmup = 2 if warmup == 1 else warmup
+    found = {
+        "training.learning_rate": float(cfg["learning_rate"]),
+        "training.per_device_train_batch_size": micro,
+        "training.gradient_accumulation_steps": steps,
+        "training.per_device_eval_batch_size": cfg.get("eval_batch_size") or micro,
+        "training.num_train_epochs": float(cfg["num_epochs"]),
+        "training.max_steps": cfg.get("max_steps") or -1,
+        "training.weight_decay": float(cfg["weight_decay"] or 0),
+        "training.warmup_steps": warmup,
+        "training.seed": cfg.get("seed") or 42,
+        "data.max_length": int(str(cfg["sequence_len"]).replace("_", "")),
+        "data.packing": bool(cfg.get("sample_packing")),
+        "training.gradient_checkpointing": bool(cfg.get("gradient_checkpointing")),
+        "lora.quantize": "nf4" if cfg.get("load_in_4bit") else None,
+        "is_lora": bool(cfg.get("adapter")),
+        "is_sharded": bool(cfg.get("fsdp") or cfg.get("fsdp_config") or cfg.get("deepspeed")),
+        "data.mask": "none" if cfg.get("train_on_inputs") else "assistant",
+    }
+    sharding = cfg.get("fsdp_config") or {}
+    found["training.gradient_checkpointing"] |= bool(
+        sharding.get("activation_checkpointing") or sharding.get("fsdp_activation_checkpointing")
+    )
+    if not cfg.get("cosine_min_lr_ratio"):
+        found["training.lr_scheduler_type"] = str(
+            getattr(cfg["lr_scheduler"], "value", cfg["lr_scheduler"])
+        )
+        if found["training.lr_scheduler_type"] == "constant":
+            found.pop("training.warmup_steps")
+    if cfg.get("adapter"):
+        found |= {
+            "lora.r": cfg["lora_r"],
+            "lora.alpha": cfg["lora_alpha"],
+            "lora.dropout": float(cfg["lora_dropout"] or 0),
+        }
+    return found
+
+
+def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
+    """By its dataclasses and transformers'."""
+    from llamafactory.hparams.data_args import DataArguments
+    from llamafactory.hparams.finetuning_args import FinetuningArguments
+    from transformers import HfArgumentParser, TrainingArguments
+
+    given = {key: value for key, value in given.items() if value is not None}
+    if given.get("stage") not in (None, "sft", "pt"):
+        return {}
+    parser = HfArgumentParser([DataArguments, FinetuningArguments])  # type: ignore[arg-type]
+    data, tuning = parser.parse_dict(given, allow_extra_keys=True)
+    import dataclasses
+
+    args = {f.name: f.default for f in dataclasses.fields(TrainingArguments)} | given
+    found = {f"training.{name}": args[name] for name in _SHARED}
+    found |= {
+        "training.warmup_steps": args.get("warmup_steps") or args.get("warmup_ratio") or 0,
+        "data.max_length": data.cutoff_len,
+        "data.packing": bool(
+            data.packing if data.packing is not None else given.get("stage") == "pt"
+        ),
+        "is_lora": tuning.finetuning_type == "lora",
+        "training.gradient_checkpointing": not given.get("disable_gradient_checkpointing", False),
+        "data.mask": "none" if tuning.stage == "pt" or data.train_on_prompt else "assistant",
+        "is_sharded": bool(given.get("deepspeed") or given.get("fsdp")),
+    }
+    if tuning.finetuning_type == "lora":
+        found |= {
+            "lora.r": tuning.lora_rank,
+            "lora.alpha": tuning.lora_alpha,
+            "lora.dropout": tuning.lora_dropout,
+        }
+        found["lora.quantize"] = "nf4" if given.get("quantization_bit") == 4 else None
+    return found
+
+
+def trl(tokens: list[str]) -> dict[str, Any]:
+    """By its parser."""
+    from transformers import HfArgumentParser
+    from trl import ModelConfig, ScriptArguments, SFTConfig
+
+    start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t == "sft")
+    parser = HfArgumentParser([ScriptArguments, SFTConfig, ModelConfig])  # type: ignore[arg-type]
+    words = [*tokens[start + 1 :], "--output_dir", "x", "--use_cpu", "--bf16", "false"]
+    script, args, model, _ = parser.parse_args_into_dataclasses(
+        words, return_remaining_strings=True
+    )
+    found = {f"training.{name}": getattr(args, name) for name in _SHARED}
+    found["training.lr_scheduler_type"] = str(
+        getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    )
+    found |= {
+        "training.warmup_steps": args.warmup_steps,
+        "data.max_length": args.max_length,
+        "data.packing": args.packing,
+        "training.gradient_checkpointing": args.gradient_checkpointing,
+        "is_lora": model.use_peft,
+        "is_sharded": any("zero" in t or "fsdp" in t for t in tokens[:start]),
+    }
+    if model.use_peft:
+        found |= {
+            "lora.r": model.lora_r,
+            "lora.alpha": model.lora_alpha,
+            "lora.dropout": model.lora_dropout,
+        }
+        found["lora.quantize"] = "nf4" if model.load_in_4bit else None
+    return found
+
+
+def unsloth(text: str) -> dict[str, Any]:
+    """By the keywords, as written, of the calls before the first ``train()``."""
+    before = text.split(".train()")[0]
+    names = {
+        "learning_rate": float, "per_device_train_batch_size": int, "gradient_accumulation_steps": int,
+        "weight_decay": float, "seed": int, "max_steps": int,
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, kind in names.items():
+        given = re.findall(rf"^\s+{name}\s*=\s*([-\d.e]+)", before, re.M)
+        if given:
+            found[f"training.{name}"] = kind(given[-1])
+    for theirs_, ours, kind in (("r", "lora.r", int), ("lora_alpha", "lora.alpha", int)):
+        given = re.findall(rf"^\s+{theirs_}\s*=\s*(\d+)\s*,", before, re.M)
+        if given:
+            found[ours] = kind(given[0])
+    four = re.findall(r"load_in_4bit\s*=\s*(True|False)", before)
+    if four and "load_in_16bit" not in before:
+        found["lora.quantize"] = "nf4" if four[0] == "True" else None
+    base = re.findall(r'from_pretrained\(\s*(?:model_name\s*=\s*)?"([^"]+)"', before)
+    if base:
+        found["model.name_or_path"] = base[0]
+    found["data.mask"] = "assistant" if "train_on_responses_only(" in before else "none"
+    sets = re.findall(r'^[^#\n]*load_dataset\(\s*"([^"]+)"', before, re.M)
+    if len(sets) == 1 and sets[0] not in ("json", "csv"):
+        found["path"] = sets[0]
+    return found
+
+
+def ours(recipe: Any, key: str) -> Any:
+    """A value of a recipe; of ``training``, transformers' default where nobody says so."""
+    from transformers import TrainingArguments
+
+    if key == "is_lora":
+        return recipe.lora is not None
+    if key == "is_sharded":
+        return recipe.parallel.shard != "none"
+    if key == "path":
+        return recipe.data.train[0].path
+    section, _, name = key.partition(".")
+    if section == "training":
+        value = recipe.training.get(name, getattr(TrainingArguments, name, None))
+        return False if name == "gradient_checkpointing" and value is None else value
+    held = getattr(recipe, section)
+    return None if held is None else getattr(held, name)
+
+
+def differ(recipe: Any, wanted: dict[str, Any]) -> list[str]:
+    """The keys whose values are not theirs."""
+    wrong = []
+    for key, value in wanted.items():
+        mine = ours(recipe, key)
+        if key == "training.lr_scheduler_type":
+            mine, value = str(getattr(mine, "value", mine)), str(getattr(value, "value", value))
+        same = abs(float(mine) - float(value)) < 1e-12 if _numbers(mine, value) else mine == value
+        if not same:
+            wrong.append(f"{key}: {mine} for {value}")
+    return wrong
+
+
+def _numbers(*values: Any) -> bool:
+    try:
+        return all(v is not None and float(v) is not None for v in values)
+    except (TypeError, ValueError):
+        return False
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("clones", type=Path)
+    parser.add_argument("--list", action="store_true", help="each example with its outcome")
+    options = parser.parse_args()
+    sys.path[:0] = [str(options.clones / "axolotl/src"), str(options.clones / "LLaMA-Factory/src")]
+    for name in NOT_INSTALLED:
+        sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
+    counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    for tool, file, command in examples(options.clones.resolve()):
+        result, why, recipe = outcome(file, command)
+        checked = {}
+        if recipe is not None:
+            try:
+                checked = theirs(tool, file, command)
+            except Exception as error:
+                print(f"not checked: {file.name}: {type(error).__name__}: {error}", file=sys.stderr)
+            wrong = differ(recipe, checked)
+            counts[tool]["checked"] += bool(checked)
+            counts[tool]["wrong"] += bool(wrong)
+            why = "; ".join(wrong)
+        counts[tool][result] += 1
+        for part in why.split("; ") if result != "translated" else []:
+            reasons[f"{tool}: {result}"][re.sub(r"^.*? \(|\)$", "", part)[:90]] += 1
+        if options.list or (recipe is not None and why):
+            print(tool, file.relative_to(options.clones.resolve()), result, why[:300], sep=" | ")
+    columns = ("translated", "wrong", "checked", "refused", "another kind", "not one training")
+    print("| tool | files |", " | ".join(columns), "|")
+    for tool, count in counts.items():
+        total = sum(count[c] for c in ("translated", "refused", "another kind", "not one training"))
+        print("|", tool, "|", total, "|", " | ".join(str(count[c]) for c in columns), "|")
+    for name, found in reasons.items():
+        print(f"\n{name}")
+        for why, number in found.most_common(40):
+            print(f"  {number:4} {why}")
+
+
+if __name__ == "__main__":
+    main()
