@@ -35,7 +35,7 @@ BUDGET = {
     "trainkit": {"files": 590, "code": 56_500, "words": 13_000},
     "tests": {"code": 33_500},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_000},
+    "benchmarks": {"code": 2_100},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -146,6 +146,15 @@ class TestScripts:
         assert (recipe.data.mask, recipe.data.max_length) == ("none", 4096)
         assert recipe.training["warmup_steps"] == 5
         assert recipe.training["seed"] == 3407
+        assert recipe.training["per_device_train_batch_size"] == 4, "Unsloth's own default"
+        assert recipe.training["weight_decay"] == 0.001
+        longer = SCRIPT.replace("max_steps=60", "max_steps=60, max_length=9, max_seq_length=8192")
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, longer).text)
+        assert recipe.data.max_length == 4096, "the model's limits the configuration's"
+        plain = SCRIPT.replace("SFTConfig(", "TrainingArguments(").replace("seed=3407, ", "")
+        recipe = recipe_of(tmp_path, self.translated(tmp_path, plain).text)
+        given = recipe.training.get("per_device_train_batch_size", 8)
+        assert (given, recipe.training.get("seed", 42)) == (8, 42), "transformers' defaults"
 
     def test_a_notebook_reads_as_its_code(self, tmp_path):
         cells = [

@@ -62,9 +62,11 @@ class Draft:
 
     def get(self, word: str, default: Any = None) -> Any:
         """The value of a setting: what is given, else the tool's default."""
-        for key in (*self.keys.get(word, ()), word):
-            if self.theirs.get(key) is not None:
-                return self.theirs[key]
+        keys = (*self.keys.get(word, ()), word)
+        for values in (self.given, self.theirs):
+            found = next((values[key] for key in keys if values.get(key) is not None), None)
+            if found is not None:
+                return found
         return default
 
     def on(self, word: str) -> bool:

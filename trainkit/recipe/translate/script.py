@@ -30,6 +30,14 @@ LOADERS = {
 """Of what is called or imported besides."""
 
 
+TRANSFORMERS = {
+    **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0},
+    **{"per_device_eval_batch_size": 8, "weight_decay": 0.0, "seed": 42, "logging_steps": 500},
+    **{"learning_rate": 5e-5, "optim": "adamw_torch_fused"},
+}
+"""Of `TrainingArguments`, where TRL's and Unsloth's configurations have another default."""
+
+
 @dataclass(frozen=True)
 class Unknown:
     """A value that only running the script would tell."""
@@ -268,7 +276,10 @@ class Script:
             "BitsAndBytesConfig",
             "dict",
         ):
-            return dict(words) if name == "dict" else Thing("config", words)
+            if name == "dict":
+                return dict(words)
+            plain = TRANSFORMERS if name == "TrainingArguments" else {}
+            return Thing("config", {**plain, **words})
         if name == "load_dataset":
             return self._load(args, words)
         if name in ("standardize_sharegpt", "standardize_data_formats"):
@@ -411,8 +422,13 @@ class Script:
         tokenizer = trainer.pop("tokenizer", trainer.pop("processing_class", None))
         quantised = values.pop("quantization_config", trainer.pop("quantization_config", None))
         values |= quantised.values if isinstance(quantised, Thing) else {}
-        values |= {"model_init_kwargs": None}
         values |= trainer
+        if theirs.tool == "unsloth" and isinstance(model, Thing):
+            base = model.values.get("max_seq_length", 2048)
+            if isinstance(base, int) and isinstance(values.get("max_seq_length", base), int):
+                values["max_seq_length"] = min(base, values.get("max_seq_length", base))
+                if values.pop("max_length", None) is not None:
+                    theirs.noted.append(("max_length", "the model's max_seq_length wins there"))
         if isinstance(self.names.get("tokenizer"), Thing):
             tokenizer = self.names["tokenizer"]
         if isinstance(tokenizer, Thing) and "template" in tokenizer.values:

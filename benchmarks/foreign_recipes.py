@@ -1,9 +1,10 @@
-"""Translates every example in clones of other tools' repositories, and holds it to their own parsers.
+"""Translates every example of clones of other tools' repositories, held to the tools' parsers.
 
-    python scripts/foreign_recipes.py CLONES [--list]      # CLONES/axolotl, LLaMA-Factory, trl, notebooks, ms-swift
+    python benchmarks/foreign_recipes.py CLONES [--list]
 
-"Wrong" is a number of a translated recipe that differs from what the tool itself makes of the example:
-axolotl's schema, LLaMA-Factory's and TRL's dataclasses, the calls that precede a script's training.
+CLONES holds axolotl, LLaMA-Factory, trl, notebooks and ms-swift. "Wrong" is a translated recipe
+with a number that is not the tool's own for the example, by axolotl's schema, LLaMA-Factory's and
+TRL's dataclasses, or the keywords of the calls before a script's training.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def commands(text: str, is_code: bool) -> list[str]:
         joined = re.sub(r"^[$#].*|^\s*\w[\w ,.:]*:$", "", block, flags=re.M)
         for line in re.sub(r"\\\s*\n", " ", joined).split("\n"):
             if re.match(
-                r"\s*(\w+=\S+ )*(hf jobs |accelerate launch|python|trl (?!env|vllm)|torchrun|uv run)",
+                r"\s*(\w+=\S+ )*(hf jobs|accelerate|python|trl (?!env|vllm)|torchrun|uv run)",
                 line,
             ):
                 found += [line.strip()] if "--" in line else []
@@ -74,16 +75,10 @@ def outcome(file: Path, command: str | None) -> tuple[str, str, Any]:
     """translated, refused or kind; the reason; the recipe."""
     with tempfile.TemporaryDirectory() as folder:
         if command is not None:
-            beside = file.parent / f".{hash(command) % 10**9}.sh"
             given = Path(folder) / "command.sh"
             given.write_text(command, encoding="utf-8")
-            with contextlib.chdir(
-                next(
-                    p
-                    for p in file.parents
-                    if (p / ".git").exists() or p.name == "trl" and (p / "docs").exists()
-                )
-            ):
+            root = next(place for place in file.parents if (place / "docs").is_dir())
+            with contextlib.chdir(root):
                 return _outcome(given, Path(folder))
         return _outcome(file, Path(folder))
 
@@ -107,7 +102,7 @@ def _outcome(file: Path, folder: Path) -> tuple[str, str, Any]:
 
 
 def theirs(tool: str, file: Path, command: str | None) -> dict[str, Any]:
-    """Our keys with the values that the tool's own code gives them; absent where it says nothing."""
+    """Our keys with the values that the tool's own code gives them, as far as it says."""
     if tool == "axolotl":
         return axolotl(yaml.safe_load(file.read_text(encoding="utf-8")))
     if tool == "LLaMA-Factory" and file.suffix == ".yaml":
@@ -120,11 +115,9 @@ def theirs(tool: str, file: Path, command: str | None) -> dict[str, Any]:
     return {}
 
 
-_SHARED = (
-    "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "max_steps",
-    "gradient_accumulation_steps", "per_device_train_batch_size", "num_train_epochs", "seed",
-    "per_device_eval_batch_size", "lr_scheduler_type",
-)  # fmt: skip
+_SHARED = ["learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed"]
+_SHARED += ["max_grad_norm", "max_steps", "gradient_accumulation_steps", "lr_scheduler_type"]
+_SHARED += ["per_device_train_batch_size", "per_device_eval_batch_size", "num_train_epochs"]
 
 
 def axolotl(given: dict[str, Any]) -> dict[str, Any]:
@@ -225,9 +218,7 @@ def trl(tokens: list[str]) -> dict[str, Any]:
     start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t == "sft")
     parser = HfArgumentParser([ScriptArguments, SFTConfig, ModelConfig])  # type: ignore[arg-type]
     words = [*tokens[start + 1 :], "--output_dir", "x", "--use_cpu", "--bf16", "false"]
-    script, args, model, _ = parser.parse_args_into_dataclasses(
-        words, return_remaining_strings=True
-    )
+    _, args, model, _ = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     found = {f"training.{name}": getattr(args, name) for name in _SHARED}
     found["training.lr_scheduler_type"] = str(
         getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
@@ -253,10 +244,8 @@ def trl(tokens: list[str]) -> dict[str, Any]:
 def unsloth(text: str) -> dict[str, Any]:
     """By the keywords, as written, of the calls before the first ``train()``."""
     before = text.split(".train()")[0]
-    names = {
-        "learning_rate": float, "per_device_train_batch_size": int, "gradient_accumulation_steps": int,
-        "weight_decay": float, "seed": int, "max_steps": int,
-    }  # fmt: skip
+    whole = ("per_device_train_batch_size", "gradient_accumulation_steps", "seed", "max_steps")
+    names = dict.fromkeys(whole, int) | {"learning_rate": float, "weight_decay": float}
     found: dict[str, Any] = {}
     for name, kind in names.items():
         given = re.findall(rf"^\s+{name}\s*=\s*([-\d.e]+)", before, re.M)
@@ -300,10 +289,10 @@ def ours(recipe: Any, key: str) -> Any:
 def differ(recipe: Any, wanted: dict[str, Any]) -> list[str]:
     """The keys whose values are not theirs."""
     wrong = []
-    for key, value in wanted.items():
-        mine = ours(recipe, key)
+    for key, given in wanted.items():
+        mine, value = ours(recipe, key), given
         if key == "training.lr_scheduler_type":
-            mine, value = str(getattr(mine, "value", mine)), str(getattr(value, "value", value))
+            mine, value = (str(getattr(each, "value", each)) for each in (mine, given))
         same = abs(float(mine) - float(value)) < 1e-12 if _numbers(mine, value) else mine == value
         if not same:
             wrong.append(f"{key}: {mine} for {value}")

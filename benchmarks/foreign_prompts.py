@@ -1,0 +1,163 @@
+"""Ten rows rendered by other tools' own code and by ours, token by token.
+
+    python benchmarks/foreign_prompts.py CLONES
+
+CLONES holds axolotl, LLaMA-Factory and unsloth. The tokenizer is one of bytes with control tokens.
+A line each: rows whose tokens differ, rows whose trained tokens differ.
+"""
+
+import ast
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import datasets  # noqa: F401 - before the placeholders, which it would take for what they are not
+import trl  # noqa: F401
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from trainkit.data import DataOptions, Ledger, Source, prepare
+from trainkit.recipe.translate.tables import table, tool_table
+
+CONTROL = (
+    "<B> <E> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eot|> "
+    "<start_of_turn> <end_of_turn> <|im_sep|> <|end|> <|user|> <|assistant|> <|header_start|> "
+    "<|header_end|> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>"
+)
+ALPACA = [
+    {"instruction": f"do {n}", "input": f"in {n}" * (n % 2), "output": f"ans {n}"}
+    for n in range(10)
+]
+
+
+def chat(number: int) -> list[dict[str, str]]:
+    """A conversation with or without a system turn, of one exchange or two."""
+    turns = [("system", f"sys {number}")] * (number % 2) + [("user", "hi"), ("assistant", "yo")]
+    turns += [("user", "more"), ("assistant", f"end {number}")] * (number % 3 == 0)
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+def tokenizer(eos: str) -> Any:
+    """Bytes, and control tokens; begins texts with a bos."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: n for n, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens([AddedToken(each, special=True) for each in CONTROL.split()])
+    bos = [("<B>", made.token_to_id("<B>"))]
+    made.post_processor = processors.TemplateProcessing(single="<B> $A", special_tokens=bos)
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<B>", eos_token=eos)
+
+
+def ours(tok: Any, rows: list[Any], source: dict[str, Any], **options: Any) -> list[Any]:
+    """(ids, mask) of each row."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        given = DataOptions(cache_dir=folder, max_length=4096, num_workers=0, **options)
+        data = prepare((Source(path=str(file), **source),), tok, given, ledger=Ledger())
+        return [(list(each["input_ids"]), list(each["loss_mask"])) for each in data]
+
+
+def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """The prompt's name, theirs and ours; None for a mask that they do not make."""
+    from axolotl.prompt_tokenizers import AlpacaPromptTokenizingStrategy
+    from axolotl.prompters import AlpacaPrompter
+    from llamafactory.data.template import TEMPLATES
+
+    axolotl, names = tool_table("axolotl"), table("templates")
+    for kind in ("alpaca", "alpaca:chat", "alpaca:chatml", "alpaca:phi"):
+        tok = tokenizer("<E>")
+        style = kind.partition(":")[2] or "instruct"
+        made = AlpacaPromptTokenizingStrategy(AlpacaPrompter(style), tok, False, 4096)
+        rows = [made.tokenize_prompt(row) for row in ALPACA]
+        theirs = [(row["input_ids"], [int(x != -100) for x in row["labels"]]) for row in rows]
+        source = {"format": "template", "columns": axolotl["prompts"][kind]}
+        yield f"axolotl {kind}", theirs, ours(tok, ALPACA, source)
+    jinja = clones / "axolotl/src/axolotl/utils/chat_templates/templates"
+    texts = {name: (jinja / f"{name}.jinja").read_text() for name in axolotl["templates"]}
+    given = [("axolotl", name, text, axolotl) for name, text in texts.items()]
+    unsloth = tool_table("unsloth")
+    for name, text in unsloths(clones / "unsloth/unsloth/chat_templates.py").items():
+        if name in unsloth["templates"]:
+            given.append(("unsloth", name, text, unsloth))
+    for tool, name, text, rows in given:
+        known = names[rows["templates"][name]]["text"]
+        tok = tokenizer(eos_of(known))
+        render = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(
+            text
+        )
+        plain = [{"messages": chat(n)} for n in range(10) if name != "gemma" or n % 2 == 0]
+        fixed = {
+            "bos_token": "<B>",
+            "eos_token": tok.eos_token,
+            "strftime_now": lambda _: "26 Jul 2024",
+        }
+        shown = [render.render(row, **fixed) for row in plain]
+        theirs = [(tok(each, add_special_tokens=False)["input_ids"], None) for each in shown]
+        yield f"{tool} {name}", theirs, ours(tok, plain, {}, chat_template=known)
+    for name, mine in tool_table("llamafactory")["templates"].items():
+        known, template = names[mine]["text"], TEMPLATES[name]
+        tok = tokenizer(eos_of(known))
+        theirs = []
+        for turns in map(chat, range(10)):
+            system = turns.pop(0)["content"] if turns[0]["role"] == "system" else None
+            pairs = template.encode_multiturn(tok, turns, system, None)
+            ids = [token for pair in pairs for half in pair for token in half]
+            theirs.append((ids, [n for pair in pairs for n in (0, 1) for _ in pair[n]]))
+        plain = [{"messages": chat(n)} for n in range(10)]
+        yield f"LLaMA-Factory {name}", theirs, ours(tok, plain, {}, chat_template=known)
+
+
+def eos_of(template: str) -> str:
+    """The token that ends a turn of a template."""
+    if "<｜User｜>" in template:
+        return "<｜end▁of▁sentence｜>"
+    ends = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|eot|>", "<|end|>")
+    return next((end for end in ends if end in template), "<E>")
+
+
+def unsloths(file: Path) -> dict[str, str]:
+    """Unsloth's templates, read from its source, with the system text that each begins with."""
+    values: dict[str, Any] = {}
+    found: dict[str, str] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if isinstance(target, ast.Name):
+                try:
+                    values[target.id] = ast.literal_eval(node.value)
+                except ValueError:
+                    values[target.id] = values.get(ast.unparse(node.value))
+            elif ast.unparse(target).startswith("CHAT_TEMPLATES") and isinstance(
+                node.value, ast.Tuple
+            ):
+                text = values.get(ast.unparse(node.value.elts[0])) or ""
+                name = ast.literal_eval(target.slice)  # type: ignore[attr-defined]
+                system = values.get("qwen25_default_system_message") if "qwen" in name else ""
+                found[name] = text.replace("{system_message}", system or "")
+    return found
+
+
+def main() -> None:
+    """Print a line for each prompt."""
+    clones = Path(sys.argv[1])
+    os.environ["DISABLE_VERSION_CHECK"] = "1"
+    sys.path[:0] = [str(clones / "axolotl/src"), str(clones / "LLaMA-Factory/src")]
+    for name in ("omegaconf", "addict", "torchaudio", "av"):
+        sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
+    for name, theirs, mine in cases(clones):
+        pairs = list(zip(theirs, mine, strict=True))
+        tokens = sum(list(a[0]) != list(map(int, b[0])) for a, b in pairs)
+        masks = sum(a[1] is not None and a[1] != list(map(int, b[1])) for a, b in pairs)
+        print(f"{name}: {len(pairs)} rows, {tokens} with other tokens, {masks} with others trained")
+
+
+if __name__ == "__main__":
+    main()
