@@ -2,7 +2,8 @@
 
 import pytest
 
-from trainkit.evals.sandbox import Limits, Programs, run_program
+from trainkit.evals.code import Programs
+from trainkit.evals.sandbox import Limits, run_program
 
 
 @pytest.mark.parametrize(

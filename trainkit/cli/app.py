@@ -78,7 +78,7 @@ COMMANDS: dict[str, Entry] = {
     "compare": Entry("training.compare:compare", "Compare runs, with what chance would do."),
     "doctor": Entry("setup.doctor:doctor", "Check that this machine is fit to train."),
     "bench": Entry("setup.bench:app", "Measure trainkit and its peers side by side."),
-    "plot": Entry("training.plot:plot", "Draw the curves of runs over one another."),
+    "plot": Entry("training.compare:plot", "Draw the curves of runs over one another."),
 }
 
 

@@ -4,12 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from torch import distributed
 
 from trainkit.doctor.machine import Finding, judged
 
@@ -179,7 +175,7 @@ def check_all_reduce() -> Iterator[Finding]:
     processes, backend = (gpus, "nccl") if gpus > 1 else (2, "gloo")
     name = f"{backend} all-reduce"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(processes), "-m", "trainkit.doctor.gpus", backend]
+    command += ["--nproc_per_node", str(processes), "-m", "trainkit.doctor.all_reduce", backend]
     again = "NCCL_DEBUG=INFO trainkit doctor" if gpus > 1 else "GLOO_DEBUG=1 trainkit doctor"
     interface = f"{backend.upper()}_SOCKET_IFNAME"
     if os.environ.get(interface):
@@ -208,41 +204,3 @@ def check_all_reduce() -> Iterator[Finding]:
         yield Finding(name, "error", (own or said or ["failed"])[-1][-400:], again)
         return
     yield Finding(name, "ok", done.stdout.strip().splitlines()[-1])
-
-
-# -- One process of the sum over all processes that ``trainkit doctor`` starts; rank 0 prints it
-
-
-_NUMBERS = 2**24
-_REPEATS = 5
-
-
-def main(backend: str) -> None:
-    """Sum a tensor over all processes, check the sum, print what it took.
-
-    Raises:
-        RuntimeError: the sum is wrong.
-    """
-    distributed.init_process_group(backend)
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    on_gpu = backend == "nccl"
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if on_gpu else "cpu"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    seconds = 0.0
-    for _ in range(_REPEATS):  # the first one connects
-        numbers = torch.full((_NUMBERS,), float(rank + 1), device=device)
-        started = time.perf_counter()
-        distributed.all_reduce(numbers)
-        total = numbers[-1].item()  # waits for the device
-        seconds = time.perf_counter() - started
-        if total != size * (size + 1) / 2:
-            raise RuntimeError(f"the sum over {size} processes is {total}")
-    if rank == 0:
-        rate = 4 * _NUMBERS * 2 * (size - 1) / size / seconds / 1e9
-        sys.stdout.write(f"{size} processes, {rate:.1f} GB/s\n")
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

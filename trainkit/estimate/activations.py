@@ -186,7 +186,6 @@ class Head:
 
 
 def head(plan: Plan) -> Head:
-    """The head of a plan."""
     shape, e, tokens = plan.shape, plan.element, plan.tokens
     if not shape.has_head:
         return Head(0.0, 0.0, 0.0)

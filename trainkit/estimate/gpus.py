@@ -102,7 +102,6 @@ def _memory(gigabytes: str, name: str) -> float:
 
 
 def _unknown(name: str, plain: str) -> RecipeError:
-    """What there is instead."""
     sizes = [known for known in GPUS if known.startswith(f"{plain}-")]
     near = f"there are {' and '.join(sizes)}" if sizes else did_you_mean(plain, list(GPUS))
     known = near or f"known are {', '.join(GPUS)}"

@@ -141,7 +141,6 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """All of them: each has a GPU."""
         return self.gpus * self.tensor * max(len(self.stage_layers), 1)
 
     @property
@@ -210,7 +209,6 @@ class Plan:
 
     @property
     def trained(self) -> int:
-        """Trained numbers."""
         if self.adapters is None:
             return self.shape.parameters
         tables = self.adapters.saved_tables * self.shape.table

@@ -141,7 +141,6 @@ class ModelShape:
 
     @property
     def tables(self) -> int:
-        """How many there are of them."""
         ends = self.has_embeddings + self.has_head
         return min(ends, 1) if self.tied else ends
 
@@ -152,7 +151,6 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them."""
         return self.layers * (self.layer_matrices + self.layer_vectors) + self.outside
 
 

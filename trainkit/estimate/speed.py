@@ -57,7 +57,6 @@ class Work:
 
 
 def work(plan: Plan) -> Work:
-    """The work of a plan."""
     shape, tokens = plan.shape, plan.tokens
     share = plan.recomputed_share
     matrices = shape.layers * shape.layer_matrices
@@ -275,7 +274,6 @@ def _update(plan: Plan, gpu: Gpu) -> float:
 
 
 def _weights(plan: Plan) -> int:
-    """Trained tensors."""
     shape = plan.shape
     each = len(shape.linears())
     if plan.adapters is not None:

@@ -11,7 +11,6 @@ _WIDTH = 16
 
 
 def lines(found: Estimate) -> Iterator[str]:
-    """The lines of an estimate."""
     plan, gpu = found.plan, found.gpu
     ranks = f"{plan.ranks} x {gpu.name}" if plan.ranks > 1 else gpu.name
     yield _line(

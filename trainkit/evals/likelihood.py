@@ -67,12 +67,10 @@ class _Row:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """The input."""
         return sum(self.branches, self.context)
 
     @cached_property
     def starts(self) -> dict[tuple[int, ...], int]:
-        """Where each branch starts."""
         lengths = accumulate(map(len, self.branches), initial=len(self.context))
         return dict(zip(self.branches, lengths, strict=False))
 
@@ -149,7 +147,6 @@ class Scorer:
         return [part for row in rows.values() for part in self._branched(row)]
 
     def _branched(self, row: _Row) -> Iterator[_Row]:
-        """A row with its branches, or one for each of them."""
         heads = dict.fromkeys(answer[:-1] for _, answer in row.pairs if len(answer) > 1)
         width = len(row.context) + sum(map(len, heads))
         if len(heads) < 2 or (self._branches and width <= _WIDEST_BRANCHED):

@@ -100,7 +100,6 @@ class TrainedModel(AskedAsTrained, TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Eos."""
         return int(self.prompts.tokenizer.eos_token_id)
 
     @property

@@ -218,7 +218,6 @@ def find_if_there(directory: Path, *names: str) -> Path | None:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Each row with its place."""
     opener, is_empty = gzip.open if path.suffix == ".gz" else open, True
     with _readable(path), opener(path, "rt", encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):

@@ -188,7 +188,6 @@ def _is_named(row: Any, kind: str, several: bool) -> bool:
 
 
 def _tasks_below(found: Mapping[str, Any], group: str) -> dict[str, Mapping[str, int]]:
-    """How many questions all tasks below a group have."""
     counts: dict[str, Mapping[str, int]] = {}
     seen, waiting = set(), [group]
     while waiting:
@@ -203,7 +202,6 @@ def _tasks_below(found: Mapping[str, Any], group: str) -> dict[str, Mapping[str,
 
 
 def _joined_hash(below: Mapping[str, Any], prompts: Mapping[str, str]) -> str | None:
-    """One hash of the prompts of all tasks below."""
     lines = [f"{name} {prompts.get(name)}" for name in sorted(below)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
 

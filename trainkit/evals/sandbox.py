@@ -5,21 +5,14 @@ home), not against an attacker: the program runs as the same user, and reads wha
 """
 
 import contextlib
-import ctypes
-import math
 import os
-import resource
 import secrets
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 LIMITER = Path(__file__).with_name("limits.py")
 
@@ -110,157 +103,3 @@ def _tail(stream: object, size: int = 4096) -> str:
     handle: int = stream.fileno()  # type: ignore[attr-defined]
     length = os.fstat(handle).st_size
     return os.pread(handle, size, max(length - size, 0)).decode("utf-8", "replace")
-
-
-# -- Started by ``sandbox.run_program``: sets limits, leaves network and files, becomes the program
-# It runs with ``python -I`` and so knows the standard library alone.
-
-
-_NEW_USER, _NEW_NETWORK, _NEW_PROCESSES, _NEW_IPC = 0x10000000, 0x40000000, 0x20000000, 0x08000000
-_NEW_MOUNTS = 0x00020000
-_DIE_WITH_PARENT = 1
-_PRIVATE, _BIND, _RECURSIVELY = 1 << 18, 1 << 12, 1 << 14
-_MOUNT_SETATTR, _HERE, _BELOW, _READ_ONLY = 442, -100, 0x8000, 1
-
-
-def main(program: str, seconds: str, memory_gib: str, file_mib: str, processes: str) -> None:
-    """Limit this process and run the program in its place."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    # Where the system forbids namespaces, the limits below are all there is.
-    apart = libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS) == 0
-    if not apart:
-        apart = libc.unshare(_NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS) == 0
-    processor = int(float(seconds)) + 1
-    memory = int(float(memory_gib) * 2**30)
-    limits = {
-        resource.RLIMIT_CPU: processor,
-        resource.RLIMIT_AS: memory,
-        resource.RLIMIT_FSIZE: int(file_mib) * 2**20,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
-    }
-    for name, value in limits.items():
-        resource.setrlimit(name, (value, value))
-    if apart:
-        _protect_files(libc, program.rpartition("/")[0])
-        # The first process of the new namespace: with it, all that it has started dies.
-        child = os.fork()
-        if child:
-            _, status = os.waitpid(child, 0)
-            code = os.waitstatus_to_exitcode(status)
-            os._exit(code if code >= 0 else 128 - code)
-        libc.prctl(_DIE_WITH_PARENT, 9)
-        # Counted in the namespace of the user alone, so that others' processes do not count.
-        resource.setrlimit(resource.RLIMIT_NPROC, (int(processes), int(processes)))
-    os.execv(sys.executable, [sys.executable, "-I", "-B", program])
-
-
-def _protect_files(libc: ctypes.CDLL, folder: str) -> None:
-    """All of the file system is read-only for the program, except its own folder.
-
-    It happens in a namespace of mounts of its own; where the system forbids it, nothing changes.
-    """
-    own = folder.encode()
-    libc.mount(None, b"/", None, _PRIVATE | _RECURSIVELY, None)
-    if libc.mount(own, own, None, _BIND, None) != 0:
-        return
-    closed, opened = (struct.pack("4Q", *each) for each in ((_READ_ONLY, 0, 0, 0), (0, 1, 0, 0)))
-    libc.syscall(_MOUNT_SETATTR, _HERE, b"/", _BELOW, closed, 32)
-    libc.syscall(_MOUNT_SETATTR, _HERE, own, 0, opened, 32)
-    os.chdir(folder)  # the place below the new mount
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
-
-
-# -- HumanEval without the harness's own runner: programs run in the sandbox, many at a time
-# The harness's needs the hub when it is imported, and runs what a model wrote in its own process.
-
-
-_FENCE = "```"
-
-
-class Programs:
-    """Makes programs of answers, runs them, and knows how each ended."""
-
-    def __init__(self, *, fenced: bool) -> None:
-        """Begin.
-
-        Args:
-            fenced: the answers are chat answers, and code ends where a fence does.
-        """
-        self._fenced = fenced
-        self._verdicts: dict[str, Verdict] = {}
-
-    def build(
-        self, answers: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]
-    ) -> list[list[str]]:
-        """Each answer behind its prompt, as the harness asks for; all of them run now."""
-        programs = [
-            [doc["prompt"] + self._code(answer) for answer in own]
-            for own, doc in zip(answers, docs, strict=True)
-        ]
-        wanted = [
-            _tested(program, f"{doc['test']}\ncheck({doc['entry_point']})")
-            for own, doc in zip(programs, docs, strict=True)
-            for program in own
-        ]
-        fresh = [each for each in dict.fromkeys(wanted) if each not in self._verdicts]
-        with ThreadPoolExecutor(max(os.cpu_count() or 1, 1)) as pool:
-            self._verdicts.update(zip(fresh, pool.map(run_program, fresh), strict=True))
-        return programs
-
-    def pass_at_k(
-        self, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Sequence[int]
-    ) -> dict[str, float]:
-        """The share of k tries of which one passes, estimated without bias from all tries."""
-        (tests,), (programs,) = references, predictions
-        passed = [self._verdict(_tested(each, tests)).passed for each in programs]
-        return {f"pass@{size}": _estimate(len(passed), sum(passed), size) for size in k}
-
-    def _code(self, answer: str) -> str:
-        return answer.partition(_FENCE)[0] if self._fenced else answer
-
-    def _verdict(self, program: str) -> Verdict:
-        if program not in self._verdicts:
-            self._verdicts[program] = run_program(program)
-        return self._verdicts[program]
-
-    def __deepcopy__(self, memo: Any) -> "Programs":
-        return self
-
-
-def with_sandbox(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A task of HumanEval with programs run here.
-
-    Args:
-        config: the harness's definition, its functions by name.
-    """
-    programs = Programs(fenced="instruct" in str(config["task"]))
-    metrics = [
-        {**metric, "metric": programs.pass_at_k, "aggregation": "mean", "higher_is_better": True}
-        for metric in config["metric_list"]
-    ]
-    filters = [
-        {"name": "create_test", "filter": [{"function": "custom", "filter_fn": programs.build}]}
-    ]
-    return {**config, "metric_list": metrics, "filter_list": filters}
-
-
-def is_sandboxed(task: Any) -> bool:
-    """Whether a task's programs run here."""
-    metrics = task.get_config("metric_list") or ()
-    owners = (getattr(each.get("metric"), "__self__", None) for each in metrics)
-    return any(isinstance(owner, Programs) for owner in owners)
-
-
-def _tested(program: str, tests: str) -> str:
-    return f"{program}\n{tests}"
-
-
-def _estimate(num_tries: int, num_passed: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k)."""
-    if num_tries - num_passed < k:
-        return 1.0
-    return 1.0 - math.comb(num_tries - num_passed, k) / math.comb(num_tries, k)

@@ -219,7 +219,6 @@ def _made(*, is_text: bool) -> Iterator[Prompt]:
 
 
 def _conversation(text: str, shape: int) -> Conversation:
-    """A question in one of six shapes."""
     user = {"role": "user", "content": text}
     before = [{"role": "user", "content": "First?"}, {"role": "assistant", "content": "Second."}]
     system = {"role": "system", "content": "You are terse.\nAnswer in one line."}

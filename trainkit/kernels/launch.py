@@ -107,7 +107,6 @@ def next_power_of_2(n: int) -> int:
 
 
 def largest_power_of_2_dividing(n: int) -> int:
-    """The largest power of two that divides n."""
     return n & -n
 
 

@@ -56,7 +56,6 @@ class Fp8Linear(nn.Linear):
         self.errors = layer_errors(weight, codes, scales)
 
     def reader(self) -> Fp8Weight:
-        """How the codes are read."""
         return Fp8Weight(self.scale_bits.view(torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:

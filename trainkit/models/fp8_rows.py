@@ -55,6 +55,5 @@ def _at(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def _base(linear: nn.Module) -> nn.Module:
-    """What an adapter lies on."""
     base: nn.Module = getattr(linear, "base_layer", linear)
     return base

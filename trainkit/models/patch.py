@@ -86,7 +86,6 @@ class PatchReport:
         return {row.op: row.status == "on" for row in self.rows if row.op in OPS}
 
     def row(self, op: str) -> PatchRow:
-        """The row of one op."""
         return next(row for row in self.rows if row.op == op)
 
     def revert(self) -> None:

@@ -48,7 +48,6 @@ class CountingCollator:
     count_tokens: Callable[[Sequence[Any]], int]
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Collate and count."""
         batch = self.collate(samples)
         labels = batch["labels"][..., 1:]
         return {
@@ -99,7 +98,6 @@ class TrainingData:
 
 
 def _ids(samples: Sequence[Any]) -> Iterator[Any]:
-    """The ids of samples, or of the samples in packed rows."""
     for sample in samples:
         if isinstance(sample, Mapping):
             yield sample.get("id")
@@ -142,7 +140,6 @@ def take_counts(
 
 
 def without_training(item: Any) -> Any:
-    """An item as it is, of which nothing is trained."""
     if isinstance(item, Mapping):
         return {**item, "loss_mask": np.zeros_like(item["loss_mask"])}
     return [without_training(sample) for sample in item]

@@ -41,7 +41,6 @@ def _default_metrics() -> list[AnswerMetricChoice]:
 
 
 def metric_names(metrics: Sequence[AnswerMetricChoice]) -> list[str]:
-    """The names of answer metrics, as they are logged."""
     return [
         "regex" if isinstance(each, RegexMetric) else each.rpartition(":")[2] for each in metrics
     ]

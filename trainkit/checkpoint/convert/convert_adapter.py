@@ -132,7 +132,6 @@ def _convert_step(
 def _joined(
     parts: Sequence[ModuleAdapter | None], rows: Sequence[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """One A for all parts, and a B for each part over it."""
     present = [part for part in parts if part is not None]
     first = present[0]
     if len(present) == len(parts) and all(

@@ -35,7 +35,6 @@ class Copy:
     """The tensor as it is."""
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same tensors."""
         return list(tensors)
 
     inverse = forward
@@ -74,7 +73,6 @@ class PermuteHeadRows:
     order: tuple[int, ...]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Permute."""
         return [self._apply(tensor, self.order) for tensor in tensors]
 
     def inverse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -95,12 +93,10 @@ class Each:
     parts: tuple[Transform, ...]
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Forward each."""
         pairs = zip(self.parts, tensors, strict=True)
         return [result for part, tensor in pairs for result in part.forward([tensor])]
 
     def inverse(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Inverse each."""
         pairs = zip(self.parts, tensors, strict=True)
         return [result for part, tensor in pairs for result in part.inverse([tensor])]
 

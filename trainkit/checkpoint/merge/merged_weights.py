@@ -173,7 +173,6 @@ class MergedWeights:
         return None if info is None else info.shape[0]
 
     def load(self, name: str) -> Tensor:
-        """Compute one tensor."""
         dtype = self.tensors[name].dtype
         original = self._base.load(self._source_name(name))
         whole = self._adapter.replaced.get(name)

@@ -160,7 +160,6 @@ class SafetensorsFile:
         return data.view(info.dtype)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._descriptor)
 
     def _refuse(self, what: str) -> CheckpointError:
@@ -369,7 +368,6 @@ class WeightsReader:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor of the model."""
         return self._infos
 
     def load(self, name: str) -> torch.Tensor:
@@ -381,7 +379,6 @@ class WeightsReader:
         return self._file(self._home[name]).load_part(name, num_values, start)
 
     def close(self) -> None:
-        """Close all files."""
         for file in self._open.values():
             file.close()
         self._open = {}

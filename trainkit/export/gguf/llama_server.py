@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import json
-import os
 import secrets
 import subprocess
 import sys
@@ -62,7 +61,7 @@ class LlamaServer:
         self._key = secrets.token_hex(16)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainkit.export.gguf.llama_server", str(file), str(context)],
+            [sys.executable, "-m", "trainkit.export.gguf.server", str(file), str(context)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -176,34 +175,3 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-# -- llama.cpp's server in a process of its own ---------------------------------------------------
-# ``python -m trainkit.export.gguf.llama_server FILE CONTEXT``.
-# It prints its address and serves until its standard input is closed, so it never outlives the
-# process that started it. An assertion of llama.cpp ends this process and not the export.
-
-
-def main() -> None:
-    """Serve one GGUF on a free port of this machine."""
-    import xllamacpp
-
-    path, context = sys.argv[1], int(sys.argv[2])
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = path
-    parameters.n_ctx = context
-    parameters.n_parallel = 1
-    parameters.n_gpu_layers = 0  # what is compared is the file, not a device
-    parameters.warmup = False
-    parameters.fit_params = False
-    parameters.ui = False
-    parameters.cpuparams.n_threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
-    parameters.api_keys = [os.environ["TRAINKIT_EXPORT_KEY"]]
-    server = xllamacpp.Server(parameters)
-    sys.stdout.write(json.dumps({"address": server.listening_address}) + "\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main()

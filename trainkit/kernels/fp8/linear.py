@@ -99,7 +99,6 @@ class Fp8Gradient:
     """How a frozen weight (N, K) kept in 16 bits is read where only dx is in fp8."""
 
     def __call__(self, storage: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight in a dtype."""
         return storage.to(dtype)
 
     def quantized(self, storage: Tensor) -> tuple[Tensor, Fp8Weight]:

@@ -71,7 +71,6 @@ def fp8_quantize_joint_reference(
 def fp8_quantize_both_reference(
     parts: Sequence[Tensor], column_factors: Sequence[Tensor], row_factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of all parts with their columns' factors, and columns with their rows' factors."""
     codes, scales = fp8_quantize_joint_reference(parts, column_factors)
     turned, turned_scales = fp8_quantize_columns_reference(torch.cat(tuple(parts), 1), row_factor)
     return codes, scales, turned, turned_scales
@@ -127,7 +126,6 @@ def fp8_gate_backward_reference(
 
 
 def gated(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
-    """H."""
     return (geglu_tanh_reference if tanh_gelu else swiglu_reference)(gate, up)
 
 

@@ -108,8 +108,6 @@ def _matmul_case(label: str, m: int, n: int, k: int, *, bias: bool = False) -> O
 
 
 def _joint(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function of lists, with a name for every tensor."""
-
     def call(
         x: Tensor,
         factor_x: Tensor,
@@ -135,8 +133,6 @@ def _both_case(label: str, rows: int, *widths: int, large: bool = False) -> OpCa
 
 
 def _both(function: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """The function of lists, with a name for every tensor."""
-
     def call(
         x: Tensor,
         factor_x: Tensor,

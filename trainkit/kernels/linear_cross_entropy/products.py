@@ -48,7 +48,6 @@ class Products:
     """In the dtype of the computation."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        """Cast what is multiplied with."""
         self._matrix = weight.to(dtype)
         self._offset = None if bias is None else bias.to(dtype)
         self.gradient_dtype = torch.promote_types(dtype, torch.float32)
@@ -128,7 +127,6 @@ class Fp8Products(Products):
         return codes[:num_rows], scales[:num_rows]
 
     def write_logits(self, logits: Tensor, rows: Tensor) -> None:
-        """As `Products.write_logits`."""
         if not self._directions.forward:
             super().write_logits(logits, rows)
             return
@@ -139,7 +137,6 @@ class Fp8Products(Products):
             logits.copy_(out)
 
     def write_gradient(self, dhidden: Tensor, dlogits: Tensor, codes: Codes | None) -> None:
-        """As `Products.write_gradient`."""
         if codes is None:
             super().write_gradient(dhidden, dlogits, codes)
             return

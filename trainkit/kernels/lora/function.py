@@ -76,7 +76,6 @@ class Fixed:
 
     @classmethod
     def of(cls, projection: Projection) -> Fixed:
-        """The fixed part of a projection."""
         a, b = projection.lora_a, projection.lora_b
         return cls(
             projection.lora_rank,
@@ -168,7 +167,6 @@ def to_save(layers: Sequence[Layer]) -> list[Tensor | None]:
 
 
 def saved_layers(tensors: Sequence[Tensor | None], fixed: Sequence[Fixed]) -> list[Layer]:
-    """The layers of what `to_save` gave."""
     layers = []
     for index, each in enumerate(fixed):
         weight, b = tensors[index * SAVED_PER_LAYER : (index + 1) * SAVED_PER_LAYER]

@@ -17,7 +17,6 @@ Layout = Callable[[Draw, tuple[int, ...]], Tensor]
 
 
 def dense(draw: Draw, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor."""
     return draw.normal(*shape)
 
 

@@ -180,7 +180,6 @@ def _not_finite(model: PreTrainedModel) -> str | None:
 
 
 def _candidates(model: PreTrainedModel, wanted: Attention, *, is_auto: bool) -> list[Attention]:
-    """What is tried, in this order."""
     if not is_auto:
         return [wanted]
     if not _exchangeable(model):

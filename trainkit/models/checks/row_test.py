@@ -146,7 +146,6 @@ def _apart(
 
 
 def _rope_types(config: PreTrainedConfig) -> Iterator[str]:
-    """Of all layers."""
     pending: list[Any] = [
         getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")
     ]

@@ -153,7 +153,6 @@ class _Linears(torch.autograd.Function):
 
 
 def _halves(values: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The weights' and the biases'."""
     half = len(values) // 2
     return values[:half], values[half:]
 

@@ -56,7 +56,6 @@ class ChosenGroup:
 
     @property
     def saved_ms(self) -> float:
-        """What it saves as it runs."""
         forward, backward = _DIRECTIONS[self.runs]
         return self.forward_ms * forward + self.backward_ms * backward
 

@@ -117,7 +117,6 @@ def _num_other_matrices(module: nn.Module) -> int:
 
 
 def _meant(part: str, names: Iterable[str]) -> str:
-    """What a name that no layer has may have meant."""
     roles = {name.rpartition(".")[2] for name in names}
     other = "give names as in the model's weights, or parts between dots, as layers.0"
     return ask(nearest(part, sorted(roles))) or other

@@ -84,7 +84,6 @@ class Travel:
             return checkpoint(*args, **kwargs)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The one that copies, of a device."""
         if device not in self.streams:
             self.streams[device] = torch.cuda.Stream(device)
         return self.streams[device]

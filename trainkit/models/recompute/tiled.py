@@ -92,7 +92,6 @@ class _Surroundings:
             self._states.append(torch.cuda.get_rng_state(self._device))
 
     def precision(self) -> torch.autocast:
-        """The autocast that was on."""
         return torch.autocast(**self._autocast)
 
     def again(self) -> ExitStack:

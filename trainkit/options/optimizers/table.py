@@ -70,7 +70,6 @@ def switch(name: str) -> Argument:
 
 
 def word(name: str, *words: str) -> Argument:
-    """One of some words."""
     return Argument(name, str, words=words)
 
 

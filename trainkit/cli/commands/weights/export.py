@@ -1,7 +1,10 @@
 """``trainkit export``: a trained model for another program, proved to say the same."""
 
+import functools
+import inspect
 import json
 import re
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,78 +77,7 @@ def export() -> None:
     """Write a trained model for another program, with the proof that it says the same."""
 
 
-@app.command()
-def gguf(
-    source: Source,
-    target: output.Argument = None,
-    out: output.Option = None,
-    kind: Type = GgufType.f16,
-    base_model: BaseModel = None,
-    any_base: AnyBase = False,
-    name: Name = None,
-    min_agreement: MinAgreement = None,
-    excepted: Except = None,
-    as_json: AsJson = False,
-) -> None:
-    """A GGUF for llama.cpp and what is built on it."""
-    said = {"type": kind.value, "name": name, "min_agreement": min_agreement, "excepted": excepted}
-    _run("gguf", source, output.output_of(target, out), base_model, any_base, said, as_json)
-
-
-@app.command()
-def ollama(
-    source: Source,
-    target: output.Argument = None,
-    out: output.Option = None,
-    kind: Type = GgufType.q8_0,
-    system: Annotated[str | None, typer.Option(help="A system prompt for all chats.")] = None,
-    base_model: BaseModel = None,
-    any_base: AnyBase = False,
-    name: Name = None,
-    min_agreement: MinAgreement = None,
-    excepted: Except = None,
-    as_json: AsJson = False,
-) -> None:
-    """A GGUF and a Modelfile with the trained template, stop tokens and settings."""
-    said = {
-        "type": kind.value,
-        "name": name,
-        "system": system,
-        "min_agreement": min_agreement,
-        "excepted": excepted,
-    }
-    _run("ollama", source, output.output_of(target, out), base_model, any_base, said, as_json)
-
-
-@app.command()
-def vllm(
-    source: Source,
-    target: output.Argument = None,
-    out: output.Option = None,
-    as_adapter: Annotated[
-        bool, typer.Option("--as-adapter", help="Keep base and adapter apart.")
-    ] = False,
-    dtype: DtypeOption = None,
-    base_model: BaseModel = None,
-    any_base: AnyBase = False,
-    name: Name = None,
-    min_agreement: MinAgreement = None,
-    excepted: Except = None,
-    as_json: AsJson = False,
-) -> None:
-    """A directory for vLLM and SGLang, and the command that serves it."""
-    said = {
-        "as_adapter": as_adapter,
-        "dtype": None if dtype is None else dtype.value,
-        "name": name,
-        "min_agreement": min_agreement,
-        "excepted": excepted,
-    }
-    _run("vllm", source, output.output_of(target, out), base_model, any_base, said, as_json)
-
-
-@app.command()
-def fp8(
+def _export(
     source: Source,
     target: output.Argument = None,
     out: output.Option = None,
@@ -155,51 +87,14 @@ def fp8(
     min_agreement: MinAgreement = None,
     excepted: Except = None,
     as_json: AsJson = False,
-) -> None:
-    """FP8 weights and activations (compressed-tensors), made without data."""
-    said = {"name": name, "min_agreement": min_agreement, "excepted": excepted}
-    _run("fp8", source, output.output_of(target, out), base_model, any_base, said, as_json)
-
-
-@app.command()
-def awq(
-    source: Source,
-    target: output.Argument = None,
-    out: output.Option = None,
-    group_size: Annotated[
-        int, typer.Option(help="Inputs that share a scale: 128, 64 or 32.")
-    ] = 128,
-    base_model: BaseModel = None,
-    any_base: AnyBase = False,
-    name: Name = None,
-    min_agreement: MinAgreement = None,
-    excepted: Except = None,
-    as_json: AsJson = False,
-) -> None:
-    """Weights in 4 bits (AWQ), with scales searched over the run's own data."""
-    if group_size not in (128, 64, 32):
-        raise RecipeError(f"{group_size} is not 128, 64 or 32", where="--group-size")
-    said = {
-        "group_size": group_size,
-        "name": name,
-        "min_agreement": min_agreement,
-        "excepted": excepted,
-    }
-    _run("awq", source, output.output_of(target, out), base_model, any_base, said, as_json)
-
-
-def _run(
+    *,
     kind: str,
-    source: str,
-    target: Path,
-    base_model: str | None,
-    any_base: bool,
-    said: dict[str, Any],
-    as_json: bool,
+    own: dict[str, Any],
 ) -> None:
-    minimum = said.get("min_agreement")
-    if minimum is not None and not 0 <= minimum <= 1:
-        raise RecipeError(f"{minimum} is not between 0 and 1", where="--min-agreement")
+    """What every export does; all but the last two are options of each command."""
+    path = output.output_of(target, out)
+    if min_agreement is not None and not 0 <= min_agreement <= 1:
+        raise RecipeError(f"{min_agreement} is not between 0 and 1", where="--min-agreement")
     from trainkit.infer.locate import find_model
     from trainkit.train.log.quiet import quieten_libraries
 
@@ -207,14 +102,80 @@ def _run(
     from trainkit.export.run import ExportOptions, Job, export
     from trainkit.export.source import Held
 
-    said["excepted"] = tuple(kind.value for kind in said.get("excepted") or ())
-    said["name"] = _served_name(said.get("name"), source)
+    options = ExportOptions(
+        **own,
+        name=_served_name(name, source),
+        min_agreement=min_agreement,
+        excepted=tuple(each.value for each in excepted or ()),
+    )
     paths = find_model(source, base_model=base_model)
     settings = run_settings(paths.run)
-    job = Job(ExportOptions(**said), target, _say)
     held = Held(settings.quantize, settings.dtype, any_base)
-    certificate = export(kind, paths, job, held)
-    echo(json.dumps(certificate) if as_json else _summary(target, certificate))
+    certificate = export(kind, paths, Job(options, path, _say), held)
+    echo(json.dumps(certificate) if as_json else _summary(path, certificate))
+
+
+_SHARED = [each for each in inspect.signature(_export).parameters.values() if each.kind.value == 1]
+
+
+def _command(own: Callable[..., dict[str, Any]]) -> None:
+    """Add a command: its own options, which it makes ``ExportOptions`` of, and the shared ones."""
+    options = inspect.signature(own).parameters
+    given = [*_SHARED[:3], *options.values(), *_SHARED[3:]]
+
+    @functools.wraps(own)
+    def command(**values: Any) -> None:
+        mine = own(**{key: values.pop(key) for key in options})
+        _export(**values, kind=own.__name__, own=mine)
+
+    del command.__wrapped__
+    command.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in given}
+    app.command()(command)
+
+
+@_command
+def gguf(kind: Type = GgufType.f16) -> dict[str, Any]:
+    """A GGUF for llama.cpp and what is built on it."""
+    return {"type": kind.value}
+
+
+@_command
+def ollama(
+    kind: Type = GgufType.q8_0,
+    system: Annotated[str | None, typer.Option(help="A system prompt for all chats.")] = None,
+) -> dict[str, Any]:
+    """A GGUF and a Modelfile with the trained template, stop tokens and settings."""
+    return {"type": kind.value, "system": system}
+
+
+@_command
+def vllm(
+    as_adapter: Annotated[
+        bool, typer.Option("--as-adapter", help="Keep base and adapter apart.")
+    ] = False,
+    dtype: DtypeOption = None,
+) -> dict[str, Any]:
+    """A directory for vLLM and SGLang, and the command that serves it."""
+    return {"as_adapter": as_adapter, "dtype": None if dtype is None else dtype.value}
+
+
+@_command
+def fp8() -> dict[str, Any]:
+    """FP8 weights and activations (compressed-tensors), made without data."""
+    return {}
+
+
+@_command
+def awq(
+    group_size: Annotated[
+        int, typer.Option(help="Inputs that share a scale: 128, 64 or 32.")
+    ] = 128,
+) -> dict[str, Any]:
+    """Weights in 4 bits (AWQ), with scales searched over the run's own data."""
+    if group_size not in (128, 64, 32):
+        raise RecipeError(f"{group_size} is not 128, 64 or 32", where="--group-size")
+    return {"group_size": group_size}
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
