@@ -101,7 +101,7 @@ def rank_of_an_adapter(root, value):
     return GENERATE
 
 
-@cases(several="(.*)*(.*)*(.*)*x", one="(?:.|.)*x", words="([a-z.0-9]+)+$x", parts="(a|a.|.)+,")
+@cases(several="(.*)*(.*)*(.*)*x", one="(?:.|.)*x", words="([a-z._0-9]+)+,", parts="(a|a.|.)+,")
 def pattern_of_an_adapter(root, pattern):
     change_json(adapter(root) / "adapter_config.json", target_modules=pattern)
     return GENERATE
