@@ -17,11 +17,24 @@ def shown_value(value: ResolvedValue) -> Any:
     return redact({key: value.value})[key]
 
 
+class _OneLine(yaml.SafeDumper):
+    """Texts of several lines in double quotes, which hold their ends as ``\\n``."""
+
+
+_OneLine.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if "\n" in text else None
+    ),
+)
+
+
 def yaml_text(value: Any) -> str:
     """A value on one line, as YAML that reads the same under 1.1 and 1.2."""
-    text = yaml.safe_dump(
-        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=2**31
-    )
+    text = yaml.dump(
+        value, None, _OneLine, default_flow_style=True, sort_keys=False, allow_unicode=True,
+        width=2**31,
+    )  # fmt: skip
     return text.removesuffix("...\n").strip()
 
 

@@ -62,20 +62,25 @@ def _axolotl(draft: Draft, rows: Rows) -> None:
             "pretraining",
             "a hub data set that is read while it trains: download it, and `streaming: true`",
         )
-    conversations = False
+    conversations, whole = False, draft.on("train_on_inputs")
     for word, target in (("sources", "data.train"), ("eval_sources", "data.eval")):
         sets = draft.get(word) or []
         made = []
         for each in sets if isinstance(sets, list) else [sets]:
             given = each if isinstance(each, dict) else {"path": each}
             source = _axolotl_source(draft, word, given, rows)
-            conversations |= source[0].get("format") != "template" if source else False
-            made += source
+            is_chat = source[0].get("format") != "template"
+            conversations |= is_chat
+            made += [{**e, "roles": _SPEAKERS} for e in source] if whole and is_chat else source
         if made:
             draft.take(word, {target: made})
-    draft.take(
-        "train_on_inputs", {"data.mask": "none" if draft.on("train_on_inputs") else "assistant"}
-    )
+    raw = any(e.get("format") == "template" for e in draft.ours.get("data.train", ()))
+    if whole and conversations and raw:
+        draft.lose(
+            "train_on_inputs", "what trains of turns and of raw prompts is not said in one way"
+        )
+    mask = "none" if whole and not conversations else "assistant"
+    draft.take("train_on_inputs", {"data.mask": mask})
     name = str(draft.get("template", "tokenizer_default"))
     if not conversations:
         if "chat_template" in draft.given:
@@ -148,6 +153,7 @@ def _axolotl_source(
     return [source]
 
 
+_SPEAKERS = ["system", "user", "assistant", "tool"]
 _ROLES = {"gpt": "assistant", "model": "assistant", "human": "user"}
 
 
