@@ -117,6 +117,27 @@ def test_parameters_are_the_models(name: str) -> None:
     assert from_config(config.to_dict(), two.name) == two
 
 
+@pytest.mark.parametrize("family", sorted(TRAITS.keys() - {"qwen2_vl"}))
+def test_biases_are_the_models(family: str) -> None:
+    """Switched on where the family has a switch; a class without one keeps to its own."""
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
+    }  # fmt: skip
+    kind = f"{family}_text" if family == "gemma3" else family
+    config = AutoConfig.for_model(kind, **sizes, attention_bias=True, mlp_bias=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    real = sum(parameter.numel() for parameter in model.parameters())
+    assert from_config(config.to_dict(), family).parameters == real
+
+
+def test_a_tower_for_sound_is_refused() -> None:
+    for kind in ("qwen2_audio", "voxtral"):
+        with pytest.raises(ModelError, match="with a tower for sound"):
+            from_config(AutoConfig.for_model(kind).to_dict(), kind)
+
+
 def test_a_tower_for_images_is_counted_or_refused() -> None:
     config = AutoConfig.for_model("qwen2_vl")
     config.text_config.num_hidden_layers = 1

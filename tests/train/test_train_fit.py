@@ -1,6 +1,7 @@
 """``new`` writes only what ``sft`` takes of a model; lists of names and sizes are held as well."""
 
 import json
+import os
 
 import pytest
 import tiny_classes
@@ -8,7 +9,7 @@ from transformers import AutoConfig, Qwen2Config
 
 from trainkit.cli.app import main
 from trainkit.errors import ModelError, RecipeError, TrainkitError
-from trainkit.options import LoraOptions
+from trainkit.options import Fp8Options, LoraOptions
 from trainkit.recipe import load_recipe
 from trainkit.train.fit import refuse_unfit_model, settings_for
 
@@ -18,7 +19,14 @@ QWEN2 = Qwen2Config(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", sorted(tiny_classes.classes()))
+TYPES = sorted(tiny_classes.classes())
+SAMPLED = {*TYPES[::16], "gemma3n", "llama", "musicgen", "qwen2", "qwen3_next"}
+"""Two hundred take minutes: ``TRAINKIT_ALL_TYPES=1`` goes through them."""
+
+
+@pytest.mark.parametrize(
+    "model_type", TYPES if os.environ.get("TRAINKIT_ALL_TYPES") else sorted(SAMPLED)
+)
 def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeypatch, capsys):
     try:
         config = tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
@@ -73,6 +81,21 @@ def test_a_name_that_matches_nothing_is_refused(key, value):
         fits(**{key: value})
     assert f"lora.{key}" in str(refused.value)
     fits(exclude_modules=["down_proj"], modules_to_save=["embed_tokens"])
+
+
+@pytest.mark.parametrize("projected", ["all-linear", r".*\.(q|v)_proj", ["q_proj", "mlp"]])
+def test_projected_layers_and_those_that_keep_16_bits_are_looked_up(projected):
+    def hold(skip, names):
+        fp8 = Fp8Options(skip=skip)
+        refuse_unfit_model(QWEN2, packing=False, kernels=False, lora=None, fp8=fp8, projected=names)
+
+    hold(["down_proj", "layers.0"], projected)
+    with pytest.raises(ModelError, match=r"model\.fp8\.skip"):
+        hold(["down_porj"], projected)
+    with pytest.raises(ModelError, match=r"training\.optim_target_modules"):
+        hold([], ["q_proj", "v_porj"])
+    with pytest.raises(ModelError, match=r"training\.optim_target_modules"):
+        hold([], ".*v_porj")
 
 
 def test_the_nearest_name_is_given():

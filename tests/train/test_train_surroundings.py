@@ -4,7 +4,10 @@ import pytest
 
 from trainkit.errors import RecipeError
 from trainkit.run.environment import relevant_variables
-from trainkit.train.surroundings import refuse_contradicting_variables
+from trainkit.train.surroundings import (
+    refuse_contradicting_start,
+    refuse_contradicting_variables,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +26,18 @@ def test_a_variable_that_trains_otherwise_is_refused(name, value, key):
         refuse_contradicting_variables({"PATH": "/bin", name: value})
     assert key in refused.value.fix
     refuse_contradicting_variables({name: "no"})
+
+
+def test_what_a_run_sets_itself_does_not_stop_the_next_one(monkeypatch):
+    refuse_contradicting_start.cache_clear()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
+    for _ in range(2):
+        with pytest.raises(RecipeError, match="ACCELERATE_DYNAMO_BACKEND"):
+            refuse_contradicting_start()
+    monkeypatch.delenv("ACCELERATE_DYNAMO_BACKEND")
+    refuse_contradicting_start()
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")  # as transformers does
+    refuse_contradicting_start()
 
 
 @pytest.mark.parametrize(

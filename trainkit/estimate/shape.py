@@ -24,9 +24,12 @@ class Traits:
         packed_gate: gate and up are one layer.
         packed_qkv: q, k and v are one layer.
         head_norms: q and k are normalised head by head.
+        whole_norms: all heads of them at once, each number with a weight of its own.
         norms: RMSNorms in a layer.
         wide_norms: they multiply by their weight in fp32, and round then.
-        qkv_bias: the projections of attention have biases by default.
+        qkv_bias: the projections of attention have biases; None where ``attention_bias`` says it.
+        o_bias: that of its output has one where they have.
+        mlp_bias: ``mlp_bias`` counts.
         rope_copies: Hugging Face's rotation leaves attention's output to be copied.
         tied: the default of ``tie_word_embeddings``.
         kernels: trainkit has a row for it; else it runs as plain transformers.
@@ -35,31 +38,34 @@ class Traits:
     packed_gate: bool = False
     packed_qkv: bool = False
     head_norms: bool = False
+    whole_norms: bool = False
     norms: int = 2
     wide_norms: bool = False
-    qkv_bias: bool = False
+    qkv_bias: bool | None = None
+    o_bias: bool = True
+    mlp_bias: bool = False
     rope_copies: bool = False
     tied: bool = False
     kernels: bool = True
 
 
 TRAITS: Mapping[str, Traits] = {
-    "llama": Traits(),
-    "mistral": Traits(),
-    "qwen2": Traits(qkv_bias=True),
-    "qwen2_vl": Traits(qkv_bias=True),
+    "llama": Traits(mlp_bias=True),
+    "mistral": Traits(qkv_bias=False),
+    "qwen2": Traits(qkv_bias=True, o_bias=False),
+    "qwen2_vl": Traits(qkv_bias=True, o_bias=False),
     "qwen3": Traits(head_norms=True),
-    "glm": Traits(packed_gate=True, rope_copies=True),
-    "glm4": Traits(packed_gate=True, norms=4, rope_copies=True),
-    "phi3": Traits(packed_gate=True, packed_qkv=True, rope_copies=True),
+    "glm": Traits(packed_gate=True, o_bias=False, rope_copies=True),
+    "glm4": Traits(packed_gate=True, o_bias=False, norms=4, rope_copies=True),
+    "phi3": Traits(qkv_bias=False, packed_gate=True, packed_qkv=True, rope_copies=True),
     "gemma": Traits(tied=True, wide_norms=True),
     "gemma3": Traits(tied=True, wide_norms=True, norms=4, head_norms=True, kernels=False),
-    "olmo2": Traits(head_norms=True, wide_norms=True, kernels=False),
-    "olmo3": Traits(head_norms=True, wide_norms=True, kernels=False),
-    "smollm3": Traits(tied=True, kernels=False),
-    "granite": Traits(kernels=False),
-    "ministral": Traits(kernels=False),
-    "exaone4": Traits(head_norms=True, kernels=False),
+    "olmo2": Traits(head_norms=True, whole_norms=True, wide_norms=True, kernels=False),
+    "olmo3": Traits(head_norms=True, whole_norms=True, wide_norms=True, kernels=False),
+    "smollm3": Traits(tied=True, mlp_bias=True, kernels=False),
+    "granite": Traits(mlp_bias=True, kernels=False),
+    "ministral": Traits(qkv_bias=False, kernels=False),
+    "exaone4": Traits(qkv_bias=False, head_norms=True, kernels=False),
     "hunyuan_v1_dense": Traits(head_norms=True, kernels=False),
 }
 """Families of dense decoders whose saved tensors are counted in `activations`."""
@@ -90,6 +96,7 @@ class ModelShape:
     vocab: int
     tied: bool
     qkv_bias: bool = False
+    mlp_bias: bool = False
     has_embeddings: bool = True
     has_head: bool = True
     tower: int = 0
@@ -131,7 +138,11 @@ class ModelShape:
         """Norms and biases of a decoder layer."""
         count = self.traits.norms * self.hidden
         if self.qkv_bias:
-            count += self.query + 2 * self.key
+            count += self.query + 2 * self.key + self.traits.o_bias * self.hidden
+        if self.mlp_bias:
+            count += 2 * self.ffn + self.hidden
+        if self.traits.whole_norms:
+            return count + self.query + self.key
         return count + (2 * self.head_dim if self.traits.head_norms else 0)
 
     @property
@@ -166,7 +177,10 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
             raise ModelError(f"{key} is {part!r}, and must be an object", where=name)
     config, vision = {**config, **parts["text_config"]}, parts["vision_config"]
     family = str(config.get("model_type", "")).removesuffix("_text")
-    if vision and family != "qwen2_vl":
+    others = {key for key, part in config.items() if key.endswith("_config") and part}
+    if others - {"text_config", "vision_config", "quantization_config", "compression_config"}:
+        family += " with a tower for sound"
+    elif vision and family != "qwen2_vl":
         family += " with a tower for images"
     if family not in TRAITS or any(config.get(key) for key in ("num_experts", "num_local_experts")):
         raise ModelError(
@@ -193,7 +207,10 @@ def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         ffn=_size(config, "intermediate_size", name),
         vocab=vocab,
         tied=_flag(config, "tie_word_embeddings", name, traits.tied),
-        qkv_bias=_flag(config, "attention_bias", name, traits.qkv_bias),
+        qkv_bias=_flag(config, "attention_bias", name, False)
+        if traits.qkv_bias is None
+        else traits.qkv_bias,
+        mlp_bias=traits.mlp_bias and _flag(config, "mlp_bias", name, False),
         tower=_tower(vision, name) if vision else 0,
         stored=_stored(config.get("quantization_config")),
     )

@@ -278,7 +278,12 @@ def _weights(plan: Plan) -> int:
     each = len(shape.linears())
     if plan.adapters is not None:
         return 2 * shape.layers * sum(map(plan.adapted, shape.linears()))
-    each += shape.traits.norms + 2 * shape.traits.head_norms + 3 * shape.qkv_bias
+    each += (
+        shape.traits.norms
+        + 2 * shape.traits.head_norms
+        + (3 + shape.traits.o_bias) * shape.qkv_bias
+    )
+    each += 3 * shape.mlp_bias
     return shape.layers * each + shape.tables + shape.has_head
 
 

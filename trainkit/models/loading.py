@@ -205,7 +205,8 @@ def load_config(source: ModelOptions) -> PreTrainedConfig:
     source_path, options = from_pretrained_arguments(source)
     with _explained(source, "configuration"):
         config = AutoConfig.from_pretrained(source_path, **options)
-    for key, value in vars(config.get_text_config()).items():
+        text = config.get_text_config()  # of several text models it knows none
+    for key, value in vars(text).items():
         if key.startswith(("num_", "n_")) and isinstance(value, int) and value > MOST:
             raise ModelError(
                 f"{key} is {str(value)[:20]}: no model has so many, and to build them would take "

@@ -64,7 +64,7 @@ from trainkit.train.sections import (
     recompute_wanted,
 )
 from trainkit.train.session import Session
-from trainkit.train.surroundings import refuse_contradicting_variables
+from trainkit.train.surroundings import refuse_contradicting_start
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
             says so in ``status.json``.
         StoppedError: a signal stopped the run; where it had begun to train, it has saved.
     """
-    refuse_contradicting_variables()
+    refuse_contradicting_start()
     _relaunch_on_all_gpus(options)
     quieten_libraries()
     process = ProcessRank.from_environment()

@@ -3,17 +3,22 @@
 ``sft`` asks before it reads data, and ``new`` writes only what is not refused here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.trainer_utils import check_target_module_exists
 
 from trainkit.errors import ModelError, PatchError
 from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.targets import resolve_and_check
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
+from trainkit.models.fp8.groups import find_candidates
 from trainkit.models.patch import patch_kernels
-from trainkit.options import LoraOptions
+from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
+from trainkit.options.words import ask, nearest
+from trainkit.patterns import refuse_endless
 
 
 def refuse_unfit_model(
@@ -22,6 +27,8 @@ def refuse_unfit_model(
     packing: bool,
     kernels: bool | Mapping[str, bool],
     lora: LoraOptions | None,
+    fp8: bool | str | Fp8Options = False,
+    projected: str | Sequence[str] | None = None,
 ) -> None:
     """Hold a recipe against the model's modules and shapes.
 
@@ -30,6 +37,8 @@ def refuse_unfit_model(
         packing: several documents share a row.
         kernels: all, none, or per op.
         lora: adapters, or None for full fine-tuning.
+        fp8: ``model.fp8``.
+        projected: ``training.optim_target_modules``.
 
     Raises:
         ModelError: its layers cannot keep documents apart, or a name matches no module.
@@ -43,9 +52,30 @@ def refuse_unfit_model(
         return  # its own code: judged when it is loaded
     if lora is not None:
         resolve_and_check(skeleton, lora)
+    if (wanted := Fp8Options.of(fp8)) is not None:
+        find_candidates(skeleton, wanted, frozen=lora is not None)
+    if projected is not None and projected not in ("all-linear", "all_linear"):
+        _refuse_unmatched(skeleton, projected)
     if kernels is not False:
         own = kernels if kernels is True else {op: on for op, on in kernels.items() if op in OPS}
         patch_kernels(skeleton, own).revert()
+
+
+def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) -> None:
+    """Names as transformers compares them: a pattern over full names, or a list of their parts."""
+    where = "training.optim_target_modules"
+    linears = [name for name, each in model.named_modules() if isinstance(each, nn.Linear)]
+    patterns = [projected] if isinstance(projected, str) else list(projected)
+    refuse_endless({"target_modules": "|".join(patterns)}, linears, where, ModelError)
+    for each in patterns:
+        one = each if isinstance(projected, str) else [each]
+        if not any(check_target_module_exists(one, name) for name in linears):
+            roles = sorted({name.rpartition(".")[2] for name in linears})
+            raise ModelError(
+                f"{each!r} matches no linear layer",
+                where=where,
+                fix=f"{ask(nearest(each, roles))} the layers are {', '.join(roles)}".strip(),
+            )
 
 
 def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:

@@ -100,7 +100,12 @@ def prepare(start: Invocation, ledger: Path) -> Prepared:
     check_exists(source)
     config = load_config(source)
     refuse_unfit_model(
-        config, packing=recipe.data.packing, kernels=recipe.kernels, lora=recipe.lora
+        config,
+        packing=recipe.data.packing,
+        kernels=recipe.kernels,
+        lora=recipe.lora,
+        fp8=source.fp8,
+        projected=recipe.training.get("optim_target_modules"),
     )
     on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu")
     device = torch.device("cuda" if on_gpu else "cpu")

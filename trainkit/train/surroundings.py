@@ -1,5 +1,6 @@
 """Environment variables that would train otherwise than the recipe says."""
 
+import functools
 import os
 from collections.abc import Mapping
 
@@ -24,7 +25,19 @@ _INSTEAD: Mapping[str, str] = {
 _OFF = frozenset({"", "no", "none", "false", "0", "default"})
 
 
-def refuse_contradicting_variables(environ: Mapping[str, str] = os.environ) -> None:
+@functools.cache
+def refuse_contradicting_start() -> None:
+    """Hold the environment as the process's first run finds it.
+
+    The libraries of that run then set some of these variables, for which no later one is refused.
+
+    Raises:
+        RecipeError: naming the variable and the key that stands for it; the next call asks again.
+    """
+    refuse_contradicting_variables(os.environ)
+
+
+def refuse_contradicting_variables(environ: Mapping[str, str]) -> None:
     """Refuse what accelerate reads of its environment: a recipe says all that a run does.
 
     Raises:

@@ -96,5 +96,8 @@ def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel | None:
     try:
         with torch.device("meta"):
             return auto_class(config).from_config(config, **options)
-    except (NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError):
-        return None  # its own code, or values are read while building: judged when loaded
+    except (
+        NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError,
+        ImportError,
+    ):  # fmt: skip
+        return None  # its own code, a package of it, or values read while building: when loaded
