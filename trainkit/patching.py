@@ -19,19 +19,17 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
     or FSDP wrap the model. Either every swap is made or none is.
 
     Args:
-        model: a model of one of the families in ``trainkit.models.families``, bare or wrapped by
-            peft.
+        model: any causal language model of transformers, bare or wrapped by peft.
         kernels: True for all, False for none, or ``{"rope": False, ...}``; an op that is not
-            mentioned is on. The fused adapters have ops of their own: ``lora_mlp``, ``lora_qkv``,
-            ``lora_linear``.
+            mentioned is on where it is proved. The fused adapters have ops of their own:
+            ``lora_mlp``, ``lora_qkv``, ``lora_linear``.
 
     Returns:
         The report, with ``revert()``.
 
     Raises:
-        PatchError: the family has no row; an op is unknown, or asked for by name and impossible; a
-            class is missing or changed in this transformers; the model is patched already (by
-            trainkit, which is refused rather than repeated, or by Liger).
+        PatchError: an op is unknown, or asked for by name and not proved; the model is patched
+            already (by trainkit, which is refused rather than repeated, or by Liger).
     """
     if isinstance(kernels, bool):
         report = patch_kernels(model, kernels)

@@ -32,7 +32,7 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 555, "code": 57_000, "words": 13_000},
+    "trainkit": {"files": 555, "code": 57_500, "words": 13_000},
     "tests": {"code": 35_500},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},

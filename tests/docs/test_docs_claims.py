@@ -54,7 +54,7 @@ def test_commands_name_files_that_exist_and_recipes_that_load(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_names_in_them_exist(document):
-    """`trainkit/models/families.py`, and `OPS` of a file."""
+    """`trainkit/models/linears.py`, and `OPS` of a file."""
     text = document.read_text(encoding="utf-8")
     if document.name == "LOG.md":  # dated entries keep the names of their day
         return

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families.family_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainkit.errors import ModelError
@@ -17,7 +18,6 @@ from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import NAMED, TRAITS, find_shape, from_config, plain_name
 from trainkit.kernels.linear_cross_entropy import function as loss
 from trainkit.kernels.linear_cross_entropy.products import _NUMBERS_THAT_FILL, default_chunk_tokens
-from trainkit.models.families import FAMILIES
 from trainkit.models.recompute import offload
 from trainkit.options.model import LORA_OPS, OPS
 from trainkit.options.optimizers import OPTIMIZERS, SERVED

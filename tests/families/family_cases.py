@@ -1,14 +1,13 @@
 """What other processes run for the family tests; each function returns plain JSON values."""
 
-import dataclasses
 import os
+from dataclasses import replace
 
 import torch
-from families.family_models import exact, excess_errors, make, make_batch, run
+from families.family_models import FAMILIES, exact, excess_errors, make, make_batch, run
 from lab import zero_engine
 
 import trainkit
-from trainkit.models.families import FAMILIES
 
 STEPS = 2
 LEARNING_RATE = 0.1
@@ -125,28 +124,32 @@ def add_silu_mul(monkeypatch):
     from trainkit import kernels
     from trainkit.models import patch
     from trainkit.models.checks import self_check
-    from trainkit.models.families import Swap, Unsupported
-    from trainkit.models.forwards import layers as forwards
+    from trainkit.models.proof import gates, plan
     from trainkit.options.model import OPS
 
-    class SiluMulMLP(forwards.SplitMLP):
-        """Step 7: a forward that says which ops it uses and which names it accounts for."""
+    class SiluMulMLP(gates.SplitMLP):
+        """A forward that says which ops it uses."""
 
         uses = ("silu_mul",)
 
         def gate(self, gate, up):
             return kernels.silu_mul(gate, up)
 
-    # Step 5: the registry. Step 6: the public name.
+    # The registry, the public name, the switch.
     monkeypatch.setitem(kernels.ops.OPS, "silu_mul", SILU_MUL)
     monkeypatch.setattr(kernels, "silu_mul", SILU_MUL.function, raising=False)
-    # Step 8: a switch, and an answer in every row.
-    for module in (patch, self_check):
+    for module in (patch, self_check, plan):
         monkeypatch.setattr(module, "OPS", (*OPS, "silu_mul"))
-    for family in list(FAMILIES.values()):
-        ops = {**family.ops, "silu_mul": Unsupported("swiglu does the same")}
-        if family.name == "llama":
-            ops["swiglu"] = Unsupported("silu_mul takes its place")
-            ops["silu_mul"] = (Swap("LlamaMLP", SiluMulMLP),)
-        monkeypatch.setitem(FAMILIES, family.name, dataclasses.replace(family, ops=ops))
+    # Which modules it is for: the proof that finds a SiLU gate hands them to the new op.
+    find = gates.find_gate
+
+    def find_gate(module, x, result):
+        found = find(module, x, result)
+        if found is None or found.forward is not gates.SplitMLP:
+            return found
+        return replace(found, op="silu_mul", forward=SiluMulMLP)
+
+    monkeypatch.setattr(plan, "find_gate", find_gate)
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setitem(plan.WHY_NOTHING, "silu_mul", "the model has no SiLU gate")
     return SILU_MUL

@@ -2,14 +2,22 @@
 
 import pytest
 import torch
-from families.family_models import DEVICE, exact, excess_errors, like_model, make, make_batch, run
+from families.family_models import (
+    DEVICE,
+    FAMILIES,
+    exact,
+    excess_errors,
+    like_model,
+    make,
+    make_batch,
+    run,
+)
 from lora.lora_models import adapt, largest_difference
 from peft import PeftModel
 from safetensors.torch import load_file
 
 from trainkit.errors import PatchError
 from trainkit.lora import LoraOptions, attach, fuse, load_adapter
-from trainkit.models.families import FAMILIES
 from trainkit.models.patch import patch_kernels
 
 every_family = pytest.mark.parametrize("name", FAMILIES)
@@ -101,7 +109,8 @@ def test_fp32_adapters_never_upcast_an_activation_or_a_weight():
     x = torch.randn(2, 7, 64, dtype=torch.bfloat16, device=DEVICE)
     with Watch():
         block.mlp(x)
-        block.self_attn.read_qkv(x)
+        attention = block.self_attn
+        attention.read_linears(x, attention.q_proj, attention.k_proj, attention.v_proj)
         block.self_attn.o_proj(x)
     assert len(seen) > 10
     assert set(seen) == {torch.bfloat16}

@@ -12,9 +12,9 @@ from trainkit.lora import LoraOptions, fuse
 from trainkit.lora.adapter import to_peft
 from trainkit.lora.fused import why_unfused
 from trainkit.lora.targets import Targets
-from trainkit.models.checks.self_check import make_replica, self_check
-from trainkit.models.families import FAMILIES
+from trainkit.models.checks.self_check import self_check
 from trainkit.models.patch import patch_kernels
+from trainkit.models.proof.replica import make_replica
 
 
 def add_second(model):
@@ -200,7 +200,7 @@ def test_the_self_check_wants_no_gradient_of_frozen_embeddings(options):
     """Those of a large vocabulary, in two dtypes, would not fit next to a 4-bit base."""
     model = make("qwen2", tie_word_embeddings=False)
     model = model if options is None else adapt(model, **options)
-    replica = make_replica(model, FAMILIES["qwen2"])
+    replica = make_replica(model)
     frozen = {name for name, parameter in replica.named_parameters() if not parameter.requires_grad}
     ends = {"model.embed_tokens.weight", "lm_head.weight"}
     assert frozen == (ends if options == {} else set())

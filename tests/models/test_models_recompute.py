@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 import torch
-from families.family_models import like_model, make, make_batch
+from families.family_models import FAMILIES, like_model, make, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.lora import LoraOptions, attach
-from trainkit.models.families import FAMILIES
 from trainkit.models.recompute.layers import WAYS, Recomputed, every
 from trainkit.models.recompute.selective import SelectiveCheckpoint
 from trainkit.patching import patch

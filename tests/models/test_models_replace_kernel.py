@@ -2,16 +2,14 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from families.family_models import make
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import trainkit
 from trainkit.errors import PatchError
-from trainkit.models.families import FAMILIES
 from trainkit.models.swap import is_swapped
 
 PACKAGE = "trainkit.replace_kernel"
@@ -57,16 +55,23 @@ def test_importing_the_package_patches_every_family_loaded_later(saved, fresh_im
     model, info = AutoModelForCausalLM.from_pretrained(saved / "llama", output_loading_info=True)
     assert is_patched(model)
     assert not info["missing_keys"]
-    assert package.report_of(model).family.name == "llama"
+    assert package.report_of(model).plan.model_type == "llama"
+    assert {row.status for row in package.report_of(model).rows} == {"on"}
 
 
-def test_a_family_module_patches_that_family_only(saved, fresh_import):
-    fresh_import(f"{PACKAGE}.qwen2")
-    assert is_patched(AutoModelForCausalLM.from_pretrained(saved / "qwen2"))
-    assert not is_patched(AutoModelForCausalLM.from_pretrained(saved / "llama"))
-    fresh_import(f"{PACKAGE}.phi3")
-    assert is_patched(AutoModelForCausalLM.from_pretrained(saved / "phi3"))
-    assert not is_patched(AutoModelForCausalLM.from_pretrained(saved / "llama"))
+def test_parts_that_a_model_builds_of_others_are_not_patched_by_themselves(fresh_import):
+    """A text model within a vision model comes through the same loader."""
+    package = fresh_import(PACKAGE)
+    config = transformers.LlavaConfig(
+        text_config=make("llama").config,
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1,
+                       "intermediate_size": 32, "num_attention_heads": 2, "image_size": 8,
+                       "patch_size": 4},
+    )  # fmt: skip
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert package.report_of(model).row("rms_norm").num_modules == 5
+    bare = transformers.AutoModel.from_config(make("llama").config)
+    assert not is_swapped(bare.norm)
 
 
 def test_undo_ends_it_and_the_report_reverts_a_model(saved, fresh_import):
@@ -93,12 +98,3 @@ def test_undo_refuses_under_another_wrapper(fresh_import, monkeypatch):
         patched.setattr(PreTrainedModel, "from_pretrained", classmethod(lambda cls: None))
         with pytest.raises(PatchError, match="wrapped again"):
             package.undo()
-
-
-def test_every_row_has_its_module():
-    """`import trainkit.replace_kernel.<row>` is part of adding a family."""
-    folder = Path(trainkit.__file__).parent / "replace_kernel"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "loading"}
-    assert modules == FAMILIES.keys()
-    for name in modules:
-        assert f'install("{name}")' in (folder / f"{name}.py").read_text()

@@ -4,18 +4,18 @@ import json
 
 import pytest
 import torch
-from families.family_models import DEVICE, make, make_batch
+from families.family_models import DEVICE, FAMILIES, make, make_batch
 from torch.nn import functional as F
 
 from trainkit import kernels
 from trainkit.lora import LoraOptions, attach, fuse
+from trainkit.models import swap
 from trainkit.models.checks import self_check as self_check_module
 from trainkit.models.checks.self_check import SelfCheckError, self_check
-from trainkit.models.families import FAMILIES
-from trainkit.models.forwards import layers as forwards
-from trainkit.models.forwards import rope as rope_forwards
 from trainkit.models.loss import loss_head
 from trainkit.models.patch import patch_kernels
+from trainkit.models.proof import gates, rewritten
+from trainkit.models.proof.plan import plan_for
 from trainkit.options.model import OPS
 
 
@@ -24,6 +24,7 @@ def batch(name="llama"):
 
 
 def check(name, dtype=torch.float32):
+    """The plan of a configuration is found once: what breaks afterwards is the check's to find."""
     model = make(name, dtype=dtype)
     return self_check(model, patch_kernels(model), batch())
 
@@ -131,6 +132,7 @@ def test_a_gpu_without_room_for_the_truth_checks_fewer_words(room, known, monkey
 
 @pytest.mark.parametrize("kernel", BREAKS)
 def test_a_broken_kernel_is_caught_and_named(kernel, monkeypatch):
+    plan_for(make("llama"))
     module, attribute, broken = BREAKS[kernel]
     healthy = getattr(module, attribute)
 
@@ -148,6 +150,7 @@ def test_a_broken_kernel_is_caught_and_named(kernel, monkeypatch):
 
 
 def test_nan_is_a_failure(monkeypatch):
+    plan_for(make("llama"))
     healthy = kernels.swiglu
     monkeypatch.setattr(kernels, "swiglu", lambda gate, up: healthy(gate, up) * float("nan"))
     with pytest.raises(SelfCheckError, match="swiglu is off by nan"):
@@ -158,9 +161,11 @@ def test_right_ops_put_together_wrongly_are_caught(monkeypatch):
     def forward(self, x):  # gate and up the wrong way round
         return self.down_proj(kernels.swiglu(self.up_proj(x), self.gate_proj(x)))
 
-    monkeypatch.setattr(forwards.SplitMLP, "forward", forward)
+    model = make("llama")
+    report = patch_kernels(model)  # proved, and broken since
+    monkeypatch.setattr(gates.SplitMLP, "forward", forward)
     with pytest.raises(SelfCheckError, match="the patched replica is off by") as info:
-        check("llama")
+        self_check(model, report, batch())
     assert {row["op"] for row in info.value.rows if row["status"] == "failed"} == {
         "replica",
         "model",
@@ -168,9 +173,12 @@ def test_right_ops_put_together_wrongly_are_caught(monkeypatch):
 
 
 def test_an_op_that_is_on_and_never_runs_is_a_failure(monkeypatch):
-    monkeypatch.delattr(rope_forwards.Attention, "forward")  # Hugging Face's own then runs
+    model = make("llama")
+    report = patch_kernels(model)
+    monkeypatch.setattr(rewritten, "kernel_for", lambda function, turn: function)
+    monkeypatch.setattr(swap, "_generated", {})  # classes are made anew, now without the kernel
     with pytest.raises(SelfCheckError, match="apply_rope was never called"):
-        check("llama")
+        self_check(model, report, batch())
 
 
 def test_the_check_leaves_no_trace():
@@ -206,3 +214,12 @@ def test_labels_without_a_trained_token_still_check_the_loss():
     masked = batch() | {"labels": torch.full((2, 40), -100)}
     rows = {row["op"]: row for row in self_check(model, report, masked)}
     assert not rows["model"]["detail"].startswith("loss 0.0")
+
+
+def test_a_model_of_experts_passes():
+    """Grouped products take no fp64, and in 16 bits other experts may be chosen."""
+    from tiny_classes import classes, make_tiny
+
+    model = make_tiny(*classes()["qwen3_moe"]).to(torch.bfloat16)
+    rows = {row["op"]: row["status"] for row in self_check(model, patch_kernels(model), batch())}
+    assert (rows["replica"], rows["model"], rows["swiglu"]) == ("ok", "ok", "off")

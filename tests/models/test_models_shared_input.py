@@ -7,8 +7,8 @@ from tiny import make_qwen2
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.models.forwards import shared_input
-from trainkit.models.forwards.shared_input import apply_linears
+from trainkit.models import shared_input
+from trainkit.models.shared_input import apply_linears
 from trainkit.patching import patch
 
 QKV = (8, 2, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.models.forwards.shared_input import apply_linears
+from trainkit.models.shared_input import apply_linears
 
 pytestmark = [
     pytest.mark.gpu,

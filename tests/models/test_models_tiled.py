@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from families.family_models import exact, excess_errors, like_model, make, make_batch, run
+from families.family_models import FAMILIES, exact, excess_errors, like_model, make, make_batch, run
 from lora.lora_models import adapt
 from torch import nn
 
 from trainkit.bench.lora import quantize
 from trainkit.errors import PatchError, RecipeError
-from trainkit.models.families import FAMILIES
 from trainkit.models.fp8_linear import quantize_to_fp8
 from trainkit.models.recompute.tiled import TiledMLP, tile
 from trainkit.patching import patch

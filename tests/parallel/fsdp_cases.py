@@ -173,13 +173,12 @@ def a_load_in_parts(model, lora):
 
 
 def families_in_parts(folder):
-    """Each family of the table: whether its weights are read in parts, and are the files' then."""
+    """Each family: whether its weights are read in parts, and are the files' then."""
     from functools import partial
     from pathlib import Path
 
-    from families.family_models import make
+    from families.family_models import FAMILIES, make
 
-    from trainkit.models.families import FAMILIES
     from trainkit.models.skeleton import skeleton
     from trainkit.parallel.fsdp.engine import Fsdp2
 

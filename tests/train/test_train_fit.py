@@ -8,7 +8,7 @@ import tiny_classes
 from transformers import AutoConfig, Qwen2Config
 
 from trainkit.cli.app import main
-from trainkit.errors import ModelError, RecipeError, TrainkitError
+from trainkit.errors import ModelError, PatchError, RecipeError, TrainkitError
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.recipe import load_recipe
 from trainkit.train.fit import refuse_unfit_model, settings_for
@@ -50,11 +50,11 @@ def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeyp
     ("model_type", "off"),
     [
         ("qwen2", set()),
-        ("olmo2", {"kernels"}),
-        ("gemma3_text", {"kernels"}),
-        ("qwen3_moe", {"kernels"}),
-        ("falcon_h1", {"kernels", "data.packing"}),
-        ("qwen3_next", {"kernels", "data.packing"}),
+        ("olmo2", set()),
+        ("gemma3_text", set()),
+        ("qwen3_moe", set()),
+        ("falcon_h1", {"data.packing"}),
+        ("qwen3_next", {"data.packing"}),
     ],
 )
 def test_what_a_model_does_not_take_is_switched_off(model_type, off):
@@ -127,3 +127,10 @@ def test_rates_and_warm_ups_that_cannot_be_meant_are_asked_back(override, tmp_pa
     with pytest.raises(TrainkitError, match=override.partition("=")[0].replace(".", r"\.")):
         load_recipe(file, [override])
     load_recipe(file, ["training.learning_rate=2e4", "training.optim=sgd"])
+
+
+def test_a_kernel_that_is_named_is_proved_before_data_is_read():
+    config = tiny_classes.tiny_config(tiny_classes.classes()["olmo2"][0], {})
+    refuse_unfit_model(config, packing=False, kernels={"rope": True}, lora=None)
+    with pytest.raises(PatchError, match="add_rms_norm cannot be switched on for olmo2"):
+        refuse_unfit_model(config, packing=False, kernels={"add_rms_norm": True}, lora=None)

@@ -1,8 +1,8 @@
 """Put the fused adapters into a model that peft has adapted, say what was done, and undo it.
 
-Three swaps: every adapted linear layer computes through ``lora_linear``; a feed-forward block
-through ``lora_mlp``; an attention block with trainkit's forward takes q, k and v from ``lora_qkv``.
-Parameters, names and the saved adapter stay peft's.
+Three swaps: every adapted linear layer computes through ``lora_linear``; a block that was proved to
+be a gated feed-forward (`models.proof`) through ``lora_mlp``; an attention block that reads three
+layers together takes them from ``lora_qkv``. Parameters, names and the saved adapter stay peft's.
 
 Whether a layer's state can be fused is checked at every call, because adapters are merged, switched
 off and swapped at run time. What cannot runs peft's own forward, and the report says why.
@@ -12,7 +12,6 @@ off and swapped at run time. What cannot runs peft's own forward, and the report
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
@@ -27,14 +26,13 @@ from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
-from trainkit.models.checks import guards
-from trainkit.models.families import Unsupported
-from trainkit.models.forwards import layers as forwards
-from trainkit.models.forwards import rope as rope_forwards
 from trainkit.models.fp8_rows import let_norms_quantize
 from trainkit.models.linears import is_known_adapter, kind_of
-from trainkit.models.patch import PatchReport, PatchRow, family_of, refuse_unknown
-from trainkit.models.swap import Swaps, subclass_of
+from trainkit.models.patch import PatchReport, PatchRow, refuse_unknown
+from trainkit.models.proof.plan import plan_for
+from trainkit.models.proof.replica import signature
+from trainkit.models.proof.rewritten import Rewritten
+from trainkit.models.swap import Swaps, plain_class, subclass_of
 from trainkit.options.model import LORA_OPS as OPS
 
 
@@ -68,7 +66,7 @@ def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
             continue
         row, swaps = plan_op(model, modules)
         rows.append(row)
-        plan.update({module: subclass_of(type(module), mixin) for module, mixin in swaps})
+        plan.update({each: subclass_of(type(each), mixin, own) for each, mixin, own in swaps})
     swapped = Swaps(model, plan)
     let_norms_quantize(model)
     return PatchReport(None, rows, swapped)
@@ -147,80 +145,55 @@ class _FusedLinear(_Fused):
         return lora_linear(x, read(self))
 
 
-class _FusedSplitMLP(_Fused):
-    gate_proj: nn.Module
-    up_proj: nn.Module
-    down_proj: nn.Module
-    fused_activation: ClassVar[str] = "silu"
+class _FusedMLP(_Fused):
+    """``linears`` are the names of gate, up and down, or of the packed one and down."""
+
+    linears: ClassVar[tuple[str, ...]]
+    activation: ClassVar[str] = "silu"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layers = (self.gate_proj, self.up_proj, self.down_proj)
+        layers = [getattr(self, name) for name in self.linears]
         if _runs_own_forward(x) or any(map(why_unfused, layers)):
             return super().forward(x)
-        return lora_mlp(x, *map(read, layers), activation=self.fused_activation)
-
-
-class _FusedGeluMLP(_FusedSplitMLP):
-    fused_activation = "gelu_tanh"
-
-
-class _FusedPackedMLP(_Fused):
-    gate_up_proj: nn.Module
-    down_proj: nn.Module
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        layers = (self.gate_up_proj, self.down_proj)
-        if _runs_own_forward(hidden_states) or any(map(why_unfused, layers)):
-            return super().forward(hidden_states)
-        packed, down = map(read, layers)
-        return lora_mlp(hidden_states, packed, None, down)
+        gate, *up, down = map(read, layers)
+        return lora_mlp(x, gate, up[0] if up else None, down, activation=self.activation)
 
 
 class _FusedAttention(_Fused):
-    q_proj: nn.Module
-    k_proj: nn.Module
-    v_proj: nn.Module
-
-    def read_qkv(
-        self, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        if _runs_own_forward(hidden_states) or any(map(why_unfused, layers)):
-            return super().read_qkv(hidden_states)  # type: ignore[misc]
-        return lora_qkv(hidden_states, *map(read, layers))
+    def read_linears(self, x: torch.Tensor, *layers: nn.Module) -> tuple[torch.Tensor, ...]:
+        if len(layers) != 3 or _runs_own_forward(x) or any(map(why_unfused, layers)):
+            return super().read_linears(x, *layers)  # type: ignore[misc]
+        return lora_qkv(x, *map(read, layers))
 
 
-_MLP_MIXINS: dict[type[nn.Module], type[_Fused]] = {
-    forwards.SplitMLP: _FusedSplitMLP,
-    forwards.GeluMLP: _FusedGeluMLP,
-    forwards.PackedMLP: _FusedPackedMLP,
-}
-_Plan = list[tuple[nn.Module, type[_Fused]]]
+_Plan = list[tuple[nn.Module, type[_Fused], dict[str, Any]]]
 
 
 def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
     try:
-        family = family_of(model)
+        plan = plan_for(model)
     except PatchError as error:
         return PatchRow("lora_mlp", "off", error.what), []
-    entry = family.ops["swiglu"]
-    if isinstance(entry, Unsupported):
-        return PatchRow("lora_mlp", "off", entry.reason), []
-    modeling = importlib.import_module(family.modeling)
     swaps: _Plan = []
     reasons: Counter[str] = Counter()
-    for swap in entry:
-        original = guards.find_class(modeling, swap.target, family.name)
-        guards.check_forward(original, swap.forward)
-        mixin = _MLP_MIXINS[swap.forward]
-        for module in modules:
-            if isinstance(module, original):
-                layers = _layers_of(module, mixin)
-                reason = swap.forward.unfit(module) or _first_reason(layers)
-                if reason:
-                    reasons[reason] += 1
-                elif any(isinstance(layer, LoraLayer) for layer in layers):
-                    swaps.append((module, mixin))
+    kinds = {key[0] for key in plan.parts}
+    for module in modules:
+        if plain_class(module) not in kinds:
+            continue
+        for part in plan.parts.get(signature(module), ()):
+            found = part.finding
+            if found.op != "swiglu":
+                continue
+            names = found.settings.get("linears", ())
+            layers = [module.get_submodule(name) for name in names]
+            reason = plan.dropped.get("swiglu") or _first_reason(layers)
+            if found.forward is None or found.settings.get("order", "gate_up") != "gate_up":
+                reason = found.detail
+            if reason:
+                reasons[reason] += 1
+            elif any(isinstance(layer, LoraLayer) for layer in layers):
+                activation = getattr(found.forward, "activation", "silu")
+                swaps.append((module, _FusedMLP, {"linears": names, "activation": activation}))
     return _row("lora_mlp", len(swaps), reasons, "no adapter in a feed-forward block"), swaps
 
 
@@ -228,14 +201,20 @@ def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow,
     swaps: _Plan = []
     reasons: Counter[str] = Counter()
     for module in modules:
-        if isinstance(module, rope_forwards.PackedAttention):
-            reasons["q, k and v are one layer already"] += 1
-        elif isinstance(module, rope_forwards.Attention):
-            layers = _layers_of(module, _FusedAttention)
+        if not isinstance(module, Rewritten) or not module.turning:
+            continue
+        groups = [each for each in module.read_together if len(each) == 3]
+        if not groups:
+            reasons["no three layers of its attention are read together"] += 1
+        if groups and module.changes_in_place:
+            reasons["its attention may write into q, k or v"] += 1
+            continue
+        for names in groups:
+            layers = [module.get_submodule(name) for name in names]
             if reason := _first_reason(layers):
                 reasons[reason] += 1
             elif sum(isinstance(layer, LoraLayer) for layer in layers) > 1:
-                swaps.append((module, _FusedAttention))
+                swaps.append((module, _FusedAttention, {}))
     off = "the rope kernel is off, or fewer than two of q, k and v are adapted"
     return _row("lora_qkv", len(swaps), reasons, off), swaps
 
@@ -254,7 +233,7 @@ def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchR
         if reason:
             reasons[reason] += 1
         else:
-            swaps.append((module, _FusedLinear))
+            swaps.append((module, _FusedLinear, {}))
     return _row("lora_linear", len(swaps), reasons, "no adapted linear layer"), swaps
 
 
@@ -273,12 +252,6 @@ def _why_never_fused(layer: Any) -> str | None:
     if any(isinstance(each, nn.Dropout) and each.p > 0 for each in layer.lora_dropout.values()):
         return "lora dropout is above 0"  # also said of a model that is in evaluation mode now
     return None
-
-
-def _layers_of(module: nn.Module, mixin: type[_Fused]) -> list[nn.Module]:
-    """The linear layers that a mixin reads, found by its annotations."""
-    names = [name for kind in mixin.__mro__ for name in vars(kind).get("__annotations__", ())]
-    return [module.get_submodule(name) for name in names if name.endswith("_proj")]
 
 
 def _first_reason(layers: Sequence[nn.Module]) -> str | None:

@@ -5,8 +5,8 @@ A norm has its row in registers; whoever quantises it later reads it again.
 
 from torch import nn
 
-from trainkit.models.forwards.layers import RMSNorm
 from trainkit.models.linears import kind_of
+from trainkit.models.proof.norms import RMSNorm
 
 READERS = {
     "input_layernorm": (

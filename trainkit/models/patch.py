@@ -1,26 +1,24 @@
 """Swap kernels into a loaded model, say what was done, and undo it.
 
-The family's row says which forward goes over which class; ``trainkit.models.swap`` does it. Nothing
-outside the model changes.
+The plan says what each module is and what goes over it (`trainkit.models.proof`);
+``trainkit.models.swap`` does it. Nothing outside the model changes.
 """
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from types import ModuleType
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
 
 from trainkit.errors import PatchError
 from trainkit.models.checks import guards
-from trainkit.models.families import FAMILIES, Family, Unsupported
-from trainkit.models.forwards.layers import KernelForward
-from trainkit.models.loss.loss_head import head_at_work
-from trainkit.models.swap import Swaps, plain_class, subclass_of
+from trainkit.models.loss.loss_head import why_no_loss_head
+from trainkit.models.proof.forward import KernelForward
+from trainkit.models.proof.plan import Plan, plan_for
+from trainkit.models.proof.replica import outermost
+from trainkit.models.swap import Swaps
 from trainkit.options.model import OPS
 
 
@@ -34,6 +32,9 @@ class PatchRow:
         reason: why it is off, or what keeps some of the modules on their own path.
         kernels: the public functions of ``trainkit.kernels`` that now run.
         num_modules: how many modules run them.
+        found: what the modules were found to be, by their classes.
+        error: the largest relative error of the proof, in fp64.
+        other_bits: the largest share of a module's bf16 results whose bits are not the plain ones.
     """
 
     op: str
@@ -41,6 +42,9 @@ class PatchRow:
     reason: str = ""
     kernels: tuple[str, ...] = ()
     num_modules: int = 0
+    found: tuple[str, ...] = ()
+    error: float | None = None
+    other_bits: float | None = None
 
 
 class PatchReport:
@@ -50,21 +54,21 @@ class PatchReport:
         rows: one ``PatchRow`` per op: those of ``OPS``, then those of fused adapters.
     """
 
-    def __init__(self, family: Family | None, rows: list[PatchRow], swaps: Swaps) -> None:
+    def __init__(self, plan: Plan | None, rows: list[PatchRow], swaps: Swaps) -> None:
         self.rows = rows
-        self._family = family
+        self._plan = plan
         self._swaps = swaps
 
     @property
-    def family(self) -> Family:
-        """The row of the table that was used.
+    def plan(self) -> Plan:
+        """What was found in the model.
 
         Raises:
             PatchError: the report is of fused adapters alone.
         """
-        if self._family is None:
-            raise PatchError("a report of fused adapters alone has no family")
-        return self._family
+        if self._plan is None:
+            raise PatchError("a report of fused adapters alone has no plan")
+        return self._plan
 
     @property
     def model(self) -> nn.Module:
@@ -99,91 +103,128 @@ class PatchReport:
     def joined(self, later: "PatchReport") -> "PatchReport":
         """One report of this and of what a later one has swapped on top."""
         swaps = self._swaps.joined(later._swaps)
-        return PatchReport(self._family or later._family, [*self.rows, *later.rows], swaps)
+        return PatchReport(self._plan or later._plan, [*self.rows, *later.rows], swaps)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for kernels.json."""
-        return {
-            "family": self._family.name if self._family else None,
-            "transformers": transformers.__version__,
-            "ops": [asdict(row) for row in self.rows],
-        }
+        plan = self._plan
+        proved: dict[str, object] = {}
+        if plan is not None:
+            proved = {
+                "family": plan.model_type,
+                "plan": plan.digest,
+                "whole_error": plan.whole_error,
+                "proof_seconds": round(plan.seconds, 3),
+            }
+        ops = [asdict(row) for row in self.rows]
+        return {"family": None, **proved, "transformers": transformers.__version__, "ops": ops}
 
     def __str__(self) -> str:
-        name = f" for {self._family.name}" if self._family else ""
-        lines = [f"kernels{name} (transformers {transformers.__version__})"]
+        plan = self._plan
+        name = f" for {plan.model_type}" if plan else ""
+        proof = f", proved in {plan.seconds:.1f} s" if plan and plan.whole_error is not None else ""
+        lines = [f"kernels{name} (transformers {transformers.__version__}{proof})"]
         width = max(len(row.op) for row in self.rows)
         for row in self.rows:
             what = f"{', '.join(row.kernels)} in {row.num_modules} modules" if row.kernels else ""
-            detail = "; ".join(part for part in (what, row.reason) if part)
+            proof = f"proved to {row.error:.0e}" if row.error is not None else ""
+            detail = "; ".join(part for part in (what, *row.found, proof, row.reason) if part)
             lines.append(f"  {row.op:<{width}}  {row.status:<3}  {detail}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
-def patch_kernels(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchReport:
-    """Swap the kernels of the family's row into a loaded causal language model, in place.
+def patch_kernels(
+    model: nn.Module, kernels: bool | Mapping[str, bool] = True, plan: Plan | None = None
+) -> PatchReport:
+    """Swap the kernels of the model's plan into a loaded causal language model, in place.
 
     ``trainkit.patch`` does this and fuses adapters, too.
 
     Args:
-        model: a model of one of the families in ``trainkit.models.families``, bare or wrapped by
-            peft; before DeepSpeed, DDP or FSDP wrap it.
+        model: any causal language model of transformers, bare or wrapped by peft; before DeepSpeed,
+            DDP or FSDP wrap it.
         kernels: True for all, False for none, or ``{"rope": False, ...}``; an op that is not
-            mentioned is on.
+            mentioned is on where it is proved.
+        plan: of a model of the same classes and settings; None finds it.
 
     Returns:
         The report, with ``revert()``.
 
     Raises:
-        PatchError: the family has no row; an op is unknown, or asked for by name and impossible; a
-            class is missing or changed in this transformers; the model is patched already (by
-            trainkit, which is refused rather than repeated, or by Liger).
+        PatchError: an op is unknown, or asked for by name and not proved; the model is patched
+            already (by trainkit, which is refused rather than repeated, or by Liger).
     """
-    family = family_of(model)
+    causal_lm = outermost(model)
     wanted = _switches(kernels)
-    modeling = importlib.import_module(family.modeling)
     if any(isinstance(module, KernelForward) for module in model.modules()):
         raise PatchError(
             "the model is already patched", fix="call revert() on the first patch's report"
         )
-    guards.refuse_liger(modeling)
-
-    rows: list[PatchRow] = []
-    plan: dict[nn.Module, type[nn.Module]] = {}
+    on = [op for op in OPS if wanted[op] != "off"]
+    if not on:
+        return PatchReport(
+            None, [PatchRow(op, "off", "switched off") for op in OPS], Swaps(model, {})
+        )
+    guards.refuse_replaced(causal_lm)
+    plan = plan_for(causal_lm) if plan is None else plan
+    swaps, numbers, plain = plan.swaps(model, on)
+    rows = []
     for op in OPS:
-        row, swaps = _plan_op(op, wanted[op], family, modeling, model)
+        row = PatchRow(op, "off", "switched off")
+        if op in on:
+            row = _row(op, causal_lm, plan, numbers[op], plain[op])
         if row.status == "off" and wanted[op] == "named":
-            raise PatchError(f"{op} cannot be switched on for {family.name}: {row.reason}")
-        taken = plan.keys() & swaps.keys()
-        if taken:
-            claimed = type(taken.pop()).__name__
-            raise PatchError(f"two ops of the {family.name} row claim {claimed}")
-        plan.update(swaps)
-        rows.append(row)
-    return PatchReport(family, rows, Swaps(model, plan))
-
-
-def family_of(model: nn.Module) -> Family:
-    """The row for a model, found by ``config.model_type`` of its outermost Hugging Face model.
-
-    Raises:
-        PatchError: there is no such row.
-    """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            model_type = module.config.model_type
-            for family in FAMILIES.values():
-                if family.model_type == model_type:
-                    return family
             raise PatchError(
-                f"trainkit has no kernels for model_type {model_type!r}; it has them for "
-                + ", ".join(FAMILIES),
-                fix="train without kernels (`kernels: false`), or add a row to "
-                "trainkit/models/families.py",
+                f"{op} cannot be switched on for {plan.model_type}: {row.reason}", where="kernels"
             )
-    raise PatchError(f"{type(model).__name__} holds no Hugging Face model")
+        rows.append(row)
+    return PatchReport(plan, rows, Swaps(model, swaps))
+
+
+_USES = {
+    "add_rms_norm": ("add_rms_norm",),
+    "rope": ("apply_rope",),
+    "linear_cross_entropy": ("linear_cross_entropy",),
+}
+"""The kernels of ops whose forwards run several."""
+
+
+def _row(op: str, model: nn.Module, plan: Plan, number: int, num_others: int) -> PatchRow:
+    """The report's line of one op."""
+    findings = [(kind, each) for kind, each in plan.findings(op) if each.detail]
+    by_verdict: dict[str, list[str]] = {"on": [], "no kernel": [], "refused": []}
+    for kind, each in findings:
+        text = f"{kind}: {each.detail}"
+        if text not in by_verdict[each.verdict]:
+            by_verdict[each.verdict].append(text)
+    reasons = [*by_verdict["refused"], *by_verdict["no kernel"]]
+    if num_others:
+        reasons.append(f"{num_others} modules whose settings are not those proved")
+    dropped = plan.dropped.get(op)
+    if op == "rope" and "read together" in plan.dropped:
+        reasons.append(f"q, k and v are read one by one: {plan.dropped['read together']}")
+    no_head = why_no_loss_head(model) if op == "linear_cross_entropy" else None
+    if no_head:
+        return PatchRow(op, "off", no_head)
+    if not number or dropped:
+        reason = "; ".join([dropped] if dropped else reasons) or plan.missing.get(op)
+        return PatchRow(op, "off", reason or "the modules are not those that were proved")
+    on = [each for _, each in findings if each.verdict == "on"]
+    uses = dict.fromkeys(name for each in on if each.forward for name in each.forward.uses)
+    errors = [each.error for each in on if each.error is not None]
+    bits = [each.bits for each in on if each.bits is not None]
+    return PatchRow(
+        op,
+        "on",
+        "; ".join(f"plain: {reason}" for reason in reasons),
+        tuple(uses) or _USES[op],
+        number,
+        tuple(by_verdict["on"]),
+        max(errors, default=plan.whole_error),
+        max(bits, default=None),
+    )
 
 
 def refuse_unknown(names: Iterable[str], known: Sequence[str]) -> None:
@@ -209,55 +250,3 @@ def _switches(kernels: bool | Mapping[str, bool]) -> dict[str, str]:
     refuse_unknown(kernels, OPS)
     words = {True: "named", False: "off"}
     return {op: words[kernels[op]] if op in kernels else "on" for op in OPS}
-
-
-def _plan_op(
-    op: str, switch: str, family: Family, modeling: ModuleType, model: nn.Module
-) -> tuple[PatchRow, dict[nn.Module, type[nn.Module]]]:
-    """The report's row for one op and the swaps it means; changes nothing."""
-    if op not in family.ops:
-        raise PatchError(
-            f"the {family.name} row says nothing about {op}",
-            fix="give it a Swap or an Unsupported in trainkit/models/families.py",
-        )
-    entry = family.ops[op]
-    if switch == "off":
-        return PatchRow(op, "off", "switched off"), {}
-    if isinstance(entry, Unsupported):
-        return PatchRow(op, "off", entry.reason), {}
-    swaps: dict[nn.Module, type[nn.Module]] = {}
-    for swap in entry:
-        if swap.at is None:
-            original = guards.find_class(modeling, swap.target, family.name)
-        else:
-            original = getattr(nn, swap.target)
-        settings = {"modeling_name": family.modeling, **swap.settings}
-        subclass = subclass_of(original, swap.forward, settings)
-        guards.check_forward(original, subclass)
-        modules = _modules_of(model, original, swap.at, family)
-        if not modules:
-            raise PatchError(
-                f"the model has no {swap.target}, which the {family.name} row patches for {op}",
-                where=f"transformers {transformers.__version__}",
-                fix=f"pass the complete {family.causal_lm}, or switch {op} off",
-            )
-        guards.check_instances(modules, original)
-        for module in modules:
-            reason = subclass.unfit(module)
-            if plain_class(module) is not original:  # a LoRA or quantised layer is at `swap.at`
-                reason = f"{swap.at} is a {type(module).__name__}, not a plain Linear"
-            if reason:
-                return PatchRow(op, "off", f"{swap.target}: {reason}"), {}
-        # What trains in fp8 is that already; a plain module gets the same class as without.
-        swaps.update({each: subclass_of(type(each), swap.forward, settings) for each in modules})
-    names = tuple(dict.fromkeys(name for swap in entry for name in swap.forward.uses))
-    return PatchRow(op, "on", "", names, len(swaps)), swaps
-
-
-def _modules_of(
-    model: nn.Module, original: type[nn.Module], at: str | None, family: Family
-) -> list[nn.Module]:
-    if at is None:
-        return [module for module in model.modules() if type(module) is original]
-    heads = (module for module in model.modules() if type(module).__name__ == family.causal_lm)
-    return [head_at_work(head.get_submodule(at)) for head in heads]

@@ -190,7 +190,7 @@ class ModelOptions(Section):
 
 
 OPS: tuple[str, ...] = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
-"""The ops of a model, in the order of the report; each row of ``models.families`` answers all."""
+"""The ops of a model, in the order of the report; see ``models.proof``."""
 
 LORA_OPS: tuple[str, ...] = ("lora_mlp", "lora_qkv", "lora_linear")
 """The ops of a model with adapters, in the order of the report; see ``lora.fused``."""
@@ -212,6 +212,6 @@ def _known_ops(kernels: bool | dict[str, bool]) -> bool | dict[str, bool]:
 Kernels = Annotated[
     bool | dict[str, bool],
     AfterValidator(_known_ops),
-    Field(description="trainkit's kernels: all, none, or per op; ops not named are on."),
+    Field(description="trainkit's kernels: all that are proved, none, or a switch per op."),
 ]
 """All, none, or a switch per op; an op that is not named is on."""

@@ -8,6 +8,7 @@ and the revert are the same.
 import functools
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import PatchError
-from trainkit.models.families import FAMILIES
 from trainkit.models.patch import PatchReport
 from trainkit.patching import patch
 
@@ -23,19 +23,13 @@ logger = logging.getLogger(__name__)
 
 _LOADERS = ("from_pretrained", "_from_config")
 _wrapped: dict[str, Any] = {}
-_chosen: set[str] = set()
+_loading: ContextVar[bool] = ContextVar("loading", default=False)
+"""Whether a loader runs already: a model builds its parts through the same methods."""
 _reports: WeakKeyDictionary[nn.Module, PatchReport] = WeakKeyDictionary()
 
 
-def install(family: str | None = None) -> None:
-    """Patch models from now on.
-
-    Args:
-        family: only models of this row and of those named before; None for all, unless families
-            have been named (a submodule's import always runs the package's first).
-    """
-    if family is not None:
-        _chosen.add(FAMILIES[family].name)
+def install() -> None:
+    """Patch models from now on."""
     if _wrapped:
         return
     for loader in _LOADERS:
@@ -45,7 +39,7 @@ def install(family: str | None = None) -> None:
 
 
 def undo() -> None:
-    """Stop patching what is loaded from now on, and forget the families named.
+    """Stop patching what is loaded from now on.
 
     Raises:
         PatchError: another library has wrapped transformers' loading since.
@@ -59,7 +53,6 @@ def undo() -> None:
     for loader, original in _wrapped.items():
         setattr(PreTrainedModel, loader, original)
     _wrapped.clear()
-    _chosen.clear()
 
 
 def report_of(model: nn.Module) -> PatchReport:
@@ -76,14 +69,18 @@ def report_of(model: nn.Module) -> PatchReport:
 def _patching(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def load_and_patch(cls: type, *args: Any, **kwargs: Any) -> Any:
-        loaded = load(cls, *args, **kwargs)
-        # With output_loading_info=True it is a pair.
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for family in FAMILIES.values():
-            # By the class, not by model_type: sub-models are built through the same method.
-            if type(model).__name__ == family.causal_lm and (not _chosen or family.name in _chosen):
+        if _loading.get():
+            return load(cls, *args, **kwargs)
+        token = _loading.set(True)
+        try:
+            loaded = load(cls, *args, **kwargs)
+            # With output_loading_info=True it is a pair.
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            if model.get_output_embeddings() is not None:
                 report = _reports[model] = patch(model)
                 logger.info("%s", report)
+        finally:
+            _loading.reset(token)
         return loaded
 
     load_and_patch._trainkit = True  # type: ignore[attr-defined]

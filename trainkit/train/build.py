@@ -22,7 +22,7 @@ from trainkit.lora.report import merge_warning
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.checks.self_check import SelfCheckError
 from trainkit.parallel import Layout, ProcessRank
-from trainkit.parallel.agreement import decided_by_main
+from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
 from trainkit.parallel.launch.hosts import Hosts
 from trainkit.parallel.launch.processes import count_local_gpus, launch_command
 from trainkit.recipe import (
@@ -160,6 +160,7 @@ def _session(
     point = resumption.point
     built = _build(recipe, prepared, None if point is None else point.fingerprint.get(FP8))
     start.stages.end("model")
+    refuse_disagreement(process, {"kernels": built.runs})
     resumption = review_built(start, resumption, built.runs)
     try:
         record = built.check_kernels(prepared.data.train.one_batch())

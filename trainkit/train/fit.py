@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer_utils import check_target_module_exists
 
-from trainkit.errors import ModelError, PatchError
+from trainkit.errors import ModelError
 from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.targets import resolve_and_check
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
@@ -42,7 +42,7 @@ def refuse_unfit_model(
 
     Raises:
         ModelError: its layers cannot keep documents apart, or a name matches no module.
-        PatchError: there are no kernels for it.
+        PatchError: a kernel that is named is not proved for it; ``kernels: true`` takes any model.
         RecipeError: adapters of this size are none.
     """
     if packing:
@@ -56,9 +56,8 @@ def refuse_unfit_model(
         find_candidates(skeleton, wanted, frozen=lora is not None)
     if projected is not None and projected not in ("all-linear", "all_linear"):
         _refuse_unmatched(skeleton, projected)
-    if kernels is not False:
-        own = kernels if kernels is True else {op: on for op, on in kernels.items() if op in OPS}
-        patch_kernels(skeleton, own).revert()
+    if not isinstance(kernels, bool) and any(kernels.get(op) for op in OPS):
+        patch_kernels(skeleton, {op: on for op, on in kernels.items() if op in OPS}).revert()
 
 
 def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) -> None:
@@ -89,11 +88,10 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
         TrainkitError: the method itself is refused for this model.
     """
     off: dict[str, bool] = {}
-    for key, packing in (("data.packing", True), ("kernels", False)):
-        try:
-            refuse_unfit_model(config, packing=packing, kernels=not packing, lora=None)
-        except (ModelError, PatchError):
-            off[key] = False
+    try:
+        refuse_unfit_model(config, packing=True, kernels=False, lora=None)
+    except ModelError:
+        off["data.packing"] = False
     if not getattr(config.get_text_config(), "rope_parameters", None):
         # Tables of positions and slopes often go by the place in the row: `sft` proves it on the
         # weights, and here there are none.

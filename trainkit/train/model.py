@@ -95,8 +95,11 @@ class BuiltModel:
     @property
     def runs(self) -> dict[str, str]:
         """The attention and each kernel that runs, as a continued run must have them."""
-        rows = [] if self.report is None else self.report.rows
-        return {"attention": self.attention.name, **{row.op: row.status for row in rows}}
+        if self.report is None:
+            return {"attention": self.attention.name}
+        ops = {row.op: row.status for row in self.report.rows}
+        plan = self.report.to_dict().get("plan")
+        return {"attention": self.attention.name, **ops, **({"plan": plan} if plan else {})}
 
     def check_kernels(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Hold attention and kernels against the plain model and say what runs.

@@ -1,13 +1,12 @@
 """Packed batches, and models that are given them."""
 
 import torch
-from families.family_models import make
+from families.family_models import FAMILIES, make
 from transformers.masking_utils import causal_mask_function
 
 from trainkit.models import attention
 from trainkit.models.attention import pattern
 from trainkit.models.checks.leak_test import packed_bounds
-from trainkit.models.families import FAMILIES
 
 PACKS = sorted(set(FAMILIES) - {"qwen2_vl"})
 LENGTHS = ((7, 11, 3), (13, 5))

@@ -9,10 +9,9 @@ import math
 
 import pytest
 import torch
-from families.family_models import exact, make, make_batch, run
+from families.family_models import FAMILIES, exact, make, make_batch, run
 
 import trainkit
-from trainkit.models.families import FAMILIES
 from trainkit.models.fp8.errors import PRODUCT_LIMIT
 from trainkit.models.fp8.groups import find_candidates
 from trainkit.models.fp8.trained import KeptCodes, swap_in

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from trainkit.kernels.fp8.reference import FP8
-from trainkit.models.forwards.shared_input import apply_linears
 from trainkit.models.fp8.errors import PRODUCT_LIMIT
 from trainkit.models.fp8.trained import KeptCodes, TrainedFp8, swap_in
 from trainkit.models.patch import patch_kernels
+from trainkit.models.shared_input import apply_linears
 from trainkit.train.callbacks import KeepFp8Codes
 
 BF16 = torch.bfloat16

@@ -1,44 +1,38 @@
 """The loss inside the language-model head: hidden states and labels in, a loss out, no logits.
 
-`LossHead` goes over the ``lm_head`` module and `CausalLM` over the model around it. The head's
-weight is read in the head's own forward, so the hooks of DDP, ZeRO-3 and FSDP gather it and reduce
-its gradient as they do for any module. Where somebody needs logits, Hugging Face's own forward runs
+`LossHead` goes over the output layer and `CausalLM` over the model around it, whose own forward
+runs: asked for logits, the head gives `LazyLogits`, and asked for the loss of these, it is called
+with labels. Its weight is read in its own forward, so the hooks of DDP, ZeRO-3 and FSDP gather it
+and reduce its gradient as they do for any module. Where somebody needs logits, they are computed
 and the reason is logged once.
 
-The labels' shift by one happens here and nowhere else. B batch, S sequence, H hidden.
+B batch, S sequence, H hidden.
 """
 
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trainkit.kernels import linear_cross_entropy_counted, linear_token_losses
-from trainkit.models.forwards.layers import KernelForward
 from trainkit.models.fp8.trained import directions_of
+from trainkit.models.loss.lazy_logits import LazyLogits, LogitsChange, LossCall
+from trainkit.models.proof.forward import KernelForward
 from trainkit.models.swap import plain_class
 
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
 
-_LOSS_INPUTS = (
-    "labels",
-    "shift_labels",
-    "num_items_in_batch",
-    "num_trained_tokens",
-    "ignore_index",
-    "logits_to_keep",
-    "return_dict",
-    "token_losses",
-)
+_LOSS_INPUTS = ("shift_labels", "num_items_in_batch", "num_trained_tokens", "ignore_index")
+"""What only the loss takes, and a model's forward need not know."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,6 @@ class LossHead(KernelForward):
     """
 
     uses = ("linear_cross_entropy",)
-    knows = frozenset(["functional", "F", "linear", "weight", "bias"])
-
     weight: nn.Parameter
     bias: nn.Parameter | None
     loss_options: LossOptions = LossOptions()
@@ -92,6 +84,14 @@ class LossHead(KernelForward):
     keeps_row_losses: bool = False
     row_losses: torch.Tensor | None = None
     """(B, S) fp32, each row's own loss in the last batch, where ``keeps_row_losses`` is set."""
+    loss_call: LossCall | None = None
+    """Set while the model computes a loss; asked for logits, the head then gives lazy ones."""
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Without a loss to compute, what any module does; hooks wait for the call with labels."""
+        if self.loss_call is None or args or kwargs:
+            return super().__call__(hidden_states, *args, **kwargs)
+        return LazyLogits(hidden_states, self.loss_call, LogitsChange())
 
     def forward(
         self,
@@ -102,20 +102,28 @@ class LossHead(KernelForward):
         num_trained: int | None = None,
         ignore_index: int = IGNORE_INDEX,
         token_losses: bool = False,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Logits (B, S, V), or with labels (B, S), aligned with the hidden states, the loss.
 
-        With ``token_losses`` it is each token's own, (B, S), and neither divided nor counted.
+        With ``token_losses`` it is each token's own, (B, S), and neither divided nor counted. The
+        loss is that of ``softcap * tanh(logits * scale / softcap)``.
         """
         if labels is None:
             return super().forward(hidden_states)
+        bias: torch.Tensor | None = self.bias
+        if scale != 1.0:
+            hidden_states = hidden_states * scale
+            bias = None if bias is None else bias * scale
         if token_losses:
-            return self._token_losses(hidden_states, labels, ignore_index)
+            return self._token_losses(hidden_states, labels, bias, ignore_index, softcap)
         counted = linear_cross_entropy_counted(
             hidden_states,
             self.weight,
             labels,
-            bias=self.bias,
+            bias=bias,
+            softcap=softcap,
             num_items=num_items,
             num_trained=num_trained,
             ignore_index=ignore_index,
@@ -133,7 +141,12 @@ class LossHead(KernelForward):
         return counted.loss
 
     def _token_losses(
-        self, hidden_states: torch.Tensor, labels: torch.Tensor, ignore_index: int
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        bias: torch.Tensor | None,
+        ignore_index: int,
+        softcap: float | None,
     ) -> torch.Tensor:
         options = self.loss_options
         if options.label_smoothing or options.z_loss:
@@ -142,8 +155,9 @@ class LossHead(KernelForward):
             hidden_states,
             self.weight,
             labels,
-            bias=self.bias,
+            bias=bias,
             ignore_index=ignore_index,
+            softcap=softcap,
             chunk_tokens=options.chunk_tokens,
             in_fp8=directions_of(self),
         )
@@ -156,28 +170,18 @@ class CausalLM(KernelForward):
     """
 
     uses = ("linear_cross_entropy",)
-    knows = frozenset(
-        (
-            *("model", "last_hidden_state", "slice_logits_to_keep", "slice", "isinstance", "int"),
-            *("lm_head", "loss_function", "config", "text_config", "vocab_size"),
-            *("CausalLMOutputWithPast", "past_key_values", "hidden_states", "attentions"),
-        )
-    )
 
-    model: nn.Module
-    lm_head: nn.Module
     config: Any
-    loss_function: Any
     tp_size: int | None
 
     _positional: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        replaced: type[nn.Module] = cls.__mro__[cls.__mro__.index(KernelForward) + 1]
-        if replaced is nn.Module:
+        if len(cls.__bases__) != 2 or cls.__bases__[0] is not CausalLM:
             return
-        original = replaced.forward
+        below: Any = cls.__bases__[1]
+        original = below.forward
 
         @functools.wraps(original)
         def forward(self: CausalLM, *args: Any, **kwargs: Any) -> Any:
@@ -186,57 +190,63 @@ class CausalLM(KernelForward):
         cls._positional = tuple(inspect.signature(original).parameters)[1:]
         cls.forward = forward
 
-    @classmethod
-    def unfit(cls, module: nn.Module) -> str | None:
-        """Why this model's loss cannot come out of its head, or None."""
-        head = head_at_work(module.lm_head)
-        if plain_class(head) is not nn.Linear:
-            return f"lm_head is a {type(head).__module__}.{type(head).__name__}, not a plain Linear"
-        if module.loss_function is not ForCausalLMLoss:
-            return "the model has its own loss function"
-        if module.tp_size is not None:
-            return "tensor parallelism splits lm_head"
-        return None
+    @property
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        """The model's own; while it computes the plain loss, that which comes out of the head."""
+        plain: Callable[..., torch.Tensor] = PreTrainedModel.loss_function.fget(self)
+        call = getattr(_head_of(self), "loss_call", None)
+        return plain if call is None else functools.partial(call.causal_loss, plain)
+
+    @loss_function.setter
+    def loss_function(self, value: Callable[..., torch.Tensor]) -> None:
+        PreTrainedModel.loss_function.fset(self, value)
 
     def _forward(self, **given: Any) -> Any:
         reason = self.why_logits(given)
+        for_tokens = given.pop("token_losses", None)
         if reason is not None:
-            if given.get("token_losses"):
+            if for_tokens:
                 raise RuntimeError(f"the head cannot give the tokens' own losses: {reason}")
             if given.get("labels") is not None:
                 _log_once(reason)
+            given.pop("num_trained_tokens", None)
             return super().forward(**given)
-        loss_inputs = {name: given.pop(name, None) for name in _LOSS_INPUTS}
-        outputs = self.model(**given)
-        hidden_states = outputs.last_hidden_state
-        ignore_index = loss_inputs["ignore_index"]
-        ignore_index = IGNORE_INDEX if ignore_index is None else ignore_index
-        labels = loss_inputs["shift_labels"]
-        if labels is None:
-            labels = nn.functional.pad(loss_inputs["labels"][..., 1:], (0, 1), value=ignore_index)
-        loss = self.lm_head(
-            hidden_states,
-            labels.to(hidden_states.device),
-            num_items=loss_inputs["num_items_in_batch"],
-            num_trained=loss_inputs["num_trained_tokens"],
-            ignore_index=ignore_index,
-            token_losses=bool(loss_inputs["token_losses"]),
+        options = {name: given.pop(name, None) for name in _LOSS_INPUTS}
+        labels = given["labels"]
+        if for_tokens:  # neither a router's loss nor a mean is in them
+            given["labels"] = None
+        outer, head = self.get_output_embeddings(), _head_of(self)  # type: ignore[operator]
+        head.loss_call = call = LossCall(
+            outer,
+            super(LossHead, head).__call__,  # type: ignore[misc]
+            head.out_features,
+            options["num_items_in_batch"],
+            options["num_trained_tokens"],
+            options["shift_labels"],
+            options["ignore_index"],
         )
-        return CausalLMOutputWithPast(
-            loss=loss,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        try:
+            outputs = super().forward(**given)
+            if for_tokens:
+                outputs.loss = call.token_losses(outputs.logits, labels)
+        finally:
+            head.loss_call = None
+        if call.num_computed:
+            _log_once("the model does something else with its logits")
+        if isinstance(outputs.get("logits"), LazyLogits):
+            outputs.logits = None
+        if head.row_losses is not None:
+            head.row_losses = _in_rows(head.row_losses, labels)
+        return outputs
 
     def why_logits(self, given: Mapping[str, Any]) -> str | None:
         """Why this call must compute logits, or None."""
         if given.get("labels") is None:
             return "there are no labels"
-        head = head_at_work(self.lm_head)
+        head = _head_of(self)
         if not isinstance(head, LossHead):
             return f"lm_head has become a {type(head).__name__}"
-        if self.loss_function is not ForCausalLMLoss:
+        if PreTrainedModel.loss_function.fget(self) is not ForCausalLMLoss:
             return "the model has been given its own loss function"
         keep = given.get("logits_to_keep")
         if isinstance(keep, torch.Tensor) or keep not in (None, 0):
@@ -245,6 +255,32 @@ class CausalLM(KernelForward):
         if not (self.config.return_dict if wants_object is None else wants_object):
             return "the caller expects a tuple"
         return None
+
+
+def _in_rows(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """(B, S): a model that flattens its logits leaves each row's last place out."""
+    if losses.dim() == 2 or losses.numel() == labels.numel():
+        return losses.view(labels.shape)
+    return nn.functional.pad(losses.view(len(labels), -1), (0, 1))
+
+
+def _head_of(model: Any) -> Any:
+    return head_at_work(model.get_output_embeddings())
+
+
+def why_no_loss_head(model: Any) -> str | None:
+    """Why this model's loss cannot come out of its head, or None."""
+    outer = model.get_output_embeddings()
+    if outer is None:
+        return "the model has no output layer"
+    head = head_at_work(outer)
+    if plain_class(head) is not nn.Linear:
+        return f"lm_head is a {type(head).__module__}.{type(head).__name__}, not a plain Linear"
+    if model.loss_function is not ForCausalLMLoss:
+        return "the model has its own loss function"
+    if model.tp_size is not None:
+        return "tensor parallelism splits lm_head"
+    return None
 
 
 def head_at_work(head: Any) -> nn.Module:

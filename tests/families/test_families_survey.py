@@ -1,0 +1,42 @@
+"""Forty types that nobody listed: what is on is proved, whole, and undone without a trace."""
+
+import pytest
+from families.survey import survey
+
+OPS = {
+    "n": "rms_norm",
+    "a": "add_rms_norm",
+    "r": "rope",
+    "g": "swiglu",
+    "l": "linear_cross_entropy",
+}
+TYPES = {
+    "narg": "deepseek_v2 deepseek_v3 doge ernie4_5 falcon_h1 gemma2 gemma3_text glm4_moe granite "
+    "helium hunyuan_v1_dense lfm2 llama4_text minicpm3 qwen2_moe qwen3_next laguna",
+    "nrg": "exaone4 olmo2",
+    "nar": "apertus arcee gpt_oss mixtral qwen3_moe",
+    "nag": "jamba",
+    "rg": "cohere2 olmo",
+    "r": "codegen falcon gptj gpt_neox nemotron phi",
+    "n": "mamba2",
+    "": "biogpt bloom gpt2 gpt_bigcode opt bert",
+}
+"""By what is on besides the loss, which is on everywhere."""
+
+IN_FP32 = {"cohere2"}
+"""Hugging Face turns queries and keys in fp32 there, and rounds elsewhere than in Llama."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "on"), [(each, on) for on, types in TYPES.items() for each in types.split()]
+)
+def test_what_is_on_is_proved_and_leaves_no_trace(model_type, on):
+    row = survey(model_type)
+    assert {op for op, (status, *_) in row["ops"].items() if status == "on"} == {
+        OPS[each] for each in on + "l"
+    }
+    assert row["whole_error"] < 1e-9
+    assert row["fp32"] < 1e-4
+    assert row["reverted"]
+    assert not row["dropped"]
+    assert model_type in IN_FP32 or row["bf16_bits_differ"] == 0

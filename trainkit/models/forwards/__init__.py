@@ -1,1 +1,0 @@
-"""The forwards that swapped modules run; every family shares them."""

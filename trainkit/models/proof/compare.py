@@ -1,0 +1,330 @@
+"""Hold two functions against each other: outputs and every gradient, in fp64 and in bits.
+
+Hugging Face casts to fp32 inside its modules, which would hide what is below 1e-7. `Wide` sends
+every such cast to fp64, so that what is equal agrees to 1e-15 and what is nearly equal does not.
+
+Numbers alone do not prove: a clamp that no input reaches, or an ``if`` on a length, is seen by no
+comparison. `Wide` therefore keeps the names of the torch functions that ran, and `decisions` reads
+what the source decides by.
+"""
+
+import ast
+import dis
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+EXACT = 1e-10
+"""In fp64, of a module: what is equal agrees to some 1e-15, the nearest near miss is at 1e-6."""
+
+BRANCHES = frozenset(
+    (
+        "__bool__", "item", "tolist", "clamp", "clamp_", "clip", "clip_", "clamp_min",
+        "clamp_min_", "clamp_max", "clamp_max_", "where", "minimum", "maximum", "fmin", "fmax",
+        "max", "min", "nan_to_num", "nan_to_num_", "masked_fill", "masked_fill_", "bernoulli",
+        "bernoulli_", "dropout", "dropout_", "alpha_dropout", "hardtanh", "hardtanh_",
+        "hardswish", "hardsigmoid", "relu6", "threshold", "threshold_", "round", "floor",
+        "ceil", "trunc", "sign", "sgn", "topk", "sort", "argmax", "argmin", "bucketize",
+        "allclose", "equal", "isnan", "isinf", "isfinite", "any", "all", "rand", "rand_like",
+        "randn_like", "heaviside", "abs", "quantile", "softshrink", "hardshrink", "__lt__",
+        "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "lt", "le", "gt", "ge", "eq", "ne",
+        "logical_and", "logical_or", "logical_not", "masked_scatter", "index_put_",
+        "count_nonzero", "nonzero",
+    )
+)  # fmt: skip
+"""What smooth arithmetic never does: no inputs can be trusted to reach both of its sides."""
+
+FAILURES = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ImportError,
+    NameError,
+    StrictDataclassError,
+)
+"""What any model's code may raise where it is called in a way that it does not take."""
+
+_DECIDING = frozenset(
+    ("min", "max", "len", "int", "bool", "any", "all", "sorted", "eval", "getattr")
+)
+"""Functions of Python by which code may turn a size into a decision."""
+
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+Error = tuple[float, str]
+"""The largest relative error, and why it could not be measured."""
+
+
+class Wide(TorchFunctionMode):
+    """Within, every cast to a narrower float goes to fp64; ``used`` holds what ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        # p = 0 and evaluation drop nothing; with neither given, torch's p is a half.
+        rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        drops = args[2] if len(args) > 2 else kwargs.get("training", True)
+        if func is not functional.dropout or (rate and drops):
+            self.used.add(name)
+        if name in ("float", "half", "bfloat16") and args and isinstance(args[0], Tensor):
+            return args[0].double()
+        args = tuple(map(_widened, args))
+        return func(*args, **{key: _widened(value) for key, value in kwargs.items()})
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
+
+
+def error_of(
+    plain: Callable[..., Any], ours: Callable[..., Any], inputs: Sequence[Tensor]
+) -> Error:
+    """How far ours is from the plain one; refuses what `BRANCHES` names."""
+    truth = Truth(plain, inputs, ())
+    return truth.error or truth.against(ours)
+
+
+class Truth:
+    """The plain function's outputs and gradients on some inputs, computed once.
+
+    Attributes:
+        error: set where it cannot be proved to be anything by numbers.
+        used: names of the torch functions that it ran.
+    """
+
+    def __init__(
+        self, plain: Callable[..., Any], inputs: Sequence[Tensor], parameters: Iterable[Tensor]
+    ) -> None:
+        self._inputs, self._parameters = inputs, list(parameters)
+        self.error: Error | None = None
+        self.used: set[str] = set()
+        with Wide() as mode:
+            found = _attempt(lambda: _run(plain, inputs, self._parameters))
+        self.used = mode.used
+        if isinstance(found, str):
+            self.error = (float("inf"), found)
+        elif mode.used & BRANCHES:
+            names = ", ".join(sorted(mode.used & BRANCHES))
+            self.error = (float("inf"), f"uses {names}, whose both sides no inputs show")
+        self._found = found
+
+    def against(self, ours: Callable[..., Any]) -> Error:
+        """The largest relative error of another function's outputs and gradients."""
+        with Wide():
+            found = _attempt(lambda: _run(ours, self._inputs, self._parameters))
+        if isinstance(found, str):
+            return float("inf"), found
+        assert not isinstance(self._found, str)
+        (outputs, gradients), (wanted, wanted_gradients) = found, self._found
+        if len(outputs) != len(wanted):
+            return float("inf"), "another number of outputs"
+        pairs = [*zip(outputs, wanted, strict=True)]
+        for ours_gradient, gradient in zip(gradients, wanted_gradients, strict=True):
+            if gradient is None and ours_gradient is None:
+                continue
+            given = gradient if gradient is not None else ours_gradient
+            zeros = torch.zeros_like(given)
+            pairs.append(
+                (
+                    zeros if ours_gradient is None else ours_gradient,
+                    zeros if gradient is None else gradient,
+                )
+            )
+        return max((relative(*pair) for pair in pairs), default=float("inf")), ""
+
+
+def _attempt(run: Callable[[], Any]) -> Any:
+    """A guess may be of any wrong shape, and a module may refuse any input: then the reason."""
+    try:
+        return run()
+    except FAILURES as no:
+        return f"{type(no).__name__}: {(str(no).splitlines() or [''])[0][:90]}"
+
+
+def _run(
+    function: Callable[..., Any], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[list[Tensor], Sequence[Any]]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = list(tensors_of(function(*leaves)))
+    generator = torch.Generator().manual_seed(7)
+    parts = []
+    for each in outputs:
+        weights = torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each)
+        if each.requires_grad:
+            parts.append((each * weights).sum())
+    wanted = [*leaves, *(each for each in parameters if each.requires_grad)]
+    gradients = torch.autograd.grad(sum(parts), wanted, allow_unused=True) if parts else ()  # type: ignore[arg-type]
+    return [each.detach() for each in outputs], gradients
+
+
+def tensors_of(found: Any) -> Iterator[Tensor]:
+    """Floating-point tensors in whatever a module returns."""
+    if isinstance(found, Tensor):
+        if found.is_floating_point():
+            yield found
+    elif isinstance(found, dict):
+        for each in found.values():
+            yield from tensors_of(each)
+    elif isinstance(found, (tuple, list)):
+        for each in found:
+            yield from tensors_of(each)
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference over the largest value; infinite for another kind of tensor."""
+    if found.shape != wanted.shape or found.dtype != wanted.dtype or not wanted.isfinite().all():
+        return float("inf")
+    if not wanted.numel():
+        return 0.0
+    difference = (found - wanted).abs().max().item()
+    if difference != difference:
+        return float("inf")
+    return difference / max(wanted.abs().max().item(), 1e-30) if difference else 0.0
+
+
+def share_of_other_bits(
+    plain: Callable[..., Any], ours: Callable[..., Any], inputs: Sequence[Tensor]
+) -> float:
+    """The share of outputs whose bits differ; 1 where ours gives something else."""
+    with torch.no_grad():
+        found = _attempt(lambda: [*tensors_of(ours(*inputs))])
+        wanted = [*tensors_of(plain(*inputs))]
+    if isinstance(found, str) or [x.shape for x in found] != [x.shape for x in wanted]:
+        return 1.0
+    return max(
+        (x != y).double().mean().item() if x.dtype == y.dtype else 1.0
+        for x, y in zip(found, wanted, strict=True)
+    )
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Normal numbers in fp64 on the CPU, the same on every machine."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+@contextmanager
+def other_mode(module: nn.Module) -> Iterator[str]:
+    """Within, the module is in the other of training and evaluation mode, which is named."""
+    modes = {each: each.training for each in module.modules()}
+    module.train(not module.training)
+    try:
+        yield "training" if module.training else "evaluation"
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+
+
+def decisions(subject: nn.Module | FunctionType) -> list[str]:
+    """What a module's or function's own code decides by, other than a module's plain settings.
+
+    One run takes one side. Settings are the same in every run; whether the module trains is not.
+    Methods, functions and modules that the forward calls count with it; torch's own do not.
+    """
+    todo: list[tuple[Any, Any]] = [(None, subject)]
+    if isinstance(subject, nn.Module):
+        todo = [(each, type(each).forward) for each in subject.modules() if not _is_torchs(each)]
+    seen: set[Any] = set()
+    found: list[str] = []
+    while todo:
+        owner, function = todo.pop()
+        function = inspect.unwrap(function)
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        seen.add(function)
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, SyntaxError, TypeError):  # no source of its own
+            found += _jumps_of(function)
+            called = (function.__globals__.get(name) for name in function.__code__.co_names)
+            todo += [(owner, each) for each in called if isinstance(each, FunctionType)]
+            continue
+        found += _decisions_in(tree)
+        for node in ast.walk(tree):
+            todo += [(owner, each) for each in _called_by(node, owner, function)]
+    return found
+
+
+def _called_by(node: ast.AST, owner: Any, function: FunctionType) -> Iterator[Any]:
+    """What a name in a function may call: methods, its module's functions, a class's above."""
+    if isinstance(node, ast.Name):
+        called = function.__globals__.get(node.id)
+        if not getattr(called, "__module__", "torch").startswith("torch"):
+            yield called
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        if node.value.id == "self":
+            yield getattr(type(owner), node.attr, None)
+            yield getattr(owner, "__dict__", {}).get(node.attr)
+    elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("super("):
+        kinds = (each for each in type(owner).__mro__ if not _is_torchs(each))
+        yield from (vars(each).get(node.attr) for each in kinds)
+
+
+def _jumps_of(function: FunctionType) -> list[str]:
+    """What its byte code decides by."""
+    found = [name for name in function.__code__.co_names if name in _DECIDING]
+    for each in dis.get_instructions(function):
+        jumps = "JUMP" in each.opname and "IF" in each.opname
+        if jumps or each.opname in ("FOR_ITER", "COMPARE_OP") or each.argrepr in ("//", "%"):
+            found.append(each.opname)
+    return found
+
+
+def _is_torchs(subject: nn.Module | type) -> bool:
+    kind = subject if isinstance(subject, type) else type(subject)
+    return kind.__module__.startswith("torch.")
+
+
+def _decisions_in(tree: ast.AST) -> list[str]:
+    tests: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp, ast.While, ast.Assert)):
+            tests.append(node.test)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            tests.append(node.iter)
+    slices = [node for node in ast.walk(tree) if isinstance(node, ast.Slice)]  # halves of columns
+    inside = {id(inner) for each in (*tests, *slices) for inner in ast.walk(each)}
+    other = [node for node in ast.walk(tree) if _decides(node) and id(node) not in inside]
+    return [ast.unparse(each)[:60] for each in (*tests, *other) if not _is_setting(each)]
+
+
+def _decides(node: ast.AST) -> bool:
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, (ast.FloorDiv, ast.Mod))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id in _DECIDING
+    return isinstance(node, (ast.Try, ast.Match, ast.BoolOp, ast.Compare))
+
+
+def _is_setting(test: ast.AST) -> bool:
+    """Whether a test reads ``self.NAME`` and nothing else."""
+    if isinstance(test, (ast.Try, ast.Match)):
+        return False
+    names = [each for each in ast.walk(test) if isinstance(each, ast.Name)]
+    own = [
+        each
+        for each in ast.walk(test)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+        and each.attr != "training"
+    ]
+    calls = any(isinstance(each, ast.Call) for each in ast.walk(test))
+    return bool(own) and len(names) == len(own) and not calls

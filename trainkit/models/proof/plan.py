@@ -1,0 +1,559 @@
+"""The plan for a model: what each of its modules is, proved, and what takes its place.
+
+Proofs run on the replica, so the plan holds for every module of the same class and settings, in
+whatever form the model holds it; other modules stay plain. Last, one training step of the whole
+replica is compared in fp64, plain and with everything swapped in; what fails it alone is taken out.
+"""
+
+import hashlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import PatchError
+from trainkit.models.loss.loss_head import CausalLM, LossHead, head_at_work, why_no_loss_head
+from trainkit.models.proof.compare import FAILURES, Wide, other_mode, relative
+from trainkit.models.proof.forward import Finding, KernelForward
+from trainkit.models.proof.gates import find_gate
+from trainkit.models.proof.norms import find_norm
+from trainkit.models.proof.replica import (
+    Signature,
+    code_signature,
+    is_linear,
+    make_replica,
+    outermost,
+    signature,
+)
+from trainkit.models.proof.rewritten import JoinedNorm, Rewritten
+from trainkit.models.proof.rotary import find_turn, turning_functions
+from trainkit.models.proof.source import methods, names_in, redirected
+from trainkit.models.swap import Swaps, plain_class, subclass_of
+from trainkit.options.model import OPS
+
+logger = logging.getLogger(__name__)
+
+WHOLE = 1e-9
+"""In fp64, loss and every gradient of the whole; the worst of 165 types is off by 2e-12."""
+
+_TOKENS = (2, 12)
+_plans: dict[object, "Plan"] = {}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one op does to the modules of one signature.
+
+    Args:
+        finding: what they were found to be.
+        kind: their class.
+        label: what is tried alone when the whole fails; one op may have several.
+    """
+
+    finding: Finding
+    kind: str
+    label: str
+
+
+@dataclass
+class Plan:
+    """Everything that was found in one model.
+
+    Attributes:
+        model_type: of the model.
+        parts: by signature, what was found of its modules.
+        loss: what was found of the head; None in a model without one.
+        whole_error: of loss and gradients of the whole replica, in fp64.
+        dropped: label to reason, for what failed the whole step.
+        missing: op to the reason why nothing of the model is what it is for.
+        seconds: that it took.
+    """
+
+    model_type: str
+    parts: dict[Signature, list[Part]] = field(default_factory=dict)
+    loss: Finding | None = None
+    whole_error: float | None = None
+    dropped: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def digest(self) -> str:
+        """The same for the same plan, on every rank and in every run."""
+        lines = sorted(
+            f"{kind} {part.label} {part.finding.verdict} {sorted(part.finding.settings.items())}"
+            for kind, parts in self.parts.items()
+            for part in parts
+        )
+        lines += [str(self.loss and self.loss.verdict), str(sorted(self.dropped))]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def key_of(self, module: nn.Module) -> Signature:
+        """Its place in ``parts``; what runs its own lines may differ in numbers."""
+        key = code_signature(module)
+        return key if key in self.parts else signature(module)
+
+    def findings(self, op: str) -> list[tuple[str, Finding]]:
+        """What was found for one op, with the class of the modules."""
+        found = [
+            (part.kind, part.finding)
+            for parts in self.parts.values()
+            for part in parts
+            if part.finding.op == op
+        ]
+        if op == "linear_cross_entropy" and self.loss is not None:
+            found.append(("head", self.loss))
+        return found
+
+    def swaps(
+        self,
+        model: nn.Module,
+        ops: Iterable[str],
+        signatures: Mapping[nn.Module, Signature] | None = None,
+    ) -> tuple[dict[nn.Module, type[nn.Module]], Counter[str], Counter[str]]:
+        """Module to class, for the ops that are on; how many run each op, and how many stay plain.
+
+        Raises:
+            PatchError: another library has bound a forward to a module.
+        """
+        wanted, labels = set(ops), set(self.dropped)
+        if "rope" in labels:
+            labels.add("read together")
+        swaps: dict[nn.Module, type[nn.Module]] = {}
+        numbers: Counter[str] = Counter()
+        others: Counter[str] = Counter()
+        kinds: dict[type[nn.Module], set[str]] = {}
+        for kind, parts in self.parts.items():
+            on = {part.finding.op for part in parts if part.finding.verdict == "on"}
+            kinds.setdefault(kind[0], set()).update(on)
+        for module in model.modules():
+            if plain_class(module) not in kinds:
+                continue
+            # A norm that an addition takes in is computed there, whatever is bound to it.
+            joins = {"rms_norm"} if "add_rms_norm" in wanted else set()
+            if kinds[plain_class(module)] & (wanted | joins):
+                _refuse_bound(module)
+            key = self.key_of(module) if signatures is None else signatures[module]
+            if key not in self.parts:
+                others.update(kinds[plain_class(module)])
+                continue
+            parts = self.parts[key]
+            merged: dict[type[KernelForward], dict[str, Any]] = {}
+            for part in parts:
+                finding = part.finding
+                if finding.op in wanted and finding.forward and part.label not in labels:
+                    merged.setdefault(finding.forward, {}).update(finding.settings)
+            if merged:
+                made = type(module)
+                for forward, settings in merged.items():
+                    made = subclass_of(made, forward, settings)
+                swaps[module] = made
+                numbers.update(_ops_of(parts, wanted, labels, made))
+        causal_lm: Any = outermost(model)
+        proved = self.loss is not None and self.loss.verdict == "on"
+        if "linear_cross_entropy" in wanted and proved and not why_no_loss_head(causal_lm):
+            head = head_at_work(causal_lm.get_output_embeddings())
+            for module, forward in ((causal_lm, CausalLM), (head, LossHead)):
+                _refuse_bound(module)
+                swaps[module] = subclass_of(type(module), forward)
+            numbers["linear_cross_entropy"] += 2
+        return swaps, numbers, others
+
+
+def _ops_of(
+    parts: list[Part], wanted: set[str], dropped: set[str], made: type[Any]
+) -> Iterator[str]:
+    """The ops that a module now runs; a rewritten one says for itself."""
+    for op in {part.finding.op for part in parts if part.label not in dropped} & wanted:
+        if op == "add_rms_norm":
+            if made.joined:
+                yield op
+        elif any(p.finding.verdict == "on" and p.finding.op == op for p in parts):
+            yield op
+
+
+def _refuse_bound(module: nn.Module) -> None:
+    if "forward" in vars(module):
+        source = getattr(vars(module)["forward"], "__module__", None) or "an unknown module"
+        raise PatchError(
+            f"a {type(module).__name__} has its own `forward`, bound to the instance by {source}; "
+            "a swapped class would never run",
+            fix="patch before that library does, or do not use it together with the kernels "
+            "(Liger binds forwards; so does accelerate's device_map over several devices)",
+        )
+
+
+def plan_for(model: nn.Module) -> Plan:
+    """Find and prove, once for a configuration in a process.
+
+    Raises:
+        PatchError: the model holds no Hugging Face model.
+    """
+    causal_lm = outermost(model)
+    kinds = {plain_class(each) for each in causal_lm.modules()}
+    key = (
+        causal_lm.config.to_json_string(use_diff=False),
+        frozenset((kind, kind.forward) for kind in kinds),
+        signature(causal_lm) if len(kinds) < 3 else _settings_of(causal_lm),
+    )
+    if key not in _plans:
+        _plans[key] = _make_plan(causal_lm)
+    return _plans[key]
+
+
+def _settings_of(model: nn.Module) -> frozenset[Signature]:
+    """Of all modules that have no other module in them but linear layers."""
+    return frozenset(
+        signature(each) for each in model.modules() if not any(True for _ in each.children())
+    )
+
+
+def _make_plan(model: Any) -> Plan:
+    start = time.perf_counter()
+    plan = Plan(model.config.model_type)
+    try:
+        with _quiet_logs():
+            replica: Any = make_replica(model)
+            replica = replica.double().train().requires_grad_(True)
+            device = next(replica.parameters()).device
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(1)
+                _find(replica, plan)
+                _settle(replica, plan)
+    except FAILURES as error:
+        reported = (str(error).splitlines() or [""])[0][:160]
+        reason = (
+            f"a model of one layer of each kind fails by itself: {type(error).__name__}: {reported}"
+        )
+        plan = Plan(plan.model_type, missing=dict.fromkeys(OPS, reason))
+    for op in OPS:
+        if not plan.findings(op):
+            plan.missing.setdefault(op, WHY_NOTHING[op])
+    plan.seconds = time.perf_counter() - start
+    return plan
+
+
+WHY_NOTHING = {
+    "rms_norm": "the model has no norm",
+    "add_rms_norm": "no addition is followed by a norm",
+    "rope": "no function turns its queries and keys by cosines and sines",
+    "swiglu": "the model has no gated feed-forward block outside of experts",
+    "linear_cross_entropy": "the model has no output layer",
+}
+
+
+@dataclass
+class _Seen:
+    """The first call of a module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+
+
+def _batch(replica: Any) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    size = replica.config.get_text_config().vocab_size
+    ids = torch.randint(min(3, size - 1), size, _TOKENS, generator=generator)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    device = next(replica.parameters()).device
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+def _find(replica: Any, plan: Plan) -> None:
+    """Everything but the whole step."""
+    seen, turned = _record(replica)
+    norms: dict[Signature, Finding] = {}
+    for call in seen:
+        key = signature(call.module)
+        if key in plan.parts:
+            continue
+        found = _find_leaf(call)
+        if found is not None:
+            if found.op == "rms_norm":
+                norms[key] = found
+            plan.parts[key] = [Part(found, type(call.module).__name__, found.op)]
+    turns: dict[object, Finding] = {}
+    for call in seen:
+        key = code_signature(call.module)
+        if key in plan.parts or signature(call.module) in plan.parts:
+            continue
+        parts = [*_turning_parts(call.module, turned, turns), *_joining_parts(call.module, norms)]
+        if parts:
+            plan.parts[key] = parts
+    reason = why_no_loss_head(replica)
+    if reason is None:
+        uses = Finding("linear_cross_entropy", "on", "logits are never made")
+        plan.loss = uses
+    elif replica.get_output_embeddings() is not None:
+        plan.loss = Finding("linear_cross_entropy", "refused", reason)
+
+
+def _find_leaf(call: _Seen) -> Finding | None:
+    """What a norm or a feed-forward block is."""
+    module = call.module
+    tensors = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor)]
+    is_leaf = not any(True for _ in module.children())
+    if not isinstance(call.result, Tensor) or not tensors or not tensors[0].is_floating_point():
+        return None
+    if is_leaf and len(tensors) == 1:
+        return find_norm(module, tensors[0], call.result)
+    if is_leaf and len(tensors) == 2 and "norm" in type(module).__name__.lower():
+        return Finding("rms_norm", "no kernel", "a gated norm: trainkit has no kernel for it")
+    return find_gate(module, tensors[0], call.result) if len(tensors) == 1 else None
+
+
+def _record(replica: Any) -> tuple[list[_Seen], dict[tuple[type, str], tuple[Any, ...]]]:
+    """The first call of every module, and of every turning function by class and name."""
+    seen: dict[int, _Seen] = {}
+    turned: dict[tuple[type, str], tuple[Any, ...]] = {}
+    handles = []
+    for module in replica.modules():
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            seen.setdefault(id(module), _Seen(module, args, kwargs, result))
+
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    taps: dict[nn.Module, type[nn.Module]] = {}
+    made: dict[type, type] = {}
+    for module in replica.modules():
+        kind = type(module)
+        if kind not in made:
+            made[kind] = _tapped(kind, turned)
+        if made[kind] is not kind:
+            taps[module] = made[kind]
+    for module, tapped in taps.items():
+        module.__class__ = tapped
+    try:
+        with torch.no_grad(), Wide():
+            replica(**_batch(replica))
+    finally:
+        for module, tapped in taps.items():
+            module.__class__ = tapped.__bases__[0]
+        for handle in handles:
+            handle.remove()
+    return list(seen.values()), turned
+
+
+def _tapped(kind: type, turned: dict[tuple[type, str], tuple[Any, ...]]) -> type:
+    """A class whose turning functions say what they were called with."""
+    functions = turning_functions(kind)
+    if not functions:
+        return kind
+
+    def tap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            turned.setdefault((kind, name), (function, args, kwargs))
+            return function(*args, **kwargs)
+
+        return call
+
+    taps = {name: tap(name, function) for name, function in functions.items()}
+    new = {
+        name: redirected(method, taps)
+        for name, method in methods(kind)
+        if taps.keys() & _names_of(method)
+    }
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **new})
+
+
+def _names_of(method: Any) -> set[str]:
+    while hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return names_in(method.__code__)
+
+
+def _turning_parts(
+    module: nn.Module,
+    turned: Mapping[tuple[type, str], tuple[Any, ...]],
+    proved: dict[object, Finding],
+) -> Iterator[Part]:
+    """The turning functions of an attention module, and its linear layers."""
+    kind = type(module)
+    settings: dict[str, Any] = {"turning": ()}
+    findings = []
+    for (owner, name), (function, args, kwargs) in turned.items():
+        if owner is not kind:
+            continue
+        key = (function, str([getattr(each, "shape", each) for each in (*args, *kwargs.items())]))
+        if key not in proved:
+            proved[key] = find_turn(function, args, kwargs)
+        found = proved[key]
+        findings.append(found)
+        if found.verdict == "on":
+            settings["turning"] += ((name, found.settings["turn"]),)
+        else:
+            yield Part(found, kind.__name__, "rope")
+    if not settings["turning"]:
+        return
+    best = max((each for each in findings if each.verdict == "on"), key=lambda e: e.error or 0.0)
+    yield Part(replace(best, forward=Rewritten, settings=settings), kind.__name__, "rope")
+    linears = tuple(name for name, child in module.named_children() if is_linear(child))
+    if len(linears) > 1:
+        shared = Finding("rope", "on", "", None, None, Rewritten, {"linears": linears})
+        yield Part(shared, kind.__name__, "read together")
+
+
+def _joining_parts(module: nn.Module, norms: Mapping[Signature, Finding]) -> Iterator[Part]:
+    """A layer whose source adds and then calls one of its norms."""
+    joined = []
+    for name, child in module.named_children():
+        found = norms.get(signature(child))
+        if found is None or found.verdict != "on":
+            continue
+        made = found.settings
+        epsilon = made.get("eps_found", made["epsilon"])
+        joined.append(
+            JoinedNorm(
+                name, type(child), made["weight_name"], epsilon, made["offset"], made["cast"]
+            )
+        )
+    if not joined:
+        return
+    settings = {"norms": tuple(joined)}
+    made_class: Any = subclass_of(type(module), Rewritten, settings)
+    if made_class.joined:
+        detail = f"add, then {', '.join(made_class.joined)}"
+        found = Finding("add_rms_norm", "on", detail, None, None, Rewritten, settings)
+        yield Part(found, type(module).__name__, "add_rms_norm")
+
+
+# The whole step.
+
+
+def _settle(replica: Any, plan: Plan) -> None:
+    """Take out what alone makes the whole another; set the error of what is left."""
+    signatures = {module: plan.key_of(module) for module in replica.modules()}
+    _silence(replica)
+    with Wide():
+        truth = _step(replica)
+        with other_mode(replica):
+            evaluated = _loss_of(replica)
+
+    def attempt(labels: Iterable[str]) -> tuple[float, str]:
+        part = replace_labels(plan, set(labels))
+        swaps = None
+        try:
+            with Wide():
+                found, _, _ = part.swaps(replica, OPS, signatures)
+                swaps = Swaps(replica, found)
+                first = _difference(truth, _step(replica))
+                with other_mode(replica):
+                    second = relative(_loss_of(replica), evaluated), "the loss in evaluation"
+            return max(first, second, key=lambda each: each[0])
+        except FAILURES as error:
+            return float("inf"), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        finally:
+            if swaps is not None:
+                swaps.revert()
+            replica.zero_grad(set_to_none=True)
+
+    labels = list(
+        dict.fromkeys(
+            part.label
+            for parts in plan.parts.values()
+            for part in parts
+            if part.finding.verdict == "on"
+        )
+    )
+    if plan.loss is not None and plan.loss.verdict == "on":
+        labels.append("linear_cross_entropy")
+    error, where = attempt(labels)
+    if not error < WHOLE:
+        alone = {label: attempt([label, *_NEEDS.get(label, ())]) for label in labels}
+        for label, (its_error, its_where) in alone.items():
+            if not its_error < WHOLE:
+                plan.dropped[label] = _reported(its_error, its_where)
+        left = [label for label in labels if label not in plan.dropped]
+        error, where = attempt(left)
+        if not error < WHOLE:  # only together
+            plan.dropped.update(dict.fromkeys(left, _reported(error, where)))
+            error = 0.0
+    plan.whole_error = error
+    if plan.loss is not None and "linear_cross_entropy" in plan.dropped:
+        plan.loss = Finding("linear_cross_entropy", "refused", plan.dropped["linear_cross_entropy"])
+
+
+_NEEDS = {"read together": ("rope",)}
+
+
+def _reported(error: float, where: str) -> str:
+    if error == float("inf"):
+        return f"the whole model does not run with it: {where}"
+    return f"the whole model is off by {error:.0e} with it, at {where}"
+
+
+def replace_labels(plan: Plan, labels: set[str]) -> Plan:
+    """The plan with only these labels in it."""
+    parts = {
+        key: [part for part in each if part.label in labels] for key, each in plan.parts.items()
+    }
+    loss = plan.loss if "linear_cross_entropy" in labels else None
+    return Plan(plan.model_type, {key: each for key, each in parts.items() if each}, loss)
+
+
+def _step(replica: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients."""
+    replica.zero_grad(set_to_none=True)
+    loss = replica(**_batch(replica)).loss
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in replica.named_parameters()}
+
+
+@torch.no_grad()
+def _loss_of(replica: Any) -> Tensor:
+    loss: Tensor = replica(**_batch(replica)).loss
+    return loss
+
+
+def _difference(truth: Any, found: Any) -> tuple[float, str]:
+    """The largest relative error and where it is."""
+    worst = (relative(found[0].double(), truth[0].double()), "the loss")
+    sizes = {n: 0.0 if g is None else g.abs().max().item() for n, g in truth[1].items()}
+    largest = max(sizes.values(), default=1.0)
+    for name, wanted in truth[1].items():
+        gradient = found[1][name]
+        if wanted is None and gradient is None:
+            continue
+        zeros = torch.zeros_like(gradient if wanted is None else wanted)
+        other, true = (zeros if each is None else each for each in (gradient, wanted))
+        # Some gradients are zero in exact arithmetic: those of a bias of keys under a softmax.
+        size = max(sizes[name], 1e-4 * largest, 1e-300)
+        difference = (other - true).abs_().max().item() / size
+        if not difference <= worst[0]:
+            worst = (difference, name)
+    return worst
+
+
+def _silence(replica: Any) -> None:
+    """No dropout: a comparison of the whole needs a function. Norms and gates were found before."""
+    for module in replica.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(module, name, 0.0)
+    for config in (replica.config, replica.config.get_text_config()):
+        for name, value in list(vars(config).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(config, name, 0.0)
+
+
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """A replica's class may warn of what was said of the model already."""
+    transformers_logger = logging.getLogger("transformers")
+    level = transformers_logger.level
+    transformers_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers_logger.setLevel(level)

@@ -1,0 +1,174 @@
+"""A small model of the same classes and settings, on which proofs and checks run.
+
+It has the model's own configuration with fewer layers, and random weights. So it can be made
+however the model itself is held: sharded, quantised, adapted, on the meta device.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from trainkit.errors import PatchError
+from trainkit.models.linears import kind_of
+from trainkit.models.proof.compare import FAILURES
+from trainkit.models.swap import plain_class
+from trainkit.parallel.parameters import where_it_computes
+
+CPU_VOCABULARY = 4096
+"""On a CPU, a vocabulary of 150,000 in fp64 takes minutes."""
+
+_PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "idx")
+Signature = tuple[Any, ...]
+
+
+def outermost(model: nn.Module) -> PreTrainedModel:
+    """The outermost Hugging Face model.
+
+    Raises:
+        PatchError: there is none.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise PatchError(f"{type(model).__name__} holds no Hugging Face model")
+
+
+def signature(module: nn.Module) -> Signature:
+    """What makes two modules the same function, but for their weights.
+
+    Adapted and quantised linear layers count as the linear layers they stand for.
+    """
+    module = unwrapped(module)
+    own = vars(module).items()
+    plain = sorted(
+        (name, value if isinstance(value, bool | int | float | str) else _named(value))
+        for name, value in own
+        if (isinstance(value, bool | int | float | str) or _named(value))
+        and name not in (*_PLACES, "training", "gradient_checkpointing")
+        and not name.startswith("_")
+    )
+    children = tuple(
+        (name, "linear" if is_linear(child) else signature(child))
+        for name, child in module.named_children()
+    )
+    return (plain_class(module), tuple(plain), children)
+
+
+def code_signature(module: nn.Module) -> Signature:
+    """What makes two modules run the same lines: numbers may differ, as multipliers by depth do."""
+    own = sorted(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, bool | str)
+        and name not in ("training", "gradient_checkpointing")
+        and not name.startswith("_")
+    )
+    names = tuple(name for name, _ in module.named_children())
+    return (plain_class(module), "code", tuple(own), names)
+
+
+def _named(value: Any) -> str:
+    """Of a function that a module holds, its name: activations may be given as such."""
+    is_function = callable(value) and not isinstance(value, nn.Module | type)
+    return getattr(value, "__qualname__", "") if is_function else ""
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer, plain, packed or adapted."""
+    return kind_of(unwrapped(module)) is not None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What an adapter, or peft's ``modules_to_save``, lies on."""
+    for name in ("base_layer", "original_module"):
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module):
+            return inner
+    return module
+
+
+def make_replica(model: nn.Module, vocabulary: int | None = None) -> PreTrainedModel:
+    """The plain model with a layer of each kind and random weights, in the model's dtype and place.
+
+    Args:
+        model: patched or not.
+        vocabulary: the most tokens that it knows; None for the model's own, on a CPU a part.
+    """
+    causal_lm: Any = outermost(model)
+    if all(each.is_meta for each in (*causal_lm.parameters(), *causal_lm.buffers())):
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = torch.float32
+    else:
+        device, dtype = where_it_computes(causal_lm)
+    config = _cut(copy.deepcopy(causal_lm.config), num_layers_needed(causal_lm))
+    text = config.get_text_config()
+    if vocabulary is None and device.type == "cpu":
+        vocabulary = CPU_VOCABULARY
+    if vocabulary is not None:
+        text.vocab_size = min(text.vocab_size, vocabulary)
+        if (getattr(text, "pad_token_id", None) or 0) >= text.vocab_size:
+            text.pad_token_id = 0
+    config._attn_implementation = "sdpa" if causal_lm._supports_sdpa else "eager"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        replica: PreTrainedModel = plain_class(causal_lm)(config)
+        for parameter in replica.parameters():
+            if parameter.dim() == 1:  # norms begin at one and biases at zero: that would hide much
+                parameter.data += 0.1 * torch.randn_like(parameter)
+    with suppress(*FAILURES):  # not every class has experts; grouped products take no fp64
+        replica.set_experts_implementation("eager")
+    # What adapters freeze gets no gradient here either: those of embeddings and head, in two
+    # dtypes, would take more memory than a 4-bit base.
+    if not any(p.requires_grad for end in _ends(causal_lm) for p in end.parameters()):
+        for end in _ends(replica):
+            end.requires_grad_(False)
+    return cast(replica, dtype).eval()
+
+
+def _cut(config: Any, num_layers: int | None) -> Any:
+    """The configuration with so many layers; lists of one value a layer are cut with them."""
+    text = config.get_text_config()
+    before = getattr(text, "num_hidden_layers", None)
+    if num_layers is None or not isinstance(before, int) or num_layers >= before:
+        return config
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list | tuple) and len(value) == before:
+            setattr(text, name, value[:num_layers])
+    text.num_hidden_layers = num_layers
+    return config
+
+
+def num_layers_needed(model: Any) -> int | None:
+    """How many of the first layers show every kind; None where no list of layers is found."""
+    number = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            found: dict[Signature, int] = {}
+            for index, layer in enumerate(module):
+                found.setdefault(signature(layer), index)
+            return max(found.values()) + 1
+    return None
+
+
+def _ends(model: Any) -> Iterator[nn.Module]:
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if end is not None:
+            yield end
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Parameters only: the rotary tables stay in fp32, as from_pretrained leaves them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def known(tokens: Mapping[str, Tensor], replica: PreTrainedModel) -> dict[str, Tensor]:
+    """Tokens that the replica knows; labels of tokens that are not trained stay."""
+    size = replica.config.get_text_config().vocab_size
+    return {key: ids.where(ids < 0, ids % size) for key, ids in tokens.items()}

@@ -1,5 +1,0 @@
-"""Patches the glm4 models that are loaded afterwards, and no others."""
-
-from trainkit.replace_kernel.loading import install
-
-install("glm4")
