@@ -97,12 +97,11 @@ def test_a_key_of_a_recipe_is_a_field(tmp_path):
     """In a copy of the package: peft's key is known, shown, compared on resume, and acts."""
     package = tmp_path / "trainkit"
     shutil.copytree(ROOT / "trainkit", package)  # compiled files too: they know their source's time
-    section, refused = package / "options" / "lora.py", package / "options" / "adapters.py"
-    section.write_text(section.read_text().replace("    exclude_modules:", KEY))
-    lines = refused.read_text().splitlines(keepends=True)
+    section = package / "options" / "lora.py"
+    lines = section.read_text().splitlines(keepends=True)
     start = next(n for n, line in enumerate(lines) if "layers_to_transform" in line)
     del lines[start : start + 2]
-    refused.write_text("".join(lines))
+    section.write_text("".join(lines).replace("    exclude_modules:", KEY))
     (tmp_path / "r.yaml").write_text(
         "model: {name_or_path: m}\n"
         "data: {train: [a.jsonl]}\n"

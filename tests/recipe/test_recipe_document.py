@@ -115,7 +115,7 @@ def test_a_missing_file_shows_its_absolute_path(tmp_path, monkeypatch):
 
 
 def test_a_directory_is_no_recipe(tmp_path):
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="a folder, where a file is meant"):
         read_document(tmp_path)
 
 

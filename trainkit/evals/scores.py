@@ -108,14 +108,14 @@ class Evaluation:
                 raise
 
 
-def earlier(target: Path, asked: Mapping[str, Any]) -> tuple[list[Score], list[str]] | None:
+def earlier(target: Path, question: Mapping[str, Any]) -> tuple[list[Score], list[str]] | None:
     """Scores and notes that an earlier call left there, if it asked the same of the same weights.
 
     A call that was killed while it redrew the report has left all of them.
     """
     try:
         content = json.loads((target / RESULTS).read_text(encoding="utf-8"))
-        if content["asked"] != jsonable(dict(asked)):
+        if content["asked"] != jsonable(dict(question)):
             return None
         return [Score(**row) for row in content["scores"]], list(content["notes"])
     except (OSError, ValueError, LookupError, TypeError):

@@ -211,7 +211,7 @@ def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequenc
 
 
 def _refuse_config(path: Path, model: nn.Module) -> None:
-    """Refuse patterns that never end and scales that are no numbers; the rest peft says."""
+    """Refuse patterns that never end and scales that are not finite; the rest peft says."""
     try:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -156,7 +156,7 @@ def read_adapter_config(directory: Path, *, with_peft: bool = False) -> dict[str
 
 
 def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
-    """Refuse a scale that is no number: JSON readers take NaN and Infinity.
+    """Refuse a scale that is NaN or infinite: JSON readers take NaN and Infinity.
 
     Raises:
         CheckpointError: naming the key.

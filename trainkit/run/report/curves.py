@@ -271,7 +271,7 @@ def seconds_spent(steps: Sequence[float], step_seconds: Sequence[float]) -> list
         steps: of the rows.
         step_seconds: of one step, as each row says.
     """
-    befores = [0.0, *steps[:-1]]
+    befores = [0.0, *steps][:-1]
     parts = zip(befores, steps, step_seconds, strict=True)
     return list(accumulate(each * max(step - before, 1) for before, step, each in parts))
 

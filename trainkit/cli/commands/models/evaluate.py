@@ -141,12 +141,12 @@ def evaluate(
         "shots": shots,
         "allow_code": allow_code,
     }
-    asked = {
+    question = {
         "tasks": names, **choice, "backend": backend.value, "dtype": dtype.value,
         "chat_template": chat_template, **benchmark.settings_of(paths, asking),
     }  # fmt: skip
-    known = earlier(target, asked)
-    if known is not None and asked["weights"] is not None:
+    known = earlier(target, question)
+    if known is not None and question["weights"] is not None:
         echo(f"{target} has these scores from an earlier call", err=True)
         _tell(paths, target, *known, as_json=as_json)
         return
@@ -161,7 +161,7 @@ def evaluate(
     found = ask()
     if found is None:
         return  # not the first rank
-    replace(found, settings={**found.settings, "asked": asked}).write(target)
+    replace(found, settings={**found.settings, "asked": question}).write(target)
     _tell(paths, target, found.scores, found.notes, as_json=as_json)
 
 
