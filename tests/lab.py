@@ -103,7 +103,7 @@ class Lab:
         """
         import torch
         from tiny import make_qwen2
-        from transformers import PrinterCallback, set_seed
+        from transformers import set_seed
 
         from trainkit.objectives import SFT
         from trainkit.options.parallel import ParallelOptions
@@ -113,7 +113,7 @@ class Lab:
         from trainkit.train.callbacks import StopOnRequest
         from trainkit.train.checkpoints import CheckpointWriter
         from trainkit.train.faults.signals import StopRequest
-        from trainkit.train.trainer import ObjectiveTrainer
+        from trainkit.train.loop import Loop
 
         values = {
             "per_device_train_batch_size": batch,
@@ -154,7 +154,7 @@ class Lab:
             **(given or {}),
         }
         stop = StopRequest()
-        trainer = ObjectiveTrainer(
+        trainer = Loop(
             model=model,
             args=args,
             layout=layout,
@@ -164,7 +164,6 @@ class Lab:
             **given,
         )
         trainer.add_callback(StopOnRequest(stop))
-        trainer.remove_callback(PrinterCallback)
         return trainer
 
 

@@ -47,7 +47,7 @@ def full(root, stage, number=errno.ENOSPC):
     from trainkit.errors import CheckpointError
 
     trainer = _trainer(root, "full", stage, max_steps=30)
-    trainer.checkpoints.failed = trainer._stop.fail
+    trainer.checkpoints.failed = trainer.stop.fail
     if os.environ["RANK"] == "1" or os.environ["WORLD_SIZE"] == "1":
         plain = torch.save
 

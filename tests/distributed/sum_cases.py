@@ -62,7 +62,7 @@ def distance_from_exact_sum(root, stage, accumulate, **options):
     if stage:
         masters = {n: safe_get_full_fp32_param(p) for n, p in trainer.model.named_parameters()}
     else:
-        pairs = {id(parameter): master for parameter, master in trainer._masters._pairs}
+        pairs = {id(parameter): master for parameter, master in trainer.optimizer._pairs}
         masters = {n: pairs[id(p)] for n, p in trainer.model.named_parameters()}
     errors = []
     for name, sum_ in exact.items():

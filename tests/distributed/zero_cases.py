@@ -59,6 +59,6 @@ def stop_one_rank(root):
     lab = Lab(make_tokenizer(), Path(root))
     trainer = lab.trainer("stopped", batch=2, save_steps=100)
     if os.environ["RANK"] == "1":
-        trainer._stop.number = 15
+        trainer.stop.number = 15
     trainer.train()
     return trainer.state.global_step

@@ -9,11 +9,11 @@ from invariance.parity_cases import differences
 from ranks import run_ranks
 
 CASES = {
-    "full fp32": {"batch": 4},
-    "full under bf16 autocast": {"batch": 4, "bf16": True, "dropout": 0.1},
-    "lora with dropout": {"batch": 4, "lora": True, "max_grad_norm": 0.5},
-    "lora under bf16 autocast": {"batch": 2, "lora": True, "bf16": True, "accumulate": 2},
-    "accumulation over uneven epochs, cosine": {
+    "full": {"batch": 4},
+    "full-autocast": {"batch": 4, "bf16": True, "dropout": 0.1},
+    "lora": {"batch": 4, "lora": True, "max_grad_norm": 0.5},
+    "lora-autocast": {"batch": 2, "lora": True, "bf16": True, "accumulate": 2},
+    "accumulation": {
         "batch": 2,
         "accumulate": 4,
         "dropout": 0.1,
@@ -21,7 +21,7 @@ CASES = {
         "warmup_steps": 5,
         "logging_steps": 3,
     },
-    "no clipping, weight decay, adafactor": {
+    "unclipped": {
         "batch": 4,
         "max_grad_norm": 0.0,
         "weight_decay": 0.1,
@@ -29,7 +29,7 @@ CASES = {
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 3,
     },
-    "by epochs, recomputed": {
+    "epochs": {
         "batch": 2,
         "accumulate": 2,
         "steps": -1,

@@ -4,49 +4,57 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import TrainerState, TrainingArguments
 
 from trainkit.objectives.batches import BatchCounts
+from trainkit.parallel.ranks import Ranks
+from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.log.meter import Meter
+from trainkit.train.log.rows import Rows
+from trainkit.train.results.evaluations import Evaluations
 from trainkit.train.resume.changes import Change, Review
-from trainkit.train.resume.take_up import TakeUp, load_window, options_of, save_window
+from trainkit.train.resume.take_up import TakeUp, options_of
 
 
 def make_meter():
-    return Meter(
-        Accelerator(cpu=True), own=None, stream=None, flops_per_token=None, peak_flops=None
+    ranks = SimpleNamespace(
+        device=torch.device("cpu"), num_processes=1, reduce=lambda each, reduction: each
     )
+    return Meter(ranks, own=None, stream=None, flops_per_token=None, peak_flops=None)
 
 
 def make_trainer(tmp_path, groups=()):
-    return SimpleNamespace(
-        args=TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-2, report_to="none"),
+    args = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-2, report_to="none")
+    found = SimpleNamespace(
+        args=args,
         model=torch.nn.Linear(2, 2),
         meter=make_meter(),
         group_options=options_of(groups),
         checkpoints=CheckpointWriter(tmp_path, {}),
-        _tr_loss=torch.tensor(0.0),
-        _globalstep_last_logged=0,
-        measurements=None,
-        _stop=StopRequest(),
-        _determine_best_metric=lambda metrics, trial: False,
+        evaluations=Evaluations(),
+        stop=StopRequest(),
+        state=TrainerState(global_step=6),
+        ranks=Ranks(args),
+        rows=Rows(),
     )
+    found.model.num_parameters = lambda **_: 6
+    found.rows.begin(found, None)
+    return found
 
 
 def test_what_was_counted_since_the_last_row_comes_back(tmp_path):
     before, after = make_trainer(tmp_path), make_trainer(tmp_path)
-    before._tr_loss, before._globalstep_last_logged = torch.tensor(3.7), 5
+    before.rows.loss_sum, before.rows.logged_step = torch.tensor(3.7), 5
     for tokens, trained in ((7, 3), (9, 4)):
         before.meter.count_step(0.5)
         before.meter.count_batch(BatchCounts(tokens, trained, trained))
     before.meter._carried_correct = torch.tensor([5, 7])
-    save_window(tmp_path, before)
-    load_window(tmp_path, after)
-    assert after._tr_loss.item() == before._tr_loss.item()
-    assert after._globalstep_last_logged == 5
+    before.rows.save(before, Save(tmp_path))
+    after.rows.begin(after, tmp_path)
+    assert after.rows.loss_sum.item() == before.rows.loss_sum.item()
+    assert after.rows.logged_step == 5
     after.meter.count_step(0.5)
     after.meter.count_batch(BatchCounts(1, 1, 1))
     row = after.meter.read(after.model)
@@ -102,7 +110,7 @@ def test_a_factor_is_that_of_the_changed_key_alone():
 def test_a_run_that_goes_on_is_not_evaluated_as_at_its_beginning(tmp_path):
     """It would be one row more, and one more evaluation for early stopping to count."""
     *_, trainer = take_up(tmp_path)
-    assert not trainer.args.eval_on_start
+    assert not trainer.evaluations.makes_up
 
 
 @pytest.mark.parametrize("was_evaluated", [True, False])
@@ -120,7 +128,8 @@ def test_a_schedule_that_follows_the_loss_hears_an_evaluation_that_is_made_up_fo
     state.compute_steps = lambda *_: None
     callback = TakeUp(trainer, Review(), tmp_path / "checkpoint-2")
     callback.on_train_begin(args, state, None, optimizer=optimizer, lr_scheduler=schedule)
-    assert args.eval_on_start is not was_evaluated
-    for _ in range(2):  # the first is made up for; the second takes transformers' own way
-        callback.on_evaluate(args, state, None, lr_scheduler=schedule, metrics={"eval_loss": 1.0})
+    assert trainer.evaluations.makes_up is not was_evaluated
+    trainer.state, trainer.scheduler, trainer.follows_metric = state, schedule, True
+    trainer.evaluations.measure = lambda loop: {"eval_loss": 1.0}
+    trainer.evaluations.begin(trainer, tmp_path / "checkpoint-2")
     assert schedule.last_epoch == (0 if was_evaluated else 1)

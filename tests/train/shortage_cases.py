@@ -8,9 +8,9 @@ def without_memory(most_rows, *, from_step=0, on_rank=None, row_tokens=0):
     """Within, more rows than ``most_rows`` do not fit, from a step on; packed ones by tokens."""
     import torch
 
-    from trainkit.train.trainer import ObjectiveTrainer
+    from trainkit.train.loop import Loop
 
-    plain = ObjectiveTrainer._prepare_inputs
+    plain = Loop.prepare
 
     def prepare(self, inputs):
         prepared = plain(self, inputs)
@@ -22,7 +22,7 @@ def without_memory(most_rows, *, from_step=0, on_rank=None, row_tokens=0):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
         return prepared
 
-    return mock.patch.object(ObjectiveTrainer, "_prepare_inputs", prepare)
+    return mock.patch.object(Loop, "prepare", prepare)
 
 
 def sft(cwd, argv, **shortage):

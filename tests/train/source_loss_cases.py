@@ -65,7 +65,6 @@ def make_trainer(
 ):
     """Eight documents a step, whatever the cut; four steps are all of them."""
     from tiny import make_qwen2, make_tokenizer
-    from transformers import PrinterCallback
 
     from trainkit.models import attention
     from trainkit.objectives import SFT
@@ -75,7 +74,7 @@ def make_trainer(
     from trainkit.train.arguments import training_arguments
     from trainkit.train.checkpoints import CheckpointWriter
     from trainkit.train.faults.signals import StopRequest
-    from trainkit.train.trainer import ObjectiveTrainer
+    from trainkit.train.loop import Loop
 
     values = {
         "per_device_train_batch_size": batch // 4 if packed else batch,
@@ -107,7 +106,7 @@ def make_trainer(
         attention.install(model)
     if kernels:
         patch(model)
-    trainer = ObjectiveTrainer(
+    return Loop(
         objective=SFT,
         model=model,
         args=args,
@@ -118,8 +117,6 @@ def make_trainer(
         checkpoints=CheckpointWriter(Path(root) / "run", {}),
         stop=StopRequest(),
     )
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def rows_of(trainer):

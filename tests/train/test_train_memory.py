@@ -18,7 +18,7 @@ from trainkit.estimate.shape import find_shape
 from trainkit.run import Console
 from trainkit.train import memory
 from trainkit.train.faults import shortage
-from trainkit.train.trainer import ObjectiveTrainer
+from trainkit.train.loop import Loop
 
 RECIPE = """\
 model: {{name_or_path: "{model}", dtype: float32}}
@@ -135,15 +135,15 @@ def test_on_a_cpu_nothing_is_said(project, capsys):
 def test_out_of_memory_names_the_batch_the_owners_and_the_cure(project, monkeypatch, capsys, known):
     if known:
         _has(monkeypatch, 80)
-    plain, calls = ObjectiveTrainer.compute_loss, []
+    plain, calls = Loop.micro_loss, []
 
-    def compute_loss(self, *arguments, **options):
+    def micro_loss(self, *arguments, **options):
         calls.append(1)
         if len(calls) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
         return plain(self, *arguments, **options)
 
-    monkeypatch.setattr(ObjectiveTrainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Loop, "micro_loss", micro_loss)
     assert main(["sft", "small.yaml", "--output-dir", "run"]) == 1
     said = capsys.readouterr().err
     for part in ("in step 3", "2 x ", "lengths ", "weights 0.0", "optimizer 0.0", "2 GiB"):

@@ -39,17 +39,17 @@ def _kill(mark: Path) -> None:
 
 
 def _kill_in_step(step: int, after: float, mark: Path) -> None:
-    from trainkit.train.trainer import ObjectiveTrainer
+    from trainkit.train.loop import Loop
 
-    plain = ObjectiveTrainer.get_batch_samples
+    plain = Loop.take
 
-    def get_batch_samples(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def take(self: Any, batches: Any) -> Any:
         if self.state.global_step + 1 == step:
             self.checkpoints.settle()  # or nothing might be left to go on from
             threading.Timer(after, _kill, [mark]).start()
-        return plain(self, *arguments, **keywords)
+        return plain(self, batches)
 
-    ObjectiveTrainer.get_batch_samples = get_batch_samples  # type: ignore[method-assign]
+    Loop.take = take  # type: ignore[method-assign]
 
 
 def _kill_at_write(number: int, mark: Path) -> None:

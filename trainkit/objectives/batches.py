@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from trainkit.data.options import IGNORE_INDEX
 from trainkit.data.serve.streaming import SampleStream
 
 _COUNTS = ("num_tokens", "num_trained_tokens")
@@ -143,12 +142,6 @@ def without_training(item: Any) -> Any:
     if isinstance(item, Mapping):
         return {**item, "loss_mask": np.zeros_like(item["loss_mask"])}
     return [without_training(sample) for sample in item]
-
-
-def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch as it is, of which nothing is trained."""
-    labels = torch.full_like(batch["labels"], IGNORE_INDEX)
-    return {**batch, "labels": labels, "num_trained_tokens": 0}
 
 
 def count_tokens(items: Sequence[Any]) -> int:

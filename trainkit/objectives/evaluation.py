@@ -7,15 +7,16 @@ more than a long one, and changes with the batch size.
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.objectives.batches import BatchCounts
-from trainkit.objectives.objective import Loss
+from trainkit.objectives.objective import EvaluatedBatch, Loss
+from trainkit.parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,20 @@ class Evaluation:
 
     Attributes:
         loss: of the objective, on this model.
-        accelerator: knows the ranks.
+        ranks: the processes.
         take_counts: takes the counts out of a batch.
-        prepare: moves a batch to the device.
-        autocast: what training computes under.
+        run: has a function of model and batch measure a batch of the host; None where another rank
+            has the answer.
+        sharing: what the model is called within.
         counts_rows: whether this rank's items are counted: one of those that share the rows.
         counts_losses: whether its losses are: one of those that compute the same.
     """
 
     loss: Loss
-    accelerator: Accelerator
+    ranks: Ranks
     take_counts: Callable[[dict[str, Any]], BatchCounts]
-    prepare: Callable[[dict[str, Any]], dict[str, Any]]
-    autocast: Callable[[], AbstractContextManager[Any]]
+    run: Callable[[dict[str, Any], Callable[[Any, dict[str, Any]], EvaluatedBatch]], Any]
+    sharing: Callable[[], AbstractContextManager[Any]]
     counts_rows: bool = True
     counts_losses: bool = True
 
@@ -55,16 +57,16 @@ class Evaluation:
             ``PREFIX_loss``, ``PREFIX_num_trained_tokens``, and the objective's own figures.
         """
         # Losses and their items; routers' losses and the batches that have them; trained tokens.
-        totals = torch.zeros(5, dtype=torch.float64, device=self.accelerator.device)
+        totals = torch.zeros(5, dtype=torch.float64, device=self.ranks.device)
         with evaluation_mode(model):
             for batch in batches:
                 counts = self.take_counts(batch)
-                inputs = self.prepare(batch)
-                with self.autocast():
-                    found = self.loss.evaluate(model, inputs, counts.num_items)
-                totals[0] += found.loss_sum.double() * self.counts_losses
+                with self.sharing():
+                    found = self.run(batch, partial(self.loss.evaluate, num_items=counts.num_items))
+                if found is not None:
+                    totals[0] += found.loss_sum.double() * self.counts_losses
                 totals[1] += counts.num_items * self.counts_rows
-                if found.router_loss is not None:
+                if found is not None and found.router_loss is not None:
                     totals[2] += found.router_loss.double()
                     totals[3] += 1
                 totals[4] += counts.num_trained_tokens * self.counts_rows
@@ -72,7 +74,7 @@ class Evaluation:
         if own is not None:
             mine = own.take(totals.device).flatten()
             totals = torch.cat((totals, mine * self.counts_losses))
-        totals = self.accelerator.reduce(totals, reduction="sum")
+        totals = self.ranks.reduce(totals, reduction="sum")
         loss_sum, num_items, router_sum, num_batches, num_tokens, *sums = totals.tolist()
         metrics = {
             f"{prefix}_loss": loss_sum / max(num_items, 1) + router_sum / max(num_batches, 1),

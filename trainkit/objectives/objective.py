@@ -1,6 +1,6 @@
 """What an objective is: the rows it takes, their batches, the loss on a model, the figures.
 
-The Trainer subclass knows these three classes and no objective by name.
+The loop knows these three classes and no objective by name.
 """
 
 from collections.abc import Callable, Sequence

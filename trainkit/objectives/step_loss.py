@@ -7,6 +7,7 @@ auxiliary loss is a mean over whatever it is given; both get their right weight 
 evaluation takes the same parts, so both losses are the same quantity.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +131,16 @@ class StepLoss:
             return None
         auxiliary = outputs.get("aux_loss")
         return None if auxiliary is None else self.router_coefficient * auxiliary
+
+
+def accepts_num_items(model: nn.Module) -> bool:
+    """Whether a model's class divides by a number it is given, as transformers' Trainer decides."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    known = getattr(base, "accepts_loss_kwargs", None)
+    if known is not None:
+        return bool(known)
+    kinds = [each.kind for each in inspect.signature(base.forward).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _router_coefficient(model: nn.Module) -> float:

@@ -1,14 +1,18 @@
-"""What every training engine answers, and the answers of plain DistributedDataParallel. No torch.
+"""What every strategy of spreading a run over processes answers. No torch.
 
-Another engine is a subclass that answers differently, and a row of ``strategies.py``.
+A strategy owns its step: it places the model, takes it forward and backward, updates it, saves and
+loads it. Whoever holds one never asks which. Plain DistributedDataParallel is
+`trainkit.parallel.replicated`; each other one is a subclass of that, or of `Engine`, and a row of
+``strategies.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainkit.parallel.process import ProcessRank
 
@@ -16,31 +20,71 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from trainkit.parallel.ranks import Ranks
+
+Batch = dict[str, Any]
+"""What the model and the loss take of a micro-batch, on the device."""
+
+LoadPart = Callable[[type, Any, Callable[[type], tuple[Any, Any]]], tuple[Any, Any]]
+
+
+class Saving(Protocol):
+    """Where a strategy's files of a checkpoint, or of a model, go: at once or in the background."""
+
+    directory: Path
+
+    def copied(self, state: Any) -> Any:
+        """A state that training cannot change while it is written."""
+
+    def defer(self, path: Path | None, job: Callable[[], None]) -> None:
+        """Have ``job`` write, perhaps later; ``path`` is its only file, or None."""
+
+    def attempt(self, job: Callable[[], object]) -> None:
+        """Write a small file now."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a strategy trains.
+
+    Attributes:
+        model: placed already.
+        optimizer: of its parameters.
+        args: transformers' TrainingArguments.
+        ranks: the processes.
+        num_steps: of the run.
+        averages: the optimizer averages gradients over ranks by itself.
+    """
+
+    model: Any
+    optimizer: Any
+    args: Any
+    ranks: Ranks
+    num_steps: int
+    averages: bool = False
+
 
 class Engine:
-    """DistributedDataParallel, or one process: every rank holds the whole model.
+    """One strategy at work in this process.
 
     Attributes:
         keeps_masters: it keeps fp32 copies of half-precision weights, so the optimizer must not.
-        holds_back: it does not take a step with a NaN or infinite gradient.
-        places_weights: it spreads the weights before the optimizer is made, so nobody may wrap the
-            model; it saves and loads them, too.
-        reads_own_weights: it takes up a checkpoint's weights from files of its own.
+        holds_whole_model: each rank can run the model by itself.
         shards_optimizer: each rank holds a part of the optimizer's state.
         reshards: another number of ranks can take up those parts.
-        runs_steps: it takes all micro-batches of a step at once, and keeps a part of the model
-            on each rank: `load_part` to `clip` are asked.
         packages: whose versions decide the curve.
+        load_part: loads what this rank holds of a model: (class, configuration, ``from_pretrained``
+            of a class, with its report); None where each rank loads all of it.
     """
 
     keeps_masters = False
-    holds_back = False
-    places_weights = False
-    reads_own_weights = False
+    holds_whole_model = True
     shards_optimizer = False
     reshards = False
-    runs_steps = False
     packages: tuple[str, ...] = ()
+    load_part: LoadPart | None = None
+
+    # -- before there is a model ------------------------------------------------------------------
 
     def refuse_contradictions(self, training: Mapping[str, Any], *, world_size: int) -> None:
         """Refuse settings of the engine's own file that the recipe gives otherwise.
@@ -75,21 +119,7 @@ class Engine:
             ModelError: with the reason.
         """
 
-    def load_part(
-        self, model_class: type, config: Any, load: Callable[[type], tuple[Any, Any]]
-    ) -> tuple[Any, Any]:
-        """Load what this rank holds of a model.
-
-        Args:
-            model_class: of the model.
-            config: of the model.
-            load: ``from_pretrained`` of a class, with its report.
-        """
-        del config
-        return load(model_class)
-
-    def keep_part(self, model: nn.Module) -> None:
-        """Cut away what other ranks hold, in place; adapters and kernels are in the model."""
+    # -- the model, before it trains --------------------------------------------------------------
 
     def reads_parts(self, device: torch.device) -> Callable[[nn.Module], bool] | None:
         """Says of a model on the meta device whether each rank reads its part of it in `place`.
@@ -112,69 +142,110 @@ class Engine:
         del model
         return nullcontext()
 
-    def place(self, model: nn.Module, device: torch.device) -> None:
-        """Spread a whole model over the ranks, in place; before the optimizer is made."""
+    def receive(self, model: nn.Module, args: Any) -> None:
+        """Take a model that is loaded, adapters and kernels in it, to where it trains.
 
-    def place_stages(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """As `place`, of an engine that runs steps; ``autocast`` is what forward passes need."""
+        Raises:
+            RecipeError: the arguments ask for what cannot be done so.
+        """
+
+    def place(self, model: nn.Module, device: torch.device) -> None:
+        """Spread the model over the ranks, in place; before the optimizer is made."""
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def set_up(self, training: Training) -> nn.Module:
+        """All is made; returns the model as it is called in training."""
         raise NotImplementedError
 
-    def step(
+    @property
+    def optimizer(self) -> Any:
+        """Whose rates the schedule sets, and whose state counts; behind `set_up`."""
+        raise NotImplementedError
+
+    def forward_backward(
         self,
-        model: nn.Module,
-        batches: Sequence[Mapping[str, Any]],
-        loss: Callable[[nn.Module, dict[str, Any]], Any],
-        gather: Callable[[], object] = lambda: None,
-    ) -> torch.Tensor:
-        """All micro-batches of a step forth and back.
+        batches: Iterable[Batch],
+        count: int,
+        loss: Callable[[Any, Batch], torch.Tensor],
+        watch: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """All micro-batches of a step.
 
         Args:
-            model: cut; its mode counts.
-            batches: on the device.
-            loss: of a model that ends with a head and a batch: its part of the step's loss.
-            gather: takes what gradients there are into fp32, where somebody keeps them so.
+            batches: on the device, each once it is asked for.
+            count: how many there are.
+            loss: of a model and a batch: its part of the step's loss.
+            watch: is told each of them, and says what its gradients are to be multiplied with.
 
         Returns:
-            The loss of each micro-batch, (M,) float32, on every rank.
+            The losses, 0-d each, on every rank.
         """
         raise NotImplementedError
 
-    def forward(
+    def update(
         self,
-        model: nn.Module,
-        batch: Mapping[str, Any],
-        last: Callable[[nn.Module, dict[str, Any]], Any],
-    ) -> Any:
-        """A batch forth only; what ``last`` returns where the head is, None on other ranks."""
+        max_norm: float,
+        judge: Callable[[torch.Tensor | float | None, Any], None],
+        before: Callable[[], None],
+    ) -> tuple[torch.Tensor | float | None, bool]:
+        """Clip, hear the verdict on the numbers, step.
+
+        Args:
+            max_norm: infinite where nothing is clipped.
+            judge: is told the norm, and whose step is to be held back if it is bad: None where that
+                is done here.
+            before: is called when the step is about to be taken.
+
+        Returns:
+            The norm before clipping, and whether the schedule goes on.
+        """
         raise NotImplementedError
+
+    def clear(self) -> None:
+        """Let go of the step's gradients."""
+
+    def evaluate(self, batch: Batch, measure: Callable[[Any, Batch], Any]) -> Any:
+        """What ``measure`` says of a batch; None on a rank that has no part in the answer."""
+        raise NotImplementedError
+
+    def figures(self) -> Mapping[str, float]:
+        """For the log, since the last call; every rank calls it."""
+        return {}
 
     def runnable(self, model: nn.Module) -> nn.Module:
         """The model as something that gives logits when all ranks call it together."""
         return model
 
-    def finish_gradients(self, holders: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """After `step`: the sums over ranks. Each trained parameter with what has its gradient."""
+    # -- files ------------------------------------------------------------------------------------
+
+    def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
+        """Write the model as ``from_pretrained`` reads it; every rank calls it.
+
+        Args:
+            save: where.
+            write: writes all but the weights, and those that it is given; one rank calls it.
+        """
         raise NotImplementedError
 
-    def clip(self, holders: Mapping[nn.Parameter, nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip all ranks' gradients together; returns their norm before, 0-d."""
+    def save_state(self, save: Saving) -> None:
+        """Write what continues the run exactly, besides the weights; every rank calls it."""
         raise NotImplementedError
 
-    def take_seconds(self) -> tuple[float, float]:
-        """Of this rank since the last call: computing, and steps in all."""
+    def copied_by_a_save(self) -> list[torch.Tensor]:
+        """The tensors that this rank copies for a checkpoint, as often as it copies them."""
+        return []
+
+    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
+        """Before `place`: take up a checkpoint's weights, which ``read`` reads from whole files."""
+        read()
+
+    def load_state(self, folder: Path) -> None:
+        """Behind `set_up`: what `save_state` wrote."""
         raise NotImplementedError
 
-    def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Small weights of all ranks by name, on the first one; every rank calls it."""
-        raise NotImplementedError
-
-    def write_weights(self, model: nn.Module, folder: Path) -> None:
-        """Write this rank's part of a model as ``from_pretrained`` reads it; every rank calls."""
+    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
+        """The weights of another checkpoint of the run; ``read`` reads them from whole files."""
         raise NotImplementedError
 
     def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
@@ -182,47 +253,9 @@ class Engine:
         del name
         return parameter.dtype
 
-    def whole_weights(
-        self, model: nn.Module, *, keep: bool, adapters_only: bool
-    ) -> dict[str, torch.Tensor] | None:
-        """All weights by name, where this rank is to ``keep`` them; None: as ``state_dict`` has it.
-
-        Every rank calls it. ``adapters_only`` leaves out a frozen base.
-        """
-
-    @property
-    def shards_weights(self) -> bool:
-        """Whether no rank holds a full weight except while it is used."""
-        return False
-
-    def deferring_writes(
-        self, take: Callable[[Path, Callable[[], None]], None]
-    ) -> AbstractContextManager[None]:
-        """Within, files that the engine writes are given to ``take``, to be written later."""
-        del take
-        return nullcontext()
-
-    def save_shards(self, engine: Any, folder: Path, *, only_trained: bool) -> None:
-        """Write each rank's part, of an engine that wraps the model and saves by itself.
-
-        Args:
-            engine: the wrapped model.
-            folder: the checkpoint.
-            only_trained: leave out frozen weights.
-        """
-        raise NotImplementedError
-
-    def save_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
-        """Write what continues the run exactly, of an engine that places weights."""
-        raise NotImplementedError
-
-    def load_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
-        """Take up what `save_state` wrote."""
-        raise NotImplementedError
-
-    def load_weights(self, model: nn.Module, folder: Path) -> None:
-        """Take up the weights of what `save_state` wrote."""
-        raise NotImplementedError
+    def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
+        """Of each number of a parameter in a checkpoint, the optimizer's state left out."""
+        return self.saved_dtype(name, parameter).itemsize
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
         """A model that each rank can run by itself, after training.

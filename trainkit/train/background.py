@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from torch.distributed import TCPStore
 
 from trainkit.checkpoint.whole.atomic import record_files
+from trainkit.parallel.snapshot import snapshot
 
 _POLL_SECONDS = 0.05
 
@@ -62,12 +63,18 @@ class Save:
 
     Attributes:
         directory: where.
+        at_once: nothing is put off.
         problem: what could not be written so far.
     """
 
     directory: Path
+    at_once: bool = False
     problem: Exception | None = None
     _jobs: list[tuple[Path | None, Callable[[], None]]] = field(default_factory=list)
+
+    def copied(self, state: Any) -> Any:
+        """A state that training cannot change while it is written."""
+        return state if self.at_once else snapshot(state)
 
     def defer(self, path: Path | str | None, job: Callable[[], None]) -> None:
         """Write later, in the background: nothing that ``job`` reads may change meanwhile.
@@ -76,7 +83,10 @@ class Save:
             path: the file that it writes; None where it writes several.
             job: writes it.
         """
-        self._jobs.append((None if path is None else Path(path), job))
+        if self.at_once:
+            self.attempt(job)
+        else:
+            self._jobs.append((None if path is None else Path(path), job))
 
     def attempt(self, job: Callable[[], object]) -> None:
         """Write a small file now. An error must not keep this rank from what all do together."""

@@ -258,7 +258,7 @@ def _build(
         device=prepared.layout.engine.loading_device(args.device),
         fp8=fp8_setup(recipe, prepared.data, prepared.layout, args, chosen_before),
         loading_whole=prepared.layout.engine.loading_whole,
-        load_part=prepared.layout.engine.load_part if prepared.layout.engine.runs_steps else None,
+        load_part=prepared.layout.engine.load_part,
         reads_parts=prepared.layout.engine.reads_parts(args.device),
     )
 

@@ -1,9 +1,8 @@
 """Checkpoints of a run: written whole by all ranks together, found again, and thinned out.
 
-The writing itself is transformers' and DeepSpeed's; this module decides where it goes and when it
-counts. All ranks write into one staging directory; only after a barrier does rank 0 put the
-manifest in and rename. So DeepSpeed's ``latest`` file, which rank 0 writes before the others are
-done, can never point at half a checkpoint.
+What is written is the strategies'; this module decides where it goes, and when it counts. All
+ranks write into one staging directory; only after a barrier does rank 0 put the manifest in and
+rename. So DeepSpeed's ``latest`` file can never point at half a checkpoint.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerState
 
@@ -31,6 +29,7 @@ from trainkit.checkpoint.whole.atomic import (
 from trainkit.checkpoint.whole.manifest import FileEntry, Manifest, verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.parallel.part_files import check_parts
+from trainkit.parallel.ranks import Ranks
 from trainkit.places import checkpoints_in, step_of
 from trainkit.train.background import Background, Notes, Save
 
@@ -46,13 +45,13 @@ def folder_name(step: int) -> str:
 
 @contextmanager
 def written_together(
-    target: Path, accelerator: Accelerator, metadata: Mapping[str, Any], *, replace: bool = False
+    target: Path, ranks: Ranks, metadata: Mapping[str, Any], *, replace: bool = False
 ) -> Iterator[Path]:
     """Let all ranks write one directory that appears complete or not at all.
 
     Args:
         target: where it appears.
-        accelerator: knows the ranks.
+        ranks: the processes.
         metadata: plain JSON values for the manifest.
         replace: swap out an existing target; without it an existing target is an error.
 
@@ -64,7 +63,7 @@ def written_together(
             what was there before is as it was.
     """
     staged: list[str | None] = [None]
-    if accelerator.is_main_process:
+    if ranks.is_main_process:
         staged[0] = str(stage(target, replace=replace, makes_parent=False))
     staging = Path(str(broadcast_object_list(staged)[0]))
     inner = staging / target.name
@@ -73,16 +72,16 @@ def written_together(
         yield inner
     except Exception as error:
         failure = error
-    problems = _gather_problems(failure, accelerator)
-    if not problems and accelerator.is_main_process:
+    problems = _gather_problems(failure, ranks)
+    if not problems and ranks.is_main_process:
         try:
             _lift(inner)
             commit(staging, target, metadata=metadata, replace=replace)
         except (OSError, CheckpointError) as error:
             failure = error
-    problems = problems or _gather_problems(failure, accelerator)
+    problems = problems or _gather_problems(failure, ranks)
     if problems:
-        if accelerator.is_main_process:
+        if ranks.is_main_process:
             discard(staging)
         raise _not_written(target, problems[0]) from failure
 
@@ -133,7 +132,7 @@ class CheckpointWriter:
     def saving(
         self,
         step: int,
-        accelerator: Accelerator,
+        ranks: Ranks,
         state: TrainerState,
         *,
         limit: int | None = None,
@@ -143,7 +142,7 @@ class CheckpointWriter:
 
         Args:
             step: N.
-            accelerator: knows the ranks, which all call this.
+            ranks: the processes, which all call this.
             state: names the best checkpoint, which stays.
             limit: how many checkpoints stay, once this one is there.
             keep: another that stays.
@@ -154,7 +153,7 @@ class CheckpointWriter:
         self.wait()
         target = self.root / folder_name(step)
         staged: list[str | None] = [None]
-        if accelerator.is_main_process:
+        if ranks.is_main_process:
             if target.exists():
                 remove_directory(target)  # written by an attempt that is being redone
             sizes = [size_of(path) for path in checkpoints_in(self.root)]
@@ -163,24 +162,18 @@ class CheckpointWriter:
         staging = Path(str(broadcast_object_list(staged)[0]))
         save = Save(staging / target.name)
         save.attempt(partial(save.directory.mkdir, exist_ok=True))
-        if accelerator.is_main_process:
+        if ranks.is_main_process:
             save.attempt(shortage)  # all ranks hear of it before a byte of it is written
         try:
             yield save
         except Exception as error:
             save.problem = save.problem or error
-        if state.best_model_checkpoint == str(save.directory):
-            # transformers noted where it wrote; the state must name where it will be.
-            state.best_model_checkpoint = str(target)
-            if accelerator.is_main_process:
-                text = partial(state.save_to_json, str(save.directory / TRAINER_STATE))
-                save.attempt(text)
         if self._notes is None:
-            self._notes = Notes(accelerator.process_index, accelerator.num_processes)
+            self._notes = Notes(ranks.process_index, ranks.num_processes)
         notes = self._notes
         spared = {keep, target, Path(state.best_model_checkpoint or target)}
         self._background.start(
-            lambda: self._finish(save, target, notes, accelerator.is_main_process, limit, spared)
+            lambda: self._finish(save, target, notes, ranks.is_main_process, limit, spared)
         )
 
     def _finish(
@@ -293,9 +286,9 @@ def _lift(inner: Path) -> None:
     inner.rmdir()
 
 
-def _gather_problems(failure: BaseException | None, accelerator: Accelerator) -> list[str]:
+def _gather_problems(failure: BaseException | None, ranks: Ranks) -> list[str]:
     mine = [] if failure is None else [_said(failure)]
-    if accelerator.num_processes == 1:
+    if ranks.num_processes == 1:
         return mine
     return [problem for problem in gather_object([mine]) for problem in problem]
 

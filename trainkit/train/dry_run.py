@@ -1,4 +1,4 @@
-"""``--dry-run``: one optimizer step of the real Trainer, in a temporary directory.
+"""``--dry-run``: one optimizer step of the real loop, in a temporary directory.
 
 Everything is the run's own: arguments, model, self-check, loaders, optimizer, schedule, logs,
 evaluation, checkpoint. Only what would cost time or leave something behind is cut short: the first
@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +22,10 @@ from trainkit.train.data.run_data import RunData
 from trainkit.train.faults.disk import checkpoint_bytes, optimizer_bytes
 from trainkit.train.faults.shortage import is_shortage, out_of_memory
 from trainkit.train.faults.signals import StopRequest
+from trainkit.train.loop import Loop
 from trainkit.train.results.finish import generation_config
+from trainkit.train.results.hub import UntouchedHub
 from trainkit.train.session import Session
-from trainkit.train.trainer import ObjectiveTrainer
 
 LARGEST_CHECKPOINT = 2**30
 """Bytes of weights and optimizer states up to which a checkpoint is written to see that it can."""
@@ -74,44 +74,34 @@ class _OneBatch:
         return 1
 
 
-class OneStepTrainer(ObjectiveTrainer):
-    """The real Trainer, shown the longest batch first, and silent towards the hub."""
+class OneStep(Loop):
+    """The real loop, shown the longest batch first."""
 
+    hub_kind = UntouchedHub
     longest: dict[str, Any] | None = None
     num_micro_batches = 0
 
-    def _make_hub_repository(self, *_: Any, **__: Any) -> None:
-        """Ask the hub who we are, which needs network and login; make nothing there."""
-        from huggingface_hub import HfApi
-
-        HfApi().whoami(token=self.args.hub_token)
-
-    def push_checkpoint(self, checkpoint: Path) -> None:
-        """Push nothing."""
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], torch.Tensor | int | None]:
+    def take(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
         """The longest micro-batch, then those that the run begins with."""
         if self.longest is None:
-            self.longest = self.train_data.longest_batch(self._train_batch_size)
-            epoch_iterator = itertools.chain([dict(self.longest)], epoch_iterator)
-        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.num_micro_batches = self.num_micro_batches or len(batches)
-        return batches, num_items
+            self.longest = self.train_data.longest_batch(self.args.train_batch_size)
+            batches = itertools.chain([dict(self.longest)], batches)
+        micro = super().take(batches)
+        self.num_micro_batches = self.num_micro_batches or len(micro)
+        return micro
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+    def eval_batches(self) -> Any:
         """The longest batch alone."""
-        loader = super().get_eval_dataloader(eval_dataset)
-        assert self._eval_data is not None
-        return _OneBatch(self._eval_data.longest_batch(self.args.eval_batch_size), loader.dataset)
+        loader = super().eval_batches()
+        assert self.eval_data is not None
+        return _OneBatch(self.eval_data.longest_batch(self.args.eval_batch_size), loader.dataset)
 
 
 @dataclass
 class _OneStep(TrainerCallback):
     """Times one step, looks at what it holds in memory, and ends the training."""
 
-    trainer: OneStepTrainer
+    loop: OneStep
     verdict: DryRunVerdict = field(default_factory=DryRunVerdict)
     _started: float = 0.0
 
@@ -129,11 +119,11 @@ class _OneStep(TrainerCallback):
         _wait_for(args.device)
         found = self.verdict
         found.seconds = time.perf_counter() - self._started
-        found.optimizer_gib = optimizer_bytes(self.trainer) / 2**30
-        num_bytes = checkpoint_bytes(self.trainer)
+        found.optimizer_gib = optimizer_bytes(self.loop) / 2**30
+        num_bytes = checkpoint_bytes(self.loop)
         found.checkpoint_gib = num_bytes / 2**30
         control.should_log = True
-        control.should_evaluate = self.trainer.eval_dataset is not None
+        control.should_evaluate = self.loop.eval_data is not None
         # One process decides for all: they write together.
         decided = broadcast_object_list([num_bytes <= LARGEST_CHECKPOINT])
         control.should_save = args.save_strategy != "no" and bool(decided[0])
@@ -176,30 +166,30 @@ def run_one_step(session: Session) -> DryRunVerdict:
         RecipeError: the Trainer, the optimizer or the schedule refuses the settings.
         TrainkitError: out of memory (naming the sizes), or a figure is NaN or infinite.
     """
-    trainer = session.trainer(StopRequest(), OneStepTrainer)
-    assert isinstance(trainer, OneStepTrainer)
+    loop = session.loop(StopRequest(), OneStep)
+    assert isinstance(loop, OneStep)
     for tracker in get_reporting_integration_callbacks(session.args.report_to):
-        trainer.remove_callback(tracker)
-    step = _OneStep(trainer)
-    trainer.add_callback(step)
+        loop.remove_callback(tracker)
+    step = _OneStep(loop)
+    loop.add_callback(step)
     is_cuda = session.args.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     try:
-        trainer.train()
+        loop.train()
     except (RuntimeError, MemoryError) as error:
         if not is_shortage(error):
             raise
-        raise out_of_memory(trainer, session.expected, error) from error
+        raise out_of_memory(loop, session.expected, error) from error
     verdict = step.verdict
     if is_cuda:
         verdict.peak_memory_gib = torch.cuda.max_memory_allocated() / 2**30
-    assert trainer.longest is not None
-    verdict.num_tokens = int(trainer.longest["num_tokens"])
-    verdict.num_trained_tokens = int(trainer.longest["num_trained_tokens"])
-    verdict.num_micro_batches = trainer.num_micro_batches
+    assert loop.longest is not None
+    verdict.num_tokens = int(loop.longest["num_tokens"])
+    verdict.num_trained_tokens = int(loop.longest["num_trained_tokens"])
+    verdict.num_micro_batches = loop.num_micro_batches
     # Settings for generating that contradict each other are refused when final/ is written.
-    settings = generation_config(trainer.model, session.tokenizer, session.data.stop_token_ids)
+    settings = generation_config(loop.model, session.tokenizer, session.data.stop_token_ids)
     settings.save_pretrained(session.run.root)
     return verdict
 

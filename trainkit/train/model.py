@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.trainer_utils import align_special_tokens
 
 from trainkit.errors import RecipeError
 from trainkit.lora.adapter import attach, count_parameters, load_adapter, with_vocabulary
@@ -333,6 +334,24 @@ def _device_of_ranks() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def prepare_to_train(model: Any, tokenizer: Any, args: TrainingArguments) -> None:
+    """What ``training`` asks of the model itself, and the tokenizer of its configuration."""
+    if args.use_liger_kernel:
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(model, args.liger_kernel_config)
+    if args.gradient_checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)(
+            dict(args.gradient_checkpointing_kwargs or {})
+        )
+    align_special_tokens(model, tokenizer)
+    if "underflow_overflow" in args.debug:
+        from transformers.debug_utils import DebugUnderflowOverflow
+
+        DebugUnderflowOverflow(model)
 
 
 def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention:

@@ -12,7 +12,6 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from transformers import (
     PreTrainedTokenizerBase,
-    PrinterCallback,
     TrainerCallback,
     TrainingArguments,
 )
@@ -53,7 +52,9 @@ from trainkit.train.faults.signals import StopRequest, saving_on_signals
 from trainkit.train.faults.smaller_batch import BatchFinder, TryLongestBatch
 from trainkit.train.faults.watch import MarkProgress, Watch
 from trainkit.train.log.flops import peak_flops, training_flops_per_token
+from trainkit.train.log.rows import KEPT_ROWS
 from trainkit.train.log.trackers import RememberTrackers, go_on_with
+from trainkit.train.loop import Loop
 from trainkit.train.memory import MemoryRecord
 from trainkit.train.model import BuiltModel
 from trainkit.train.optimizer.finite import NumberError
@@ -69,7 +70,6 @@ from trainkit.train.refusals import settings_refused_by
 from trainkit.train.results.finish import AfterTraining, answer_held_out, best_of, save_final
 from trainkit.train.resume.changes import Review
 from trainkit.train.resume.take_up import TakeUp
-from trainkit.train.trainer import KEPT_ROWS, ObjectiveTrainer
 
 
 @dataclass(frozen=True)
@@ -139,36 +139,36 @@ class Session:
             ResumeRefusedError: ``point`` is beyond the recipe's last step.
         """
         stop = StopRequest()
-        trainer = self.trainer(stop)
+        loop = self.loop(stop)
         if point is not None:
-            trainer.add_callback(KeepToThePlan(point, self.console, self.layout.process))
-            trainer.add_callback(TakeUp(trainer, self.review, point.checkpoint, self.console.note))
+            loop.add_callback(KeepToThePlan(point, self.console, self.layout.process))
+            loop.add_callback(TakeUp(loop, self.review, point.checkpoint, self.console.note))
         recorder = self._recorder(point)
         if recorder is not None:
-            trainer.add_callback(recorder)
-            trainer.add_callback(RememberTrackers(self.run))
-            trainer.add_callback(TimeStart(self.stages, self.run))
+            loop.add_callback(recorder)
+            loop.add_callback(RememberTrackers(self.run))
+            loop.add_callback(TimeStart(self.stages, self.run))
             for note in go_on_with(self.run, self.args, goes_on=point is not None):
                 self.console.note(note)
         if self.expected is not None:
             about = self.expected, self.run, self.console, self.layout.process
             record = MemoryRecord(*about, is_exact=self.is_packed, is_continued=point is not None)
-            trainer.add_callback(record)
+            loop.add_callback(record)
         if self.batch.can_try:  # after the record of this start
-            trainer.add_callback(TryLongestBatch(self.batch, trainer))
+            loop.add_callback(TryLongestBatch(self.batch, loop))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # loading and checking the model is another matter
-        decided_by_main(self.layout.process, lambda: refuse_small_disk(trainer, self.run.root))
-        trainer.checkpoints.needed = lambda: checkpoint_bytes(trainer)
+        decided_by_main(self.layout.process, lambda: refuse_small_disk(loop, self.run.root))
+        loop.checkpoints.needed = lambda: checkpoint_bytes(loop)
         watch = self._watch()
-        trainer.watch = watch
-        trainer.add_callback(MarkProgress(watch))
+        loop.watch = watch
+        loop.add_callback(MarkProgress(watch))
         with watch.watching():
-            return self._train(trainer, stop, point, recorder)
+            return self._train(loop, stop, point, recorder)
 
     def _train(
         self,
-        trainer: ObjectiveTrainer,
+        loop: Loop,
         stop: StopRequest,
         point: ResumePoint | None,
         recorder: RunRecorder | None,
@@ -176,11 +176,11 @@ class Session:
         started = time.perf_counter()
         with saving_on_signals(stop, self.console.note):
             try:
-                trainer.train(None if point is None else str(point.checkpoint))
+                loop.train(None if point is None else str(point.checkpoint))
             except (RuntimeError, MemoryError) as error:
                 if not is_shortage(error):
                     raise
-                shortage = out_of_memory(trainer, self.expected, error)
+                shortage = out_of_memory(loop, self.expected, error)
                 if not self.batch.goes_back(shortage):
                     raise self.batch.for_resuming(shortage) from error
                 return self._going_back(recorder, shortage)
@@ -193,14 +193,14 @@ class Session:
                     recorder.finish()
                 if self.numbers.goes_back and not stop.is_wanted:
                     return error.with_traceback(None)  # which would keep the model alive
-                self._keep_weights(trainer, error)
+                self._keep_weights(loop, error)
                 raise
-        if trainer.watch is not None:
-            trainer.watch.stop_timing()
+        if loop.watch is not None:
+            loop.watch.stop_timing()
         seconds = time.perf_counter() - started
         if recorder is not None:
             recorder.finish()
-            rows = trainer.state.log_history
+            rows = loop.state.log_history
             # Of a long run the state has the last rows only.
             is_whole = len(rows) <= KEPT_ROWS
             self.run.write_json(
@@ -210,7 +210,7 @@ class Session:
             self.console.stop()
             self.console.note(f"continue with: {resume_command(self.run.root)}")
             raise StoppedError(stop.agreed, stop.why)
-        self._finish(trainer, seconds)
+        self._finish(loop, seconds)
         return None
 
     @staticmethod
@@ -221,23 +221,19 @@ class Session:
             recorder.finish()
         return error
 
-    def _keep_weights(self, trainer: ObjectiveTrainer, error: NumberError) -> None:
+    def _keep_weights(self, loop: Loop, error: NumberError) -> None:
         """Write down the weights that met a bad step, for `trainkit diagnose`; all ranks are here.
 
         What cannot be written must not hide what happened.
         """
         target = folder_of(self.run.root, error.step) / WEIGHTS
         try:
-            with written_together(
-                target, trainer.accelerator, {"step": error.step}, replace=True
-            ) as inner:
-                trainer.save_model(str(inner), _internal_call=True)
+            with written_together(target, loop.ranks, {"step": error.step}, replace=True) as inner:
+                loop.save_model(inner)
         except CheckpointError as problem:
             self.console.warn(f"the weights of the step could not be kept: {problem.what}")
 
-    def trainer(
-        self, stop: StopRequest, kind: type[ObjectiveTrainer] = ObjectiveTrainer
-    ) -> ObjectiveTrainer:
+    def loop(self, stop: StopRequest, kind: type[Loop] = Loop) -> Loop:
         """The Trainer with the callbacks that every run has.
 
         Raises:
@@ -248,8 +244,8 @@ class Session:
             # Only a tower next to the text model has weights that no text reaches; looking for
             # such weights costs a walk of the graph every step.
             self.args.ddp_find_unused_parameters = config.get_text_config() is not config
-        with settings_refused_by("the Trainer", "training"):
-            trainer = kind(
+        with settings_refused_by("the loop", "training"):
+            loop = kind(
                 model=self.built.model,
                 args=self.args,
                 layout=self.layout,
@@ -271,32 +267,31 @@ class Session:
                 flops_per_token=training_flops_per_token(self.built.model, self.max_length),
                 peak_flops=peak_flops(),
             )
-        trainer.remove_callback(PrinterCallback)
         stop_ids = self.data.stop_token_ids
-        self.after.questions.attach(trainer, self.tokenizer, stop_ids, self.console.note)
-        trainer.add_callback(StopOnRequest(stop))
-        trainer.add_callback(self._recompute(trainer))
+        self.after.questions.attach(loop, self.tokenizer, stop_ids, self.console.note)
+        loop.add_callback(StopOnRequest(stop))
+        loop.add_callback(self._recompute(loop))
         if self.built.fp8 is not None:
-            trainer.add_callback(KeepFp8Codes(self.built.model))
-        self._add_proofs(trainer)
-        return trainer
+            loop.add_callback(KeepFp8Codes(self.built.model))
+        self._add_proofs(loop)
+        return loop
 
-    def _add_proofs(self, trainer: ObjectiveTrainer) -> None:
+    def _add_proofs(self, loop: Loop) -> None:
         """What is proved of the model as it trains, before the first step."""
         config, rows, name = self.built.model.config, self.layout.rows, self.built.attention.name
         vocab_size = config.get_text_config().vocab_size
         if rows is not None:
-            takes = trainer.model_accepts_loss_kwargs
+            takes = loop.takes_num_items
             model = self.built.model
             base = model.get_base_model() if isinstance(model, PeftModel) else model
             refuse_unsplittable(base, rows, attention=name, takes_num_items=takes)
             dtype = config.dtype or torch.float32
-            trainer.add_callback(RowTest(rows, vocab_size, dtype))
+            loop.add_callback(RowTest(rows, vocab_size, dtype))
         if self.is_packed:
             runnable = self.layout.engine.runnable
-            trainer.add_callback(LeakTest(name, vocab_size, runnable, rows))
+            loop.add_callback(LeakTest(name, vocab_size, runnable, rows))
 
-    def _recompute(self, trainer: ObjectiveTrainer) -> TrainerCallback:
+    def _recompute(self, loop: Loop) -> TrainerCallback:
         options, model = self.recompute.options, self.built.model
         if options is None or options.budget_gib is None:
             return RecomputeLayers(model, self.recompute)
@@ -306,7 +301,7 @@ class Session:
             options.budget_gib,
             offload=self.args.device.type == "cuda" and options.offload is not False,
             largest_batch=longest * self.args.per_device_train_batch_size,
-            this_batch=lambda: num_tokens(trainer.latest_batch),
+            this_batch=lambda: num_tokens(loop.latest_batch),
             num_ranks=self.layout.process.world_size,
             say=self.console.note,
             warn=self.console.warn,
@@ -346,15 +341,15 @@ class Session:
             begin=self.begin,
         )
 
-    def _finish(self, trainer: ObjectiveTrainer, seconds: float) -> None:
+    def _finish(self, loop: Loop, seconds: float) -> None:
         """The final model first, then everything that only describes it."""
         self.console.doing("writing the model")
         save_final(
-            trainer,
+            loop,
             self.run.final,
             tokenizer=self.tokenizer,
             stop_token_ids=self.data.stop_token_ids,
-            metadata={"step": trainer.state.global_step},
+            metadata={"step": loop.state.global_step},
             card=model_card(self.run, **self._card_facts()) if self.is_main else None,
         )
         summary: dict[str, object] = {}
@@ -363,7 +358,7 @@ class Session:
             self.console.doing("answering questions")
             stop_token_ids = self.data.stop_token_ids
             result = answer_held_out(
-                trainer, self.run.final, self.tokenizer, stop_token_ids, questions
+                loop, self.run.final, self.tokenizer, stop_token_ids, questions
             )
             others = {name: each for name, each in result.means.items() if name != "exact_match"}
             summary |= {name: f"{each:.4f} on held-out answers" for name, each in others.items()}
@@ -375,18 +370,18 @@ class Session:
         self.console.doing("drawing the report")
         write_model_card(self.run, **self._card_facts())
         draw_all(self.run)
-        rows = [row for row in trainer.state.log_history if "loss" in row]
+        rows = [row for row in loop.state.log_history if "loss" in row]
         figures = {
-            "steps": trainer.state.global_step,
+            "steps": loop.state.global_step,
             "loss": f"{rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}" if rows else "none",
-            **best_of(trainer),
+            **best_of(loop),
             "time": f"{seconds:.0f} s",
             **summary,
             "model": self.run.final,
             "report": self.run.report,
         }
         self.console.finish(figures)
-        trainer.push_final(self.run.final)
+        loop.hub.push_final(self.run.final)
 
     def _card_facts(self) -> dict[str, Any]:
         """What the model card says of the model itself."""

@@ -33,13 +33,13 @@ def make(lab, *, batch=2, accumulate=2, **options):
     options = {"num_train_epochs": len(SIZES), "max_steps": -1, "save_strategy": "no", **options}
     trainer = lab.trainer("run", batch=batch, accumulate=accumulate, **options)
     steps = []
-    begin = trainer._guard.begin
+    begin = trainer.guard.begin
 
     def watched(samples, batches, *, step):
         steps.append(samples)
         return begin(samples, batches, step=step)
 
-    trainer._guard.begin = watched
+    trainer.guard.begin = watched
     return trainer, steps
 
 

@@ -101,5 +101,5 @@ def test_reading_batches_moves_no_random_number_of_the_model(lab):
     """Else a run with dropout that is continued in an epoch would be another."""
     trainer = lab.trainer("run", batch=4)
     before = torch.random.get_rng_state()
-    assert len(list(trainer.get_train_dataloader())) == 10
+    assert len(list(trainer.train_batches())) == 10
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -135,9 +135,9 @@ def _digest(model):
 
 
 def _spoil(trainer, factors):
-    plain = trainer._watched
+    plain = trainer.micro_loss
 
-    def watched(loss, parts):
-        return plain(loss * factors.get(trainer.state.global_step + 1, 1.0), parts)
+    def spoiled(*given, **named):
+        return plain(*given, **named) * factors.get(trainer.state.global_step + 1, 1.0)
 
-    trainer._watched = watched
+    trainer.micro_loss = spoiled

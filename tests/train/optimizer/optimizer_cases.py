@@ -53,7 +53,7 @@ class Run:
         self.model = Tiny().to(device, dtype)
         self.optimizer = make_optimizer(
             self.model, arguments(name, folder, **settings), plan,
-            decay_names={"hidden.weight", "head.weight"}, engine_keeps_masters=False,
+            engine_keeps_masters=False,
         )  # fmt: skip
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (n + 1))
 

@@ -167,7 +167,7 @@ def test_float16_weights_without_a_scaler_are_refused(lab):
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_norms_and_biases_do_not_decay(lab, dtype, lora_plus_ratio):
     trainer = lab.trainer("run", dtype=dtype, weight_decay=0.1)
-    trainer._optimizer_plan = OptimizerPlan(lora_plus_ratio=lora_plus_ratio)
+    trainer.plan = OptimizerPlan(lora_plus_ratio=lora_plus_ratio)
     optimizer = trainer.create_optimizer()
     pairs = [] if dtype is None else optimizer._pairs
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
@@ -193,7 +193,7 @@ def test_the_gradients_of_masters_are_clipped(lab):
     (row,) = [row for row in trainer.state.log_history if "grad_norm" in row]
     assert row["grad_norm"] > 0.1
     moved = [
-        new.detach() - old for new, old in zip(trainer._masters.parameters(), before, strict=True)
+        new.detach() - old for new, old in zip(trainer.optimizer.parameters(), before, strict=True)
     ]
     norm = torch.linalg.vector_norm(torch.cat([each.flatten() for each in moved]))
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)

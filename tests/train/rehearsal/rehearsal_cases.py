@@ -13,12 +13,12 @@ def start(cwd, words, environment, forgets=False):
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     os.environ.update(environment)
     import trainkit.run.report.html
+    import trainkit.train.loop
     import trainkit.train.session
     from trainkit.cli.killed import main
-    from trainkit.train.trainer import ObjectiveTrainer
 
     trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
     if forgets:
-        ObjectiveTrainer._load_rng_state = lambda self, checkpoint: None
+        trainkit.train.loop.load_random_state = lambda checkpoint, args: None
     sys.argv = ["trainkit", *words]
     return main()

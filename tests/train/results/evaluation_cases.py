@@ -54,8 +54,8 @@ def curves(root, data):
             )
             measurements = questions.measurements(tokenizer, [tokenizer.eos_token_id])
             measurements.append(Measurement(1, greedy_consumer))
-            trainer.measurements = Measurements(measurements)
-            trainer.add_callback(trainer.measurements)
+            trainer.evaluations.measurements = Measurements(measurements)
+            trainer.add_callback(trainer.evaluations.measurements)
         trainer.train()
         weights = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
         modes = [module.training for module in trainer.model.modules()]

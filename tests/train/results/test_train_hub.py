@@ -32,19 +32,14 @@ class FakeHub:
 @pytest.fixture
 def hub(monkeypatch):
     import huggingface_hub
-    import transformers.trainer
 
     from trainkit.train.results import hub as uploads
 
     fake = FakeHub()
     monkeypatch.setattr(uploads, "HfApi", fake)
-    if hasattr(transformers.trainer, "hf_api"):
-        monkeypatch.setattr(transformers.trainer, "hf_api", fake)
     monkeypatch.setattr(huggingface_hub, "upload_folder", fake.upload_folder)
     monkeypatch.setattr(
-        uploads.HubUploads,
-        "_make_hub_repository",
-        lambda self, *_, **__: setattr(self, "hub_model_id", "me/model"),
+        uploads.Hub, "_make_repository", lambda self: setattr(self, "_model_id", "me/model")
     )
     return fake
 
@@ -57,7 +52,7 @@ def test_only_the_model_is_uploaded(strategy, lab, hub):
         (root / name).write_text("private")
     trainer = lab.trainer("run", push_to_hub=True, hub_strategy=strategy, hub_token="hf_secret")
     trainer.train()
-    trainer.push_final(root / "checkpoint-8")
+    trainer.hub.push_final(root / "checkpoint-8")
     saves = [] if strategy == "end" else ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
     assert [name for name, place, _ in hub.sent if place is None] == [*saves, "checkpoint-8"]
     for _, place, names in hub.sent:

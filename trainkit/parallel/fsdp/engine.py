@@ -9,12 +9,13 @@ over ranks and micro-batches in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.parallel.engine import Engine
+from trainkit.parallel.engine import Engine, Saving, Training
 from trainkit.parallel.fsdp.slices import fill, names_in_files
 from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.replicated import Replicated
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -36,11 +38,11 @@ STAYS_WHOLE = 1 / 8
 of three transfers; larger ones are gathered again."""
 
 
-class Fsdp2(Engine):
+class Fsdp2(Replicated):
     """Weights, gradients and optimizer states in parts."""
 
     keeps_masters = True
-    places_weights = True
+    holds_whole_model = False
     shards_optimizer = True
     reshards = True
 
@@ -80,13 +82,32 @@ class Fsdp2(Engine):
         fill(model, in_files, self._saved_dtypes, device)
         model.register_forward_hook(give_back)
 
+    def set_up(self, training: Training) -> nn.Module:
+        """Autocast as for any model, and nothing around it."""
+        self._hold(training)
+        self._cast()
+        return self._compiled()
+
     def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """What the model was loaded in, and is saved in."""
         return self._saved_dtypes.get(name, parameter.dtype)
 
+    def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
+        """Twice: as it is loaded, and as it trains."""
+        return self.saved_dtype(name, parameter).itemsize + parameter.element_size()
+
+    def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
+        """Gathered; written at once."""
+        is_adapter, keep = isinstance(self.model, PeftModel), bool(self.args.should_save)
+        whole = self.whole_weights(self.model, keep=keep, adapters_only=is_adapter)
+        if keep:
+            save.attempt(partial(write, whole))
+        if keep and not is_adapter:
+            save.attempt(partial(save_config, self, self.model, save.directory))
+
     def whole_weights(
         self, model: nn.Module, *, keep: bool, adapters_only: bool
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, torch.Tensor]:
         """Gather the weights one by one; every rank calls it.
 
         Args:
@@ -116,25 +137,38 @@ class Fsdp2(Engine):
             whole[name] = gathered.cpu() if keep else gathered.new_empty(0)
         return whole
 
-    def save_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
-        """Write each rank's part of trained weights and optimizer state; every rank calls it."""
-        state = {"model": dict(_trained(model)), KEY: optimizer_state(model, optimizer)}
-        save_parts(state, folder)
+    def save_state(self, save: Saving) -> None:
+        """Each rank's part of trained weights and optimizer state."""
+        state = optimizer_state(self.model, self.optimizer)
+        save_parts({"model": dict(_trained(self.model)), KEY: state}, save.directory)
 
-    def load_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    def copied_by_a_save(self) -> list[torch.Tensor]:
+        """None: all is written at once."""
+        return []
+
+    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
+        """With the state."""
+
+    def load_state(self, folder: Path) -> None:
         """Take both up again; any number of ranks may have written them."""
-        saved = empty_state(model, optimizer, folder)
-        load_parts({"model": dict(_trained(model)), KEY: saved}, folder)
-        take_up(model, optimizer, saved)
+        saved = empty_state(self.model, self.optimizer, folder)
+        load_parts({"model": dict(_trained(self.model)), KEY: saved}, folder)
+        take_up(self.model, self.optimizer, saved)
 
-    def load_weights(self, model: nn.Module, folder: Path) -> None:
-        """Take up the trained weights alone."""
-        load_parts({"model": dict(_trained(model))}, folder)
+    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
+        """The trained weights alone."""
+        load_parts({"model": dict(_trained(self.model))}, folder)
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
         """The saved model, loaded again."""
         del model
         return reload()
+
+
+def save_config(engine: Engine, model: Any, folder: Path) -> None:
+    """With the dtype of the weights; ``save_pretrained`` has written that of the parts."""
+    model.config.dtype = engine.saved_dtype(*next(iter(model.named_parameters())))
+    model.config.save_pretrained(folder)
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype | None:

@@ -7,20 +7,24 @@ head lives on the first and on the last stage; both add up its gradients and mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainkit.errors import ModelError
 from trainkit.options.parallel import ParallelOptions
-from trainkit.parallel.engine import Engine
-from trainkit.parallel.fsdp.engine import give_back
+from trainkit.parallel.engine import Batch, LoadPart, Saving, Training
+from trainkit.parallel.fsdp.engine import give_back, save_config
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
 from trainkit.parallel.pipeline.gradients import gradient_of, mean_over
@@ -44,6 +48,7 @@ from trainkit.parallel.pipeline.skeleton import (
 from trainkit.parallel.pipeline.stage import RunLoss, Stage
 from trainkit.parallel.pipeline.weights import write_shards
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.replicated import Replicated, autocast_of
 
 FSDP2 = "fsdp2"
 
@@ -64,7 +69,7 @@ class _Placed:
     """The head that is the embeddings, where another rank has it, too."""
 
 
-class Pipeline(Engine):
+class Pipeline(Replicated):
     """Layers on several ranks.
 
     Args:
@@ -72,10 +77,9 @@ class Pipeline(Engine):
         process: which of them this is.
     """
 
-    places_weights = True
+    holds_whole_model = False
     shards_optimizer = True
     reshards = True
-    runs_steps = True
 
     def __init__(self, options: ParallelOptions, process: ProcessRank) -> None:
         self._options, self._process = options, process
@@ -83,6 +87,7 @@ class Pipeline(Engine):
         self._saved_dtypes: dict[str, torch.dtype] = {}
         self._rank = process.dist_rank // (process.world_size // options.pipeline)
         self._placed: _Placed | None = None
+        self.load_part: LoadPart = self._load_part
 
     # -- before there is a model ------------------------------------------------------------------
 
@@ -95,15 +100,15 @@ class Pipeline(Engine):
         """Refuse a model that nobody has held against the whole, or that has too few layers."""
         refuse_model(config.model_type, config.num_hidden_layers, self._options)
 
-    def load_part(
+    def _load_part(
         self, model_class: type, config: Any, load: Callable[[type], tuple[Any, Any]]
     ) -> tuple[Any, Any]:
         """Read this rank's weights only; the rest of the model is on the meta device."""
         model, report = load(loading_class(model_class, self._share(config)))
         return whole_skeleton(model, model_class), report
 
-    def keep_part(self, model: nn.Module) -> None:
-        """Cut away what other ranks hold.
+    def receive(self, model: nn.Module, args: Any) -> None:
+        """Cut away what other ranks hold; the rest goes to the device.
 
         Raises:
             ModelError: nothing of what is left is trained.
@@ -134,6 +139,8 @@ class Pipeline(Engine):
                 where="parallel.pipeline",
                 fix="train layers of every stage, or set a smaller parallel.pipeline",
             )
+        self.args = args
+        super().receive(model, args)
 
     def _share(self, config: Any) -> Share:
         head = head_in_layers(config)
@@ -141,12 +148,7 @@ class Pipeline(Engine):
 
     # -- the model --------------------------------------------------------------------------------
 
-    def place_stages(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
+    def place(self, model: nn.Module, device: torch.device) -> None:
         """Make stages of a model that has been cut; every rank calls it."""
         size = self._options.pipeline
         data_size = self._process.world_size // size
@@ -175,7 +177,7 @@ class Pipeline(Engine):
             self._saved_dtypes = shard_over(model, share, mesh["data"], device)
             if tied:
                 tied = (decoder(model).embed_tokens.weight,)
-        stages = [Stage(model, index, share, autocast) for index in share.stages]
+        stages = [Stage(model, index, share, autocast_of(self.args)) for index in share.stages]
         row = SCHEDULES[self._options.schedule]
         self._placed = _Placed(
             share,
@@ -194,20 +196,47 @@ class Pipeline(Engine):
         assert self._placed is not None, "the optimizer is made after the stages"
         return self._placed
 
-    def step(
-        self,
-        model: nn.Module,
-        batches: Sequence[Mapping[str, Any]],
-        loss: RunLoss,
-        gather: Callable[[], object] = lambda: None,
-    ) -> torch.Tensor:
-        """All micro-batches of a step forth and back; the loss of each, (M,), on every rank."""
-        for stage in self._now.stages:
-            stage.train(model.training)
-        return self._now.steps.run(batches, loss, gather)
+    def set_up(self, training: Training) -> nn.Module:
+        """The stages are called, and not the model."""
+        self._hold(training)
+        model: nn.Module = training.model
+        return model
 
-    def forward(self, model: nn.Module, batch: Mapping[str, Any], last: RunLoss) -> Any:
-        """A batch forth only; what ``last`` returns on the rank with the head, elsewhere None."""
+    def _holders(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Each trained parameter with what has its gradient: itself, or its fp32 master."""
+        masters = {} if self._holder is None else self._holder.gather_gradients().masters
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        return {each: masters.get(each, each) for each in trained}
+
+    def forward_backward(
+        self,
+        batches: Iterable[Batch],
+        count: int,
+        loss: Callable[[Any, Batch], torch.Tensor],
+        watch: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """All of them together, as the schedule says."""
+        given = list(batches)
+        # The end of an epoch has fewer; the schedule wants as many as ever.
+        missing = self.args.gradient_accumulation_steps - count
+        padded = [*given, *[without_labels(given[-1])] * missing]
+        for stage in self._now.stages:
+            stage.train(self.model.training)
+        losses = self._now.steps.run(padded, loss, self._holders)[:count]
+        holders = self._holders()
+        self._finish_gradients(holders)
+        for each in losses:
+            factor = watch(each)
+            if factor is not None:  # the gradients are there already
+                for holder in list(holders.values())[:1]:
+                    holder.grad = None if holder.grad is None else holder.grad * factor
+        return [losses.sum()]
+
+    def evaluate(self, batch: Batch, measure: Callable[[Any, Batch], Any]) -> Any:
+        """On the rank with the head; None elsewhere."""
+        return self._forward(self.model, batch, measure)
+
+    def _forward(self, model: nn.Module, batch: Mapping[str, Any], last: RunLoss) -> Any:
         now = self._now
         for stage in now.stages:
             stage.train(model.training)
@@ -220,12 +249,12 @@ class Pipeline(Engine):
         """The model as something that all ranks can call together for logits."""
 
         def run(batch: Mapping[str, Any], last: RunLoss) -> Any:
-            return self.forward(model, batch, last)
+            return self._forward(model, batch, last)
 
         return Runnable(model, run, self._now.share, self._now.wire)
 
     @torch.no_grad()
-    def finish_gradients(self, holders: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    def _finish_gradients(self, holders: Mapping[nn.Parameter, nn.Parameter]) -> None:
         """Add up what several ranks have of a gradient, and take the mean over the data ranks.
 
         Args:
@@ -242,13 +271,13 @@ class Pipeline(Engine):
         mean_over(gradients, now.data_group, now.data_size)
 
     @torch.no_grad()
-    def clip(self, holders: Mapping[nn.Parameter, nn.Parameter], max_norm: float) -> torch.Tensor:
+    def _clipped(self, max_norm: float) -> torch.Tensor:
         """Clip the gradients of all stages together.
 
         Returns:
             Their norm before, 0-d, the same on every rank.
         """
-        now = self._now
+        now, holders = self._now, self._holders()
         repeated = () if now.share.has_first else now.tied
         counted = [
             holder.grad
@@ -266,14 +295,34 @@ class Pipeline(Engine):
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
-    def take_seconds(self) -> tuple[float, float]:
-        """Seconds of computing, and of steps, since the last call; waits for the device."""
+    def figures(self) -> Mapping[str, float]:
+        """The share of the steps in which the mean rank waits for others."""
         steps = self._now.steps
-        return steps.busy.take(), steps.whole.take()
+        seconds = torch.tensor((steps.busy.take(), steps.whole.take()), device=self.args.device)
+        busy, whole = self.ranks.reduce(seconds).tolist()
+        return {"pipeline_bubble": max(1 - busy / whole, 0.0)} if whole else {}
 
     # -- files ------------------------------------------------------------------------------------
 
-    def gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
+        """Each rank's weights next to the others', or all adapters; and the configuration."""
+        folder, keep = save.directory, bool(self.args.should_save)
+        folder.mkdir(parents=True, exist_ok=True)
+        if keep:
+            save.attempt(partial(write, {}))  # what it would write itself are parts
+        if isinstance(self.model, PeftModel):
+            # peft looks for adapters in the modules that this rank has.
+            adapters = self._gather(get_peft_model_state_dict(self.model))
+            if keep:
+                about = {"format": "pt"}
+                save.attempt(partial(save_file, adapters, folder / ADAPTER_NAME, metadata=about))
+            return
+        if keep:
+            (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # holds nothing
+            save.attempt(partial(save_config, self, self.model, folder))
+        self._write_weights(self.model, folder)
+
+    def _gather(self, mine: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Small weights of all ranks by name, on the first one; nothing on the others."""
         now = self._now
         held = {name: whole(value.detach(), value.dtype).cpu() for name, value in mine.items()}
@@ -283,7 +332,7 @@ class Pipeline(Engine):
         torch.distributed.gather_object(held, parts, dst=now.ranks[0], group=now.wire.group)
         return {name: value for each in parts or () for name, value in each.items()}
 
-    def write_weights(self, model: nn.Module, folder: Path) -> None:
+    def _write_weights(self, model: nn.Module, folder: Path) -> None:
         """Write this rank's part of the model, next to the others'; no rank gathers all of it."""
         now = self._now
         torch.distributed.barrier()
@@ -313,29 +362,47 @@ class Pipeline(Engine):
         """What the model was loaded in, and is saved in."""
         return self._saved_dtypes.get(name, parameter.dtype)
 
-    def save_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
-        """Write trained weights, in fp32 where there are masters, and the optimizer's state."""
-        state = {"model": _trained(model, optimizer), KEY: optimizer_state(model, optimizer)}
-        save_parts(state, folder)
+    def saved_bytes(self, name: str, parameter: nn.Parameter) -> int:
+        """Twice: as it is loaded, and as it trains."""
+        return self.saved_dtype(name, parameter).itemsize + parameter.element_size()
 
-    def load_state(self, model: nn.Module, optimizer: Any, folder: Path) -> None:
+    def copied_by_a_save(self) -> list[torch.Tensor]:
+        """None: all is written at once."""
+        return []
+
+    def save_state(self, save: Saving) -> None:
+        """Trained weights, in fp32 where there are masters, and the optimizer's state."""
+        state = optimizer_state(self.model, self.optimizer)
+        weights = _trained(self.model, self.optimizer)
+        save_parts({"model": weights, KEY: state}, save.directory)
+
+    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
+        """With the state."""
+
+    def load_state(self, folder: Path) -> None:
         """Take both up again."""
-        saved = empty_state(model, optimizer, folder)
-        weights = _trained(model, optimizer)
+        saved = empty_state(self.model, self.optimizer, folder)
+        weights = _trained(self.model, self.optimizer)
         load_parts({"model": weights, KEY: saved}, folder)
-        _round(model, weights)
-        take_up(model, optimizer, saved)
+        _round(self.model, weights)
+        take_up(self.model, self.optimizer, saved)
 
-    def load_weights(self, model: nn.Module, folder: Path) -> None:
-        """Take up the trained weights alone."""
-        weights = _trained(model, None)
+    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
+        """The trained weights alone."""
+        weights = _trained(self.model, None)
         load_parts({"model": weights}, folder)
-        _round(model, weights)
+        _round(self.model, weights)
 
     def whole_model(self, model: nn.Module, reload: Callable[[], nn.Module]) -> nn.Module:
         """The saved model, loaded again."""
         del model
         return reload()
+
+
+def without_labels(batch: Batch) -> Batch:
+    """A batch as it is, of which nothing is trained."""
+    labels = torch.full_like(batch["labels"], -100)
+    return {**batch, "labels": labels, "num_trained_tokens": 0}
 
 
 def _trained(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -345,8 +412,6 @@ def _trained(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
         model: cut.
         optimizer: has masters of half-precision weights, perhaps; None makes room for them.
     """
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
     masters = getattr(optimizer, "masters", {})
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -7,13 +7,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.parallel.engine import Engine
+from trainkit.errors import CheckpointError, RecipeError
+from trainkit.parallel.engine import Saving, Training
 from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.replicated import Replicated
+from trainkit.parallel.snapshot import tensors_of
 from trainkit.parallel.zero.lint import RECIPES_KEYS, lint_file, refuse_contradictions
 
 if TYPE_CHECKING:
@@ -21,16 +25,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_GATHERS = "stage3_gather_16bit_weights_on_model_save"
 _GATHERED_AT_ONCE = 500_000_000
 """Numbers of a layer at most; experts may have more."""
 
 
-class DeepSpeed(Engine):
+class DeepSpeed(Replicated):
     """Trains as a DeepSpeed configuration file says."""
 
     keeps_masters = True
-    holds_back = True
-    reads_own_weights = True
     shards_optimizer = True
     packages = ("deepspeed",)
 
@@ -54,6 +57,11 @@ class DeepSpeed(Engine):
         """ZeRO-3: no rank holds a full weight except while it is used."""
         zero = self.config.get("zero_optimization")
         return isinstance(zero, dict) and zero.get("stage") == 3
+
+    @property
+    def holds_whole_model(self) -> bool:  # type: ignore[override]
+        """Not under ZeRO-3."""
+        return not self.shards_weights
 
     def prepare(self, process: ProcessRank, *, on_cpu: bool) -> None:
         """Make DeepSpeed start cleanly.
@@ -94,27 +102,134 @@ class DeepSpeed(Engine):
 
         comm.init_distributed("gloo" if on_cpu else "nccl", verbose=False)
 
-    def deferring_writes(
-        self, take: Callable[[Path, Callable[[], None]], None]
-    ) -> AbstractContextManager[None]:
-        """Shards are copied, and given to ``take``."""
-        from trainkit.parallel.zero.shard_files import ShardFiles
+    def receive(self, model: nn.Module, args: Any) -> None:
+        """DeepSpeed moves it when it gets it.
 
-        return ShardFiles.deferring(take)
+        Raises:
+            RecipeError: the best model could not be loaded again.
+        """
+        if args.save_only_model and args.load_best_model_at_end:
+            raise RecipeError(
+                "the best model under DeepSpeed is loaded from its own files, which "
+                "save_only_model leaves out",
+                where="training.save_only_model",
+                fix="remove it, or load_best_model_at_end",
+            )
+        self.model, self.wrapped, self.args = model, model, args
 
-    def save_shards(self, engine: Any, folder: Path, *, only_trained: bool) -> None:
+    def set_up(self, training: Training) -> nn.Module:
+        """DeepSpeed's engine, which casts, clips and steps."""
+        import deepspeed
+        from accelerate.utils import map_pytorch_optim_to_deepspeed
+
+        self._hold(training)
+        args, known, self.scaler = self.args, self.args.hf_deepspeed_config, None
+        deepspeed.utils.logger.setLevel(args.get_process_log_level())
+        known.trainer_config_finalize(args, self.model, training.num_steps)  # the rest of "auto"
+        config = {**known.config, "zero_allow_untested_optimizer": True}
+        zero = config["zero_optimization"]
+        if zero.get(_GATHERS) == "auto":
+            zero[_GATHERS] = True
+        is_offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+        if is_offloaded and config.get("zero_force_ds_cpu_optimizer", True):
+            self._optimizer = map_pytorch_optim_to_deepspeed(self._optimizer)
+        self.wrapped, _, _, _ = deepspeed.initialize(
+            model=self.model, optimizer=self._optimizer, config=config
+        )
+        if args.torch_compile:
+            mode = args.torch_compile_mode or "default"
+            backend = args.torch_compile_backend
+            self.wrapped.compile(backend=backend, compile_kwargs={"mode": mode})
+        return self.wrapped
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """It is told with each backward pass."""
+        return nullcontext()
+
+    def _backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        self.wrapped.set_gradient_accumulation_boundary(is_last)
+        self.wrapped.backward(loss, scale_wrt_gas=False)
+
+    def update(
+        self,
+        max_norm: float,
+        judge: Callable[[torch.Tensor | float | None, Any], None],
+        before: Callable[[], None],
+    ) -> tuple[torch.Tensor | float | None, bool]:
+        """It clips, steps and clears, and takes no step whose gradients are not finite.
+
+        Behind such a step the schedule goes on by the plan, but that of a loss scaler's.
+        """
+        before()
+        self.wrapped.step()
+        norm = self.wrapped.get_global_grad_norm()
+        norm = norm.item() if hasattr(norm, "item") else norm
+        judge(norm, None)
+        return norm, not (self.args.fp16 and self.wrapped.optimizer.overflow)
+
+    def clear(self) -> None:
+        """The engine has."""
+
+    def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
+        """Under ZeRO-3 gathered by DeepSpeed, in a copy."""
+        if not self.shards_weights:
+            super().save_weights(save, write)
+            return
+        whole = self.wrapped._zero3_consolidated_16bit_state_dict()
+        if self.args.should_save:
+            save.defer(None, partial(write, whole))
+
+    def save_state(self, save: Saving) -> None:
         """DeepSpeed's own files, but its script that unpickles them.
 
         It writes ``latest`` before the other ranks are done; here it is a file like the others.
         """
+        from peft import PeftModel
+
         from trainkit.parallel.zero.shard_files import ShardFiles
 
+        engine, latest = self.wrapped, save.directory / "latest"
         tag = f"global_step{engine.global_steps}"
         engine._copy_recovery_script = lambda *_: None
+        only_trained = isinstance(self.model, PeftModel)
         options = {"exclude_frozen_parameters": True} if only_trained else {}
-        engine.save_checkpoint(str(folder), tag=tag, save_latest=False, **options)
+        with ShardFiles.deferring(save.defer):
+            engine.save_checkpoint(str(save.directory), tag=tag, save_latest=False, **options)
         if engine.global_rank == 0:
-            ShardFiles.write(folder / "latest", lambda: _write(folder / "latest", tag))
+            save.defer(latest, partial(_write, latest, tag))
+
+    def copied_by_a_save(self) -> list[torch.Tensor]:
+        """Whole weights twice: as they are, and in a file of DeepSpeed's."""
+        copied: list[torch.Tensor] = []
+        if self.args.should_save and not self.shards_weights:
+            copied += 2 * tensors_of(self._saved_weights())
+        # The keys are the weights in full precision, which it trains.
+        state = self._optimizer.state
+        return [*copied, *tensors_of([list(state), list(state.values())])]
+
+    def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
+        """With the state."""
+
+    def load_state(self, folder: Path) -> None:
+        """From DeepSpeed's own files, weights and all.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        from peft import PeftModel
+
+        strict = not isinstance(self.model, PeftModel)
+        read, _ = self.wrapped.load_checkpoint(str(folder), load_module_strict=strict)
+        if read is None:
+            raise CheckpointError(
+                "there is nothing of DeepSpeed in this checkpoint",
+                where=str(folder),
+                fix="continue it with the parallel.shard that the run had",
+            )
+
+    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
+        """Likewise."""
+        self.load_state(folder)
 
     def place(self, model: nn.Module, device: torch.device) -> None:
         """Under ZeRO-3 a layer is gathered at once, not matrix by matrix.

@@ -8,7 +8,8 @@ loss in it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.nn.functional import cross_entropy
 
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
+from trainkit.parallel.engine import Saving
 from trainkit.parallel.zero.engine import DeepSpeed
 
 _PARSED = "ds_autotp_parsed"
@@ -98,15 +100,18 @@ class TensorParallel(DeepSpeed):
         _require_split(model)
         _require_same(whole, _small_step(model, device), next(model.parameters()).dtype)
 
-    def whole_weights(
-        self, model: nn.Module, *, keep: bool, adapters_only: bool
-    ) -> dict[str, torch.Tensor] | None:
+    def save_weights(self, save: Saving, write: Callable[[Mapping[str, Any]], None]) -> None:
+        """Gathered, in a copy."""
+        whole = self.whole_weights(self.model, keep=bool(self.args.should_save))
+        if self.args.should_save:
+            save.defer(None, partial(write, whole))
+
+    def whole_weights(self, model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
         """Gather the weights one by one; every rank calls it.
 
         The parameters stay as they are: DeepSpeed's own function puts the whole weights into them
         and splits them again.
         """
-        del adapters_only
         dims = {
             f"{prefix}.{name}": (layer, dim)
             for prefix, layer in model.named_modules()

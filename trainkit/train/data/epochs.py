@@ -1,15 +1,15 @@
-"""How many micro-batches each epoch has, where sources shown in part make epochs unequal.
+"""How many micro-batches each epoch has; sources shown in part make epochs unequal.
 
-transformers takes the first epoch's number for all; a longer epoch would leave rows untrained, and
-a shorter one would end amid an optimizer step, whose gradients would leak into the next.
+Were the first epoch's number that of all, a longer epoch would leave rows untrained, and a shorter
+one would end amid an optimizer step, whose gradients would leak into the next.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from trainkit.errors import DataError
 
@@ -17,6 +17,7 @@ _MAX_EMPTY = 1000
 """Epochs without a row before we stop looking for the next one that has some."""
 
 
+@runtime_checkable
 class SizedByEpoch(Protocol):
     """A loader whose length is that of the chosen epoch."""
 
@@ -33,26 +34,42 @@ class EpochPlan:
     Attributes:
         count: micro-batches of an epoch, on every rank.
         accumulation: micro-batches per optimizer step.
+        is_equal: every epoch has as many as the first one.
+        max_steps: of the run.
+        num_epochs: that they reach into.
     """
 
     count: Callable[[int], int]
     accumulation: int
+    is_equal: bool = False
+    max_steps: int = 0
+    num_epochs: int = 0
     _counted: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, loader: SizedByEpoch, accumulation: int) -> "EpochPlan":
-        """Ask the loader, and leave it at its first epoch."""
+    def of(cls, loader: Any, args: TrainingArguments, *, is_equal: bool = False) -> "EpochPlan":
+        """Ask the loader, and leave it at its first epoch; a stream is one epoch of all steps."""
+        accumulation = args.gradient_accumulation_steps
 
         def count(epoch: int) -> int:
+            if not isinstance(loader, SizedByEpoch):
+                return args.max_steps * accumulation
             loader.set_epoch(epoch)
             size = len(loader)
             loader.set_epoch(0)
             return size
 
-        return cls(count, accumulation)
+        plan = cls(count, accumulation, is_equal)
+        plan.max_steps = args.max_steps
+        if args.max_steps <= 0:
+            plan.max_steps = plan.steps_in(args.num_train_epochs)
+        plan.num_epochs = plan.place_of(plan.max_steps - 1)[0] + 1
+        return plan
 
     def num_batches(self, epoch: int) -> int:
         """Micro-batches of an epoch."""
+        if self.is_equal:
+            epoch = 0
         while len(self._counted) <= epoch:
             self._counted.append(self.count(len(self._counted)))
         return self._counted[epoch]
@@ -63,6 +80,8 @@ class EpochPlan:
 
     def steps_in(self, num_epochs: float) -> int:
         """Optimizer steps of so many epochs; of a part of one, rounded up as transformers does."""
+        if self.is_equal:
+            return math.ceil(num_epochs * self.num_steps(0))
         whole = int(num_epochs)
         steps = sum(self.num_steps(epoch) for epoch in range(whole))
         rest = num_epochs - whole
@@ -82,49 +101,3 @@ class EpochPlan:
             step -= self.num_steps(epoch)
             epoch += 1
         return epoch, step
-
-
-class CountedEpochs(Trainer):
-    """A Trainer whose epochs may differ in length; set ``_has_equal_epochs`` where they do not."""
-
-    _has_equal_epochs = True
-    _plan: EpochPlan | None = None
-
-    def set_initial_training_values(
-        self, args: TrainingArguments, dataloader: Any
-    ) -> tuple[int, int, int, int, int, int | None, int]:
-        """Transformers' counts; with the steps of every epoch counted where they differ."""
-        values = super().set_initial_training_values(args, dataloader)
-        if self._has_equal_epochs:
-            return values
-        self._plan = EpochPlan.of(dataloader, args.gradient_accumulation_steps)
-        max_steps, num_epochs = args.max_steps, values[0]
-        if max_steps > 0:
-            num_epochs = self._plan.place_of(max_steps - 1)[0] + 1
-        else:
-            max_steps = self._plan.steps_in(args.num_train_epochs)
-        return (num_epochs, *values[1:-1], max_steps)
-
-    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Where to go on: the epoch, and how many of its micro-batches are done."""
-        state = super()._init_training_state(*args, **kwargs)
-        if self._plan is None or self.state.global_step == 0:
-            return state
-        epoch, steps = self._plan.place_of(self.state.global_step)
-        is_skipping = not self.args.ignore_data_skip
-        return epoch, steps * self.args.gradient_accumulation_steps if is_skipping else 0
-
-    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """One pass over the loader, with its own number of micro-batches.
-
-        None where an evaluation that was made up for has ended the run: transformers asks behind
-        the first step only.
-        """
-        if self.control.should_training_stop:
-            return
-        if self._plan is not None:
-            kwargs["steps_in_epoch"] = self._plan.num_batches(epoch)
-            kwargs["num_update_steps_per_epoch"] = self._plan.num_steps(epoch)
-            if not kwargs["steps_in_epoch"]:
-                return  # no row of any source is due; transformers would end the run
-        super()._run_epoch(epoch=epoch, **kwargs)

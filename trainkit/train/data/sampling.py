@@ -5,6 +5,7 @@ of how many processes there are and of how a global batch is cut into micro-batc
 and 2 ranks x 4 train on the same samples in every step, and a resumed run counts to its place.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -91,10 +92,20 @@ class FillingDataset(Dataset[Any]):
 
 
 class EpochDataLoader(DataLoader[Any]):
-    """A DataLoader that passes the epoch on to its batch sampler, as the Trainer asks it to."""
+    """A DataLoader that passes the epoch on to its batch sampler, and can begin amid one."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
         sampler = self.batch_sampler
         assert isinstance(sampler, RankBatchSampler)
         sampler.set_epoch(epoch)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The micro-batches of an epoch, without loading the first ``skip``."""
+        self.set_epoch(epoch)
+        if not skip or self.batch_sampler is None:
+            return iter(self)
+        rest = list(itertools.islice(self.batch_sampler, skip, None))
+        kept = ("num_workers", "collate_fn", "pin_memory", "prefetch_factor", "generator")
+        options = {name: getattr(self, name) for name in kept}
+        return iter(DataLoader(self.dataset, batch_sampler=rest, **options))

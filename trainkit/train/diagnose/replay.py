@@ -3,17 +3,16 @@
 Shapes: B batch, S sequence.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from trainkit.objectives.objective import LossSetup, Objective, Step
+from trainkit.objectives.step_loss import accepts_num_items
 from trainkit.train.faults.bad_batch import BadBatch
 from trainkit.train.optimizer.finite_weights import numbers_of
 
@@ -117,7 +116,7 @@ def _forth_and_back(
         key: value.to(device) if isinstance(value, Tensor) else value
         for key, value in batch.values.items()
     }
-    takes_num_items = _takes_num_items(model)
+    takes_num_items = accepts_num_items(model)
     loss = objective.loss(LossSetup(model, takes_num_items=takes_num_items))
     num_trained = int(torch.count_nonzero(inputs["labels"][..., 1:] != -100))
     num_items = loss.num_items(inputs, num_trained)
@@ -146,16 +145,6 @@ def _forth_and_back(
     model.zero_grad()
     norm = float(total.sqrt())
     return float(value.detach()), norm if norm == norm else float("inf"), first_gradient
-
-
-def _takes_num_items(model: nn.Module) -> bool:
-    """As transformers' Trainer decides it."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
-    known = getattr(base, "accepts_loss_kwargs", None)
-    if known is not None:
-        return bool(known)
-    kinds = [each.kind for each in inspect.signature(base.forward).parameters.values()]
-    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 @contextmanager

@@ -67,9 +67,7 @@ def weight_bytes(trainer: Any) -> int:
     weights = 0
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad or not is_peft:
-            saved = engine.saved_dtype(name, parameter).itemsize
-            masters = parameter.element_size() if engine.places_weights else 0
-            weights += num_elements(parameter) * (saved + masters)
+            weights += num_elements(parameter) * engine.saved_bytes(name, parameter)
     return weights
 
 

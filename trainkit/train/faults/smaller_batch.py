@@ -104,7 +104,7 @@ class BatchFinder:
     def can_try(self) -> bool:
         """Whether a rank can run a batch by itself: no other rank has a part of the weights."""
         layout, kwargs = self.layout, self.args.gradient_checkpointing_kwargs or {}
-        is_whole = not (layout.engine.places_weights or layout.engine.shards_weights)
+        is_whole = layout.engine.holds_whole_model
         is_alone = layout.data_size == layout.process.world_size
         return self.is_on and is_whole and is_alone and not kwargs.get("use_reentrant")
 
@@ -145,8 +145,7 @@ class BatchFinder:
                 int(self.to_come_gib * 2**30) if on_gpu else 0, dtype=torch.uint8, device=device
             )
             trained = [each for each in trainer.model.parameters() if each.requires_grad]
-            with trainer.compute_loss_context_manager():
-                loss = trainer.loss_of(trainer.train_data.longest_batch(size))
+            loss = trainer.loss_of(trainer.train_data.longest_batch(size))
             # Not `backward`: an engine would hear of it, and share the gradients.
             torch.autograd.grad(loss, trained, allow_unused=True)
             del to_come

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from trainkit.models.loss.loss_head import take_counts as take_correct
 from trainkit.objectives.batches import BatchCounts
 from trainkit.objectives.objective import Metrics
+from trainkit.parallel.ranks import Ranks
 from trainkit.train.data.streaming import StreamState
 
 
@@ -30,7 +30,7 @@ class Meter:
     """Counts on each rank, adds up over the ranks when a row is logged.
 
     Args:
-        accelerator: knows the ranks.
+        ranks: the processes.
         counts_rows: whether this rank's rows are counted (``Layout.counts_rows``).
         counts_losses: whether its losses are (``Layout.counts_losses``).
         own: the objective's figures, or None.
@@ -41,7 +41,7 @@ class Meter:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        ranks: Ranks,
         *,
         counts_rows: bool = True,
         counts_losses: bool = True,
@@ -53,7 +53,7 @@ class Meter:
         self._counts_rows = counts_rows
         self._counts_losses = counts_losses
         self._own = own
-        self._accelerator = accelerator
+        self._ranks = ranks
         self._stream = stream
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
@@ -76,7 +76,7 @@ class Meter:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on counting where :meth:`state` was taken."""
-        device = self._accelerator.device
+        device = self._ranks.device
         counts = dict(state["counts"])
         started = time.perf_counter() - counts.pop("seconds")
         self._counts = StepCounts(**counts, started=started)
@@ -149,7 +149,7 @@ class Meter:
         if trained:
             metrics["token_accuracy"] = correct / trained
         if self._peak_flops and self._flops_per_token:
-            per_device = num_tokens / max(seconds, 1e-9) / self._accelerator.num_processes
+            per_device = num_tokens / max(seconds, 1e-9) / self._ranks.num_processes
             metrics["mfu"] = per_device * self._flops_per_token / self._peak_flops
         if torch.cuda.is_available():
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -157,7 +157,7 @@ class Meter:
 
     def _add_up(self, model: nn.Module, counts: StepCounts) -> dict[str, list[float]]:
         """The ranks' sums by name, in one reduction."""
-        device = self._accelerator.device
+        device = self._ranks.device
         tokens = [counts.num_tokens, counts.num_trained_tokens]
         mine = {"counts": torch.tensor(tokens, dtype=torch.float64, device=device)}
         if self._own is not None:
@@ -171,7 +171,7 @@ class Meter:
         # Only some ranks have the head where a model is spread over several.
         nothing = torch.zeros(2, device=device)
         mine["correct"] = (nothing if correct is None else correct).double()
-        total = self._accelerator.reduce(torch.cat(list(mine.values())), reduction="sum").tolist()
+        total = self._ranks.reduce(torch.cat(list(mine.values())), reduction="sum").tolist()
         sums = {}
         for name, values in mine.items():
             sums[name], total = total[: len(values)], total[len(values) :]

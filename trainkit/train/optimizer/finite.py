@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from trainkit.errors import TrainkitError
 from trainkit.parallel.parameters import all_ranks
+from trainkit.parallel.ranks import Ranks
 from trainkit.places import checkpoints_in
 from trainkit.run.going_on import resume_command
 from trainkit.train.faults.bad_batch import BadBatch, split
@@ -82,7 +82,7 @@ class NumberGuard:
     """Watches the losses and the gradient norm of every step, on every rank.
 
     Args:
-        accelerator: knows the ranks.
+        ranks: the processes.
         sample_name: what to call a sample, ``file:line``.
         where: the run directory, for messages.
         advice: what to do about a loss or gradient that is not finite.
@@ -94,7 +94,7 @@ class NumberGuard:
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        ranks: Ranks,
         *,
         sample_name: Callable[[Any], str],
         where: str,
@@ -107,7 +107,7 @@ class NumberGuard:
         self._policy = policy or NumberPolicy()
         self._keep, self._tell = keep, tell
         self._stop = stop
-        self._accelerator = accelerator
+        self._ranks = ranks
         self._sample_name = sample_name
         self._where = where
         self._advice = advice
@@ -168,11 +168,11 @@ class NumberGuard:
         if len(current.losses) < len(current.samples) or not (policy.spike or is_known):
             return None
         self._read()  # the limit is that of the steps before
-        device = self._accelerator.device
+        device = self._ranks.device
         mean = torch.stack([x.float().reshape(()) for x in current.losses]).sum().to(device)
-        if self._accelerator.num_processes > 1:
+        if self._ranks.num_processes > 1:
             torch.distributed.all_reduce(mean)
-            mean = mean / self._accelerator.num_processes
+            mean = mean / self._ranks.num_processes
         current.mean, current.limit = mean, policy.limit
         current.spikes = torch.full_like(mean, True) if is_known else (mean > current.limit).float()
         return torch.where(current.spikes > 0, torch.nan, torch.ones_like(mean))
@@ -195,7 +195,7 @@ class NumberGuard:
         Raises:
             NumberError: the step before (on a CPU: this one) is bad, and the run is to stop.
         """
-        current, device = self._current, self._accelerator.device
+        current, device = self._current, self._ranks.device
         current.step, current.forgives_gradients = step, forgives_gradients
         norm = torch.as_tensor(0.0 if grad_norm is None else grad_norm, device=device).detach()
         losses = torch.stack(
@@ -206,7 +206,7 @@ class NumberGuard:
         flags = (is_bad[1:].any(), is_bad[0] | (losses[0] < 0))
         wish = torch.full((), float(self._stop.number), device=device)
         verdict = torch.stack((*(flag.float() for flag in flags), wish))
-        if self._accelerator.num_processes > 1:
+        if self._ranks.num_processes > 1:
             torch.distributed.all_reduce(verdict, torch.distributed.ReduceOp.MAX)
         none = torch.zeros_like(wish)
         spikes = none if current.spikes is None else current.spikes
@@ -297,7 +297,7 @@ class NumberGuard:
         tensors, extras = zip(*map(split, step.batches), strict=True) if step.batches else ((), ())
         bad = BadBatch(
             step=step.step,
-            dist_rank=self._accelerator.process_index,
+            dist_rank=self._ranks.process_index,
             kind=kind,
             says=error.what,
             losses=step.listed,
@@ -317,7 +317,7 @@ class NumberGuard:
             (losses[number], [self._sample_name(s) for s in step.samples[number]])
             for number in (bad if kind == "loss" else range(min(len(losses), len(step.samples))))
         ]
-        found = gather_object(mine) if self._accelerator.num_processes > 1 else mine
+        found = gather_object(mine) if self._ranks.num_processes > 1 else mine
         names = list(dict.fromkeys(name for _, rows in found for name in rows))
         if kind == "loss":
             what = f"loss is {found[0][0] if found else 'not finite'} at step {step.step}"

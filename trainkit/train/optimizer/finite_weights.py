@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import nn
 
 from trainkit.models.linears import is_packed
 from trainkit.parallel.parameters import own_part
+from trainkit.parallel.ranks import Ranks
 from trainkit.parallel.snapshot import is_composed
 from trainkit.train.optimizer.finite import NumberError
 
@@ -46,7 +46,7 @@ class Walk:
 def check_weights(
     model: nn.Module,
     optimizer: Any,
-    accelerator: Accelerator,
+    ranks: Ranks,
     *,
     what: str,
     fix: str,
@@ -58,8 +58,8 @@ def check_weights(
 
     Args:
         model: whole, or sharded by ZeRO-3.
-        optimizer: under any wrappers, or None.
-        accelerator: knows the ranks.
+        optimizer: what it trains with, or None.
+        ranks: the processes.
         what: would have been written, for the message.
         fix: for the message.
         walk: of this model, from an earlier check.
@@ -73,8 +73,8 @@ def check_weights(
         tensors.append(tensor)
     bad = [number for number in not_finite_sums(tensors) if not _is_finite(tensors[number])]
     mine = [names[number] for number in bad]
-    if accelerator.num_processes > 1:
-        count = torch.tensor(len(mine), device=accelerator.device)
+    if ranks.num_processes > 1:
+        count = torch.tensor(len(mine), device=ranks.device)
         torch.distributed.all_reduce(count)
         mine = list(dict.fromkeys(gather_object(mine))) if int(count) else []
     if mine:
@@ -118,8 +118,6 @@ def numbers_of(
         yield from _numbers(name, parameter)
     for name, buffer in walk.buffers():
         yield from _numbers(name, buffer)
-    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, and DeepSpeed's within
-        optimizer = optimizer.optimizer
     if optimizer is None:
         return
     if hasattr(optimizer, "settle"):

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainingArguments
 
 from trainkit.options.optimizers import Optimizer, optimizer_row
 from trainkit.train.optimizer.arrival import Arrivals
-from trainkit.train.optimizer.flat import FlatAdamW, make_flat_adamw
+from trainkit.train.optimizer.flat import make_flat_adamw
 from trainkit.train.optimizer.groups import parameter_groups
 from trainkit.train.optimizer.muon import IS_HIDDEN, hidden_matrices, make_muon
 from trainkit.train.optimizer.optim import MasterWeightOptimizer, needs_master_weights
@@ -51,7 +51,6 @@ def make_optimizer(
     args: TrainingArguments,
     plan: OptimizerPlan,
     *,
-    decay_names: set[str],
     engine_keeps_masters: bool,
     num_ranks: int = 1,
 ) -> torch.optim.Optimizer:
@@ -61,7 +60,6 @@ def make_optimizer(
         model: adapters attached, on its device.
         args: what transformers reads.
         plan: what it does not know.
-        decay_names: the parameters that weight decay applies to.
         engine_keeps_masters: DeepSpeed and FSDP2 have fp32 copies of their own.
         num_ranks: processes whose gradients the optimizer averages, where it does.
     """
@@ -69,7 +67,7 @@ def make_optimizer(
     make, options_of = _inner(row, model, args, num_ranks)
     groups = parameter_groups(
         model,
-        decay_names=decay_names,
+        decay_names=set(Trainer.get_decay_parameter_names(None, model)),
         weight_decay=args.weight_decay,
         learning_rate=args.learning_rate,
         lora_plus_ratio=plan.lora_plus_ratio,
@@ -90,10 +88,6 @@ def make_optimizer(
     if is_half or plan.in_backward:
         return MasterWeightOptimizer(groups, make, arrivals)
     return make(groups)
-
-
-GradientHolder = MasterWeightOptimizer | FlatAdamW
-"""Optimizers that have the gradients, or know their norm, in place of the model's parameters."""
 
 
 def _inner(

@@ -10,14 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import speed_metrics
 
 from trainkit.evaluation_mode import evaluation_mode
+from trainkit.objectives.evaluation import Evaluation
+from trainkit.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from trainkit.train.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,11 @@ class Measurement:
     """
 
     every: int
-    take: Callable[["MeasuredTraining"], Mapping[str, float]]
+    take: Callable[["Loop"], Mapping[str, float]]
 
 
 class Measurements(TrainerCallback):
-    """Has the Trainer evaluate at the steps at which something is to be measured."""
+    """Asks for an evaluation at the steps at which something is to be measured."""
 
     def __init__(self, rows: Sequence[Measurement]) -> None:
         self.rows = tuple(rows)
@@ -55,14 +62,14 @@ class Measurements(TrainerCallback):
         """An evaluation that the end of an epoch brings is one of the loss."""
         self.is_alone = False
 
-    def take(self, trainer: "MeasuredTraining") -> dict[str, float]:
+    def take(self, loop: "Loop") -> dict[str, float]:
         """What is due at this step and was not measured yet."""
-        step = trainer.state.global_step
+        step = loop.state.global_step
         figures: dict[str, float] = {}
         for row in self._due(step):
             self._taken[row] = step
-            with undisturbed(trainer.model), _marking(trainer):
-                figures.update(row.take(trainer))
+            with undisturbed(loop.model), _marking(loop):
+                figures.update(row.take(loop))
         return figures
 
     def _due(self, step: int) -> list[Measurement]:
@@ -70,62 +77,97 @@ class Measurements(TrainerCallback):
         return [row for row in due if self._taken.get(row) != step]
 
 
-class MeasuredTraining(Trainer):
-    """The Trainer's evaluation with figures besides the loss, or without a loss."""
+class Evaluations(Hook):
+    """The mean loss on the held-out samples, and other figures, when they are due.
+
+    Attributes:
+        measurements: of figures besides the loss, or None.
+        makes_up: a continued run begins with an evaluation that the stopped one has missed.
+    """
 
     measurements: Measurements | None = None
-    control: TrainerControl
+    makes_up = False
 
-    def __init__(self, *, args: TrainingArguments, eval_dataset: Any = None, **given: Any) -> None:
-        rows = evaluation_rows(eval_dataset, args)
-        super().__init__(args=args, eval_dataset=rows, **given)
+    @property
+    def is_alone(self) -> bool:
+        """Whether the evaluation that is due is one without the loss."""
+        return self.measurements is not None and self.measurements.is_alone
 
-    _figures: Mapping[str, float] = {}
+    def begin(self, loop: "Loop", checkpoint: Path | None) -> None:
+        """Measure where the recipe, or a stopped run, says so."""
+        if checkpoint is None and loop.args.eval_on_start:
+            self.measure(loop)
+        is_missed = checkpoint is not None and self.makes_up
+        if is_missed and self._decide(loop, self.measure(loop)):
+            loop.state.best_model_checkpoint = str(checkpoint)
 
-    def evaluate(
-        self,
-        eval_dataset: Any = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> dict[str, float]:
-        """All that is due at this step, in one row."""
-        rows = self.measurements
-        started = time.perf_counter()
-        found = {} if rows is None else rows.take(self)
-        figures = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
-        if figures:
-            figures[f"{metric_key_prefix}_seconds"] = time.perf_counter() - started
-        is_alone = rows is not None and (rows.is_alone or not self.eval_dataset)
-        if not is_alone:
-            self._figures = figures
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if figures:
-            self.log(figures)
-        self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, figures
+    def due(self, loop: "Loop") -> None:
+        """Measure, and decide what follows."""
+        if loop.control.should_evaluate:
+            is_best = self._decide(loop, self.measure(loop))
+            if loop.args.save_strategy == "best":
+                loop.control.should_save = is_best
+
+    def measure(self, loop: "Loop") -> dict[str, float]:
+        """All that is due at this step, in one row; every rank calls it."""
+        loop.guard.flush()
+        rows, started = self.measurements, time.perf_counter()
+        taken = {} if rows is None else rows.take(loop)
+        row = {f"eval_{name}": value for name, value in taken.items()}
+        if row:
+            row["eval_seconds"] = time.perf_counter() - started
+        if rows is None or not (rows.is_alone or loop.eval_data is None):
+            row = self._loss(loop, row)
+        if row:
+            loop.log(row)
+        loop.event("on_evaluate", row)
+        return row
+
+    def _loss(self, loop: "Loop", figures: dict[str, float]) -> dict[str, float]:
+        """Over all ranks, as the objective takes it; no logits are kept."""
+        args, layout, batches = loop.args, loop.layout, loop.eval_batches()
+        started = time.time()
+        evaluation = Evaluation(
+            loop.loss,
+            loop.ranks,
+            take_counts=loop.take_counts,
+            run=lambda batch, measure: loop.engine.evaluate(loop.prepare(batch), measure),
+            sharing=loop.sharing,
+            counts_rows=layout.counts_rows,
+            counts_losses=layout.counts_losses,
         )
-        return figures
+        row = evaluation.measure(loop.wrapped, batches, "eval")
+        num_samples, size = len(batches.dataset), args.eval_batch_size * args.world_size
+        num_steps = math.ceil(num_samples / size)
+        return row | figures | speed_metrics("eval", started, num_samples, num_steps)
 
-    def take_figures(self) -> Mapping[str, float]:
-        """What was measured for the row that the loss is in."""
-        figures, self._figures = self._figures, {}
-        return figures
+    def _decide(self, loop: "Loop", row: Mapping[str, float]) -> bool:
+        """What an evaluation is followed by; returns whether this is the best model so far.
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """An evaluation that does not measure the figure, or finds no number, changes nothing."""
-        figure = judged_figure(self.args, metrics)
-        if figure is None and self.measurements is not None:
+        One that does not measure the figure, or finds no number, changes nothing.
+        """
+        args, state = loop.args, loop.state
+        figure = judged_figure(args, row)
+        if figure is None:
             return False
-        if figure is not None and not math.isfinite(figure):
+        if loop.follows_metric:
+            loop.scheduler.step(figure)
+        if args.metric_for_best_model is None or not math.isfinite(figure):
             return False
-        return bool(super()._determine_best_metric(metrics, trial))
+        best = state.best_metric
+        sign = 1 if args.greater_is_better else -1
+        if best is not None and sign * figure <= sign * best:
+            return False
+        state.best_metric = figure
+        if args.save_strategy != "no":
+            state.best_global_step = state.global_step
+        return True
 
 
-def evaluation_rows(samples: Any, args: TrainingArguments) -> Any:
-    """What transformers takes for evaluation data: it refuses to evaluate without any."""
-    if samples is not None:
-        return samples
-    return [] if args.eval_strategy != "no" else None
+def judged_figure(args: TrainingArguments, metrics: Mapping[str, float]) -> float | None:
+    """The figure that the best model is judged by; None where it was not measured."""
+    name = str(args.metric_for_best_model or "loss").removeprefix("eval_")
+    return metrics.get(f"eval_{name}")
 
 
 @contextmanager
@@ -148,9 +190,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _marking(trainer: Any) -> Iterator[None]:
+def _marking(loop: "Loop") -> Iterator[None]:
     """Within, every forward pass is a sign of life: thousands of questions are no hang."""
-    watch, head = getattr(trainer, "watch", None), trainer.model.get_output_embeddings()
+    watch, head = loop.watch, loop.model.get_output_embeddings()
     if watch is None or head is None:
         yield
         return
@@ -161,16 +203,10 @@ def _marking(trainer: Any) -> Iterator[None]:
         handle.remove()
 
 
-def judged_figure(args: TrainingArguments, metrics: Mapping[str, float]) -> float | None:
-    """The figure that the best model is judged by; None where it was not measured."""
-    name = str(args.metric_for_best_model or "loss").removeprefix("eval_")
-    return metrics.get(f"eval_{name}")
-
-
 class StopEarly(TrainerCallback):
     """Ends training when the figure that the best model is judged by gets no better.
 
-    What it has seen is kept in the Trainer's state, so that every checkpoint has it.
+    What it has seen is kept in the run's state, so that every checkpoint has it.
 
     Args:
         patience: evaluations in a row that may bring nothing.
@@ -233,4 +269,4 @@ class StopEarly(TrainerCallback):
 
 
 _EARLY = "early_stopping"
-"""Its place in the Trainer's state."""
+"""Its place in the run's state."""

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -14,7 +14,9 @@ from trainkit.train.checkpoints import written_together
 from trainkit.train.results.evaluations import undisturbed
 from trainkit.train.results.generation_eval import GenerationEvalResult
 from trainkit.train.results.questions import Questions
-from trainkit.train.trainer import ObjectiveTrainer
+
+if TYPE_CHECKING:
+    from trainkit.train.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class AfterTraining:
 
 
 def save_final(
-    trainer: ObjectiveTrainer,
+    loop: "Loop",
     target: Path,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -44,7 +46,7 @@ def save_final(
     Every rank calls it; sharded weights are gathered on the way.
 
     Args:
-        trainer: after training.
+        loop: after training.
         target: the directory to appear; one from before the run was continued is replaced.
         tokenizer: with the chat template that was trained.
         stop_token_ids: the end-of-turn tokens found in the template.
@@ -55,12 +57,12 @@ def save_final(
         CheckpointError: it could not be written; nothing half-written is left.
         NumberError: a weight is NaN or infinite; one from before stays.
     """
-    trainer.check_numbers(target.name)
-    whole = written_together(target, trainer.accelerator, metadata, replace=True)
-    with whole as inner, _with_cache(trainer):
-        trainer.save_model(str(inner), _internal_call=True)
-        if trainer.accelerator.is_main_process:
-            settings = generation_config(trainer.model, tokenizer, stop_token_ids)
+    loop.numbers.check(loop, target.name)
+    whole = written_together(target, loop.ranks, metadata, replace=True)
+    with whole as inner, _with_cache(loop):
+        loop.save_model(inner)
+        if loop.ranks.is_main_process:
+            settings = generation_config(loop.model, tokenizer, stop_token_ids)
             settings.save_pretrained(inner)
             if card is not None:
                 (inner / "README.md").write_text(card, encoding="utf-8")
@@ -86,9 +88,9 @@ def generation_config(
 
 
 @contextlib.contextmanager
-def _with_cache(trainer: ObjectiveTrainer) -> Iterator[None]:
+def _with_cache(loop: "Loop") -> Iterator[None]:
     """Save ``use_cache: true``: it is off for training, and a served model wants it on."""
-    config = trainer.model.config
+    config = loop.model.config
     set_use_cache(config, True)
     try:
         yield
@@ -97,7 +99,7 @@ def _with_cache(trainer: ObjectiveTrainer) -> Iterator[None]:
 
 
 def answer_held_out(
-    trainer: ObjectiveTrainer,
+    loop: "Loop",
     final: Path,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
@@ -106,31 +108,32 @@ def answer_held_out(
     """Answer held-out conversations greedily and count exact matches; every rank takes a share.
 
     Args:
-        trainer: after training.
+        loop: after training.
         final: the saved model, loaded again where no rank holds the model whole.
         tokenizer: of the model.
         stop_token_ids: what the model was taught to end its turn with.
         questions: the conversations, and how they are answered.
     """
-    model = _whole_model(trainer, final)
+    model = _whole_model(loop, final)
     with undisturbed(model):
-        return questions.answer(trainer, model, tokenizer, stop_token_ids)
+        return questions.answer(loop.ranks, model, tokenizer, stop_token_ids)
 
 
-def _whole_model(trainer: ObjectiveTrainer, final: Path) -> Any:
-    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+def _whole_model(loop: "Loop", final: Path) -> Any:
+    engine, trained = loop.engine, loop.model
 
     def reload() -> Any:
-        model = auto_class(unwrapped.config).from_pretrained(final, dtype=trainer.saved_dtype)
-        return model.to(trainer.args.device)
+        dtype = engine.saved_dtype(*next(iter(trained.named_parameters())))
+        model = auto_class(trained.config).from_pretrained(final, dtype=dtype)
+        return model.to(loop.args.device)
 
-    return trainer.layout.engine.whole_model(unwrapped, reload)
+    return engine.whole_model(trained, reload)
 
 
-def best_of(trainer: ObjectiveTrainer) -> dict[str, object]:
+def best_of(loop: "Loop") -> dict[str, object]:
     """Which checkpoint the final model is, where the best one was asked for."""
-    checkpoint = trainer.state.best_model_checkpoint
-    if not trainer.args.load_best_model_at_end or checkpoint is None:
+    checkpoint = loop.state.best_model_checkpoint
+    if not loop.args.load_best_model_at_end or checkpoint is None:
         return {}
-    name = trainer.args.metric_for_best_model
-    return {"best": f"{Path(checkpoint).name}, {name} {trainer.state.best_metric:.4f}"}
+    name = loop.args.metric_for_best_model
+    return {"best": f"{Path(checkpoint).name}, {name} {loop.state.best_metric:.4f}"}

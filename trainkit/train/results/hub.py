@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.utils import disable_progress_bars
+from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from trainkit.errors import TrainkitError
 from trainkit.train.refusals import settings_refused_by
-from trainkit.train.results.evaluations import MeasuredTraining
 
 logger = logging.getLogger(__name__)
 
@@ -38,42 +39,48 @@ OF_TRAINING = (
 """Files of a checkpoint that only continuing it needs."""
 
 
-class HubUploads(MeasuredTraining):
-    """Uploads each checkpoint when it is complete, while training goes on, and the final model."""
+class Hub:
+    """Uploads each checkpoint when it is complete, while training goes on, and the final model.
 
-    _upload: "Future[Any] | None" = None
-    _uploading: Path | None = None
+    Args:
+        args: transformers' TrainingArguments.
+        is_main: this rank uploads.
+    """
 
-    @settings_refused_by("the repository on the hub", "training.push_to_hub")
-    def init_hf_repo(self, *arguments: Any, **keywords: Any) -> None:
-        """Make the repository; a hub out of reach or no login is said with the key."""
-        self._make_hub_repository(*arguments, **keywords)
+    def __init__(self, args: TrainingArguments, *, is_main: bool) -> None:
+        self._args, self._is_on = args, bool(args.push_to_hub and is_main)
+        self._upload: Future[Any] | None = None
+        self._uploading: Path | None = None
+        self._client = HfApi() if self._is_on else None
+        self._model_id = str(args.hub_model_id)
+        if self._is_on:
+            disable_progress_bars()
+            # A hub out of reach or no login is said with the key.
+            with settings_refused_by("the repository on the hub", "training.push_to_hub"):
+                self._make_repository()
 
-    def _make_hub_repository(self, *arguments: Any, **keywords: Any) -> None:
-        super().init_hf_repo(*arguments, **keywords)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Not here: the directory is not whole yet, and its name is not its own."""
-
-    def _finish_current_push(self) -> None:
-        """Not here either: the last upload waits for the one before."""
+    def _make_repository(self) -> None:
+        args = self._args
+        name = args.hub_model_id or Path(str(args.output_dir)).absolute().name
+        made = HfApi().create_repo(
+            name, token=args.hub_token, private=args.hub_private_repo, exist_ok=True
+        )
+        self._model_id = made.repo_id
 
     @property
     def uploading(self) -> Path | None:
         """The checkpoint that is being uploaded; it must not be deleted."""
         return self._uploading if self._upload is not None and not self._upload.done() else None
 
-    def push_checkpoint(self, checkpoint: Path) -> None:
+    def push_checkpoint(self, checkpoint: Path, step: int) -> None:
         """Begin to upload a whole checkpoint, as ``hub_strategy`` says; nothing waits for it."""
-        args = self.args
-        if not args.push_to_hub or not self.is_world_process_zero():
-            return
-        if args.hub_strategy == HubStrategy.END:
+        args = self._args
+        if not self._is_on or args.hub_strategy == HubStrategy.END:
             return
         if self.uploading is not None and not args.hub_always_push:
             return
         self._report_failure()
-        message = f"Training in progress, step {self.state.global_step}"
+        message = f"Training in progress, step {step}"
         self._uploading = checkpoint
         self._upload = self._begin(checkpoint, message)
         if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
@@ -88,7 +95,7 @@ class HubUploads(MeasuredTraining):
         Raises:
             TrainkitError: the hub did not take it.
         """
-        if not self.args.push_to_hub or not self.is_world_process_zero():
+        if not self._is_on:
             return
         self._report_failure()
         error = self._begin(final, "End of training").exception()  # waits
@@ -96,31 +103,35 @@ class HubUploads(MeasuredTraining):
             raise TrainkitError(
                 f"the final model was not uploaded: {' '.join(str(error).split())}",
                 where=str(final),
-                fix=f"it is whole here: hf upload {self.hub_model_id} {final}",
+                fix=f"it is whole here: hf upload {self._model_id} {final}",
             ) from error
 
     def _begin(self, directory: Path, message: str, folder: str | None = None) -> "Future[Any]":
         """Upload the model in a directory, or all of it to ``place``."""
+        assert self._client is not None  # one for all uploads: it does them one after another
         return self._client.upload_folder(
-            repo_id=str(self.hub_model_id),
+            repo_id=self._model_id,
             folder_path=directory,
             path_in_repo=folder,
             commit_message=message,
             ignore_patterns=list(OF_TRAINING) if folder is None else None,
-            token=self.args.hub_token,
-            revision=self.args.hub_revision,
+            token=self._args.hub_token,
+            revision=self._args.hub_revision,
             run_as_future=True,
         )
-
-    @property
-    def _client(self) -> HfApi:
-        """One for all uploads: a client does them one after another."""
-        if not hasattr(self, "_hub_client"):
-            self._hub_client = HfApi()
-        return self._hub_client
 
     def _report_failure(self) -> None:
         """Say that the upload before this one failed, if it did."""
         if self._upload is not None and self._upload.done() and self._upload.exception():
             logger.warning("%s was not uploaded: %s", self._uploading, self._upload.exception())
             self._upload = None
+
+
+class UntouchedHub(Hub):
+    """Asks the hub who we are, which needs network and login, and makes and sends nothing."""
+
+    def _make_repository(self) -> None:
+        HfApi().whoami(token=self._args.hub_token)
+
+    def push_checkpoint(self, checkpoint: Path, step: int) -> None:
+        """Nothing."""

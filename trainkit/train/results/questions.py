@@ -17,8 +17,8 @@ from trainkit.options import EarlyStopping, GenerationOptions, TaskOptions
 from trainkit.options.benchmarks import METRICS
 from trainkit.options.evaluation import ANSWERS
 from trainkit.parallel import Layout
+from trainkit.parallel.ranks import Ranks
 from trainkit.train.results.evaluations import (
-    MeasuredTraining,
     Measurement,
     Measurements,
     StopEarly,
@@ -27,6 +27,7 @@ from trainkit.train.results.generation_eval import GenerationEvalResult, evaluat
 
 if TYPE_CHECKING:
     from trainkit.evals.tasks import LoadedTasks
+    from trainkit.train.loop import Loop
 
 DEFAULT_CONTEXT = 2048
 
@@ -55,51 +56,48 @@ class Questions:
 
     def attach(
         self,
-        trainer: MeasuredTraining,
+        loop: "Loop",
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
         say: Callable[[str], None],
     ) -> None:
-        """Have a Trainer measure, and end early where that is wanted."""
+        """Have a loop measure, and end early where that is wanted."""
         rows = self.measurements(tokenizer, stop_token_ids)
         if rows:
-            trainer.measurements = Measurements(rows)
-            trainer.add_callback(trainer.measurements)
+            measurements = loop.evaluations.measurements = Measurements(rows)
+            loop.add_callback(measurements)
         if self.early is not None:
-            trainer.add_callback(StopEarly(self.early.patience, self.early.min_delta, say))
+            loop.add_callback(StopEarly(self.early.patience, self.early.min_delta, say))
 
     def measurements(
         self, tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int]
     ) -> list[Measurement]:
-        """What the Trainer measures every so many steps."""
+        """What the loop measures every so many steps."""
         rows = []
         generation, tasks = self.generation, self.tasks
         if generation is not None and generation.every is not None:
             rows.append(
                 Measurement(
                     generation.every,
-                    lambda trainer: self._answers(trainer, tokenizer, stop_token_ids),
+                    lambda loop: self._answers(loop, tokenizer, stop_token_ids),
                 )
             )
         if tasks is not None:
             rows.append(
-                Measurement(
-                    tasks.every, lambda trainer: self._scores(trainer, tokenizer, stop_token_ids)
-                )
+                Measurement(tasks.every, lambda loop: self._scores(loop, tokenizer, stop_token_ids))
             )
         return rows
 
     def answer(
         self,
-        trainer: Any,
+        ranks: Ranks,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
     ) -> GenerationEvalResult:
         """Answer the held-out conversations; every rank takes a share, and has all answers then."""
         assert self.generation is not None
-        accelerator = trainer.accelerator
-        mine = self.held_out[accelerator.process_index :: accelerator.num_processes]
+        mine = self.held_out[ranks.process_index :: ranks.num_processes]
         result = evaluate_answers(
             model,
             tokenizer,
@@ -110,38 +108,36 @@ class Questions:
             options=self.options,
             metrics=self.metrics,
         )
-        if accelerator.num_processes == 1:
+        if ranks.num_processes == 1:
             return result
         return GenerationEvalResult.merge(gather_object([result]))
 
     def _answers(
         self,
-        trainer: MeasuredTraining,
+        loop: "Loop",
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
     ) -> Mapping[str, float]:
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        with trainer.compute_loss_context_manager():
-            result = self.answer(trainer, model, tokenizer, stop_token_ids)
+        with loop.sharing():
+            result = self.answer(loop.ranks, loop.model, tokenizer, stop_token_ids)
         return {f"{ANSWERS}/{name}": value for name, value in result.means.items()}
 
     def _scores(
         self,
-        trainer: MeasuredTraining,
+        loop: "Loop",
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
     ) -> Mapping[str, float]:
-        from trainkit.evals.model import Ranks, TrainedModel
+        from trainkit.evals.model import Ranks as EvalRanks
+        from trainkit.evals.model import TrainedModel
         from trainkit.evals.prompts import PromptStyle
         from trainkit.evals.run import evaluate_model
 
         assert self.tasks is not None
         assert self.loaded is not None
-        accelerator = trainer.accelerator
-        model = accelerator.unwrap_model(trainer.model)
+        model, size = loop.model, loop.ranks.num_processes
         chat = self.tasks.chat_template
         chat = bool(tokenizer.chat_template) if chat is None else chat
-        size = accelerator.num_processes
         gather = (lambda value: gather_object([value])) if size > 1 else (lambda value: [value])
         trained = TrainedModel(
             model,
@@ -150,9 +146,9 @@ class Questions:
             max_length=context_of(model.config.to_dict()) or DEFAULT_CONTEXT,
             # Attention in training need not know a cache that several rows share.
             shares_beginnings=False,
-            ranks=Ranks(accelerator.process_index, size, gather),
+            ranks=EvalRanks(loop.ranks.process_index, size, gather),
         )
-        with trainer.compute_loss_context_manager():
+        with loop.sharing():
             found = evaluate_model(
                 trained,
                 self.loaded,
@@ -200,7 +196,7 @@ def load_questions(
         TrainkitError: a metric or a task cannot be used.
     """
     every = None if generation is None else generation.every
-    if layout.engine.shards_weights and (tasks is not None or every is not None):
+    if not layout.engine.holds_whole_model and (tasks is not None or every is not None):
         raise RecipeError(
             "no process holds the whole model, so none can answer questions of its own",
             where="eval_tasks" if tasks is not None else "generation_eval.every",

@@ -4,7 +4,6 @@ import dataclasses
 import gc
 
 import torch
-from accelerate.state import AcceleratorState
 
 from trainkit.parallel.agreement import decided_by_main
 from trainkit.run import RunDirectory
@@ -41,7 +40,6 @@ def go_back(
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    AcceleratorState._reset_state()  # the process group stays; a second Accelerator may be made
     start = dataclasses.replace(
         start, options=dataclasses.replace(start.options, resume=run.root, overrides=())
     )
