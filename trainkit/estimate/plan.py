@@ -74,7 +74,7 @@ class Plan:
         held_late: of them, those whose weights' part of the backward pass is still to come.
         wire: bytes of what is received from and sent to other stages.
         gpu_gib: memory of each; FSDP2 keeps a small model whole where there is room.
-        trainer: trainkit's Trainer drives it, with fp32 masters; else a bare step.
+        trainer: trainkit's loop drives it, with fp32 masters; else a bare step.
         keeps_masters: trained half-precision weights have fp32 copies.
         one_pass: without them, one kernel steps and rounds them.
         in_backward: each weight steps in the backward pass, and its gradient is gone.

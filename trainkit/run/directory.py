@@ -222,7 +222,7 @@ class RunDirectory:
 
     @property
     def log_history(self) -> Path:
-        """The Hugging Face Trainer's ``state.log_history``."""
+        """transformers' ``TrainerState.log_history``."""
         return self.root / "log_history.json"
 
     @property

@@ -1,1 +1,1 @@
-"""The composition root and the Trainer subclass."""
+"""The composition root and the training loop."""

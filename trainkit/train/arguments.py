@@ -115,7 +115,7 @@ def settled_values(arguments: TrainingArguments, shown: Mapping[str, Any]) -> di
     """What the arguments say otherwise than a recipe does: worked out only when the run was built.
 
     Args:
-        arguments: as the Trainer has them.
+        arguments: as the run has them.
         shown: field to value, as the recipe and what follows from it say.
     """
     found = {}

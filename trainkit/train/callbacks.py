@@ -41,7 +41,7 @@ class RunRecorder(TrainerCallback):
         run: where it writes.
         console: speaks.
         resume_step: the last step to keep; 0 redoes everything, None is a new run.
-        begin: called once with the Trainer's arguments, when nothing can refuse the run any more.
+        begin: called once with the run's arguments, when nothing can refuse the run any more.
     """
 
     def __init__(

@@ -163,7 +163,7 @@ def run_one_step(session: Session) -> DryRunVerdict:
         session: of the run; its run directory is one to be thrown away.
 
     Raises:
-        RecipeError: the Trainer, the optimizer or the schedule refuses the settings.
+        RecipeError: the model, the optimizer or the schedule refuses the settings.
         TrainkitError: out of memory (naming the sizes), or a figure is NaN or infinite.
     """
     loop = session.loop(StopRequest(), OneStep)

@@ -1,4 +1,4 @@
-"""One training session: the Trainer with everything around it, and what it leaves behind."""
+"""One training session: the loop with everything around it, and what it leaves behind."""
 
 import shutil
 import time
@@ -234,7 +234,7 @@ class Session:
             self.console.warn(f"the weights of the step could not be kept: {problem.what}")
 
     def loop(self, stop: StopRequest, kind: type[Loop] = Loop) -> Loop:
-        """The Trainer with the callbacks that every run has.
+        """The loop with the callbacks that every run has.
 
         Raises:
             RecipeError: transformers refuses the settings.

@@ -259,7 +259,7 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "enable_jit_checkpoint": (False, "trainkit itself saves when a signal asks it to stop"),
     "restore_callback_states_from_checkpoint": (
         False,
-        "no callback here keeps a state, and the Trainer's own would stop a continued run at once",
+        "no callback here keeps a state, and transformers' own would stop a continued run at once",
     ),
     "parallelism_config": (None, "the model is spread over GPUs by `deepspeed: zero3`"),
     "dataloader_persistent_workers": (

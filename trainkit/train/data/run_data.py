@@ -1,4 +1,4 @@
-"""From the recipe's data section to what the Trainer reads: datasets, collators, counts."""
+"""From the recipe's data section to what the loop reads: datasets, collators, counts."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Streamed samples in the Trainer: loading processes, exact positions, the ledger of dropped rows.
+"""Streamed samples in training: loading processes, exact positions, the ledger of dropped rows.
 
 Every batch carries the position behind it, so the position of the run is that of the last batch it
 has trained on, however far the loading processes are ahead. Each rank saves its own next to the
@@ -79,7 +79,7 @@ class StreamState:
         self._ledger = Ledger(mine, changed)
 
     def take(self, note: BatchNote) -> None:
-        """A batch was handed to the Trainer."""
+        """A batch was handed to the loop."""
         self.positions[note.slot] = note.position
         self.next_slot = (note.slot + 1) % len(self.positions)
         self.num_rows += note.num_rows

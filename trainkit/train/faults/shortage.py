@@ -53,7 +53,7 @@ def out_of_memory(
     """What a run that ran out of memory ends with.
 
     Args:
-        trainer: the Trainer, whose last batch is known.
+        trainer: the loop, whose last batch is known.
         expected: the estimate of the run, where there is one.
         error: torch's own.
     """

@@ -39,7 +39,7 @@ class BatchFinder:
 
     Attributes:
         is_on: as the recipe says.
-        args: of the Trainer: micro-batch and accumulation.
+        args: of the run: micro-batch and accumulation.
         keeps_global: ``global_batch_size`` makes up the accumulation by itself.
         layout: how the run is spread over processes.
         run: where what was found is recorded.

@@ -55,7 +55,7 @@ class Wanted:
 class RecomputeLayers(TrainerCallback):
     """Has layers recompute, and offload, for as long as the training lasts.
 
-    Not earlier: Trainer enables checkpointing itself, when it begins.
+    Not earlier: the loop enables checkpointing itself, when it begins.
 
     Args:
         model: what is trained.
@@ -76,7 +76,7 @@ class RecomputeLayers(TrainerCallback):
         offload = pays(self._model, self._model.config, self._offload)
         is_plain = options.every == 1 and not options.selective
         if is_plain and not (offload and (self._offload is True or self._can_set())):
-            return  # as the Trainer has it, for models that checkpoint in their own way, too
+            return  # as transformers has it, for models that checkpoint in their own way, too
         self._layers = Recomputed(self._model)
         way: Way = "full"
         if options.selective or offload:
