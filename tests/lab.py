@@ -127,6 +127,7 @@ class Lab:
             **training,
         }
         directory = self.root / name
+        directory.mkdir(parents=True, exist_ok=True)
         layout = Layout.of(
             strategy_for(shard), ProcessRank.from_environment(), ParallelOptions(**(parallel or {}))
         )

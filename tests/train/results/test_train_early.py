@@ -6,7 +6,7 @@ import pytest
 from lab import Lab
 from transformers import TrainerCallback
 
-from trainkit.train import trainer as trainer_module
+from trainkit.train.log import rows
 from trainkit.train.results.evaluations import StopEarly
 
 PATIENCE, EVERY = 8, 3
@@ -22,14 +22,8 @@ def early(tiny_tokenizer, root, name, *, losses=None, patience=PATIENCE, **train
     trainer.add_callback(StopEarly(patience, 0.0, trainer.said.append))
     if losses is not None:
         given = iter(losses)
-        plain = trainer.evaluation_loop
-
-        def evaluation_loop(*arguments, **keywords):
-            output = plain(*arguments, **keywords)
-            output.metrics["eval_loss"] = next(given)
-            return output
-
-        trainer.evaluation_loop = evaluation_loop
+        plain = trainer.evaluations._loss
+        trainer.evaluations._loss = lambda *asked: {**plain(*asked), "eval_loss": next(given)}
     return trainer
 
 
@@ -47,7 +41,7 @@ def test_a_run_that_was_broken_off_ends_where_the_unbroken_one_does(
     stopped_at, tiny_tokenizer, tmp_path, monkeypatch
 ):
     """The log keeps the last rows only: here of 5 steps, as 1000 of a run of thousands."""
-    monkeypatch.setattr(trainer_module, "KEPT_ROWS", 5)
+    monkeypatch.setattr(rows, "KEPT_ROWS", 5)
     whole = early(tiny_tokenizer, tmp_path, "whole")
     whole.train()
     assert whole.state.global_step == (1 + PATIENCE) * EVERY
