@@ -222,7 +222,7 @@ class RunDirectory:
 
     @property
     def log_history(self) -> Path:
-        """transformers' ``TrainerState.log_history``."""
+        """Transformers' ``TrainerState.log_history``."""
         return self.root / "log_history.json"
 
     @property

@@ -264,7 +264,7 @@ def _build(
 
 
 def _relaunch_on_all_gpus(options: SftOptions) -> None:
-    """Start once for each GPU of this host when nobody has; one process alone would use one of them."""
+    """Start once for each GPU of this host when nobody has: one process trains on one."""
     if "RANK" in os.environ:
         return
     num_gpus = count_local_gpus()

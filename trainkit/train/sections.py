@@ -87,7 +87,7 @@ def _precision(recipe: Recipe) -> dict[str, bool | None]:
 
 
 def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
-    """transformers' TrainingArguments; with several ranks the process group exists after this."""
+    """Transformers' TrainingArguments; with several ranks the process group exists after this."""
     return training_arguments(
         recipe.training,
         output_dir=RUNS,  # replaced when the run directory is known to all ranks

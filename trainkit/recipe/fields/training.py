@@ -168,7 +168,7 @@ def _unknown_keys(name: str, row: Acts, value: Any) -> list[TrainingProblem]:
                 what = f"{dotted} does nothing here: trainkit deals out the rows itself"
             problems.append(TrainingProblem(name, what, ask(nearest(str(key), row.keys))))
         elif name == "accelerator_config" and set(item or {}) - {"sync_each_batch"}:
-            what = f"{dotted} may hold sync_each_batch only: the rest is accelerate's, which does not run here"
+            what = f"{dotted} may hold sync_each_batch only: the rest is accelerate's own"
             problems.append(TrainingProblem(name, what))
     return problems
 
