@@ -41,7 +41,7 @@ def test_a_run_goes_on_and_ends_with_the_experts_of_its_checkpoint(tmp_path, tin
     words += [
         "training.eval_strategy=steps",
         "training.eval_steps=2",
-        "training.greater_is_better=true",
+        "training.greater_is_better=false",
     ]
     assert project.sft(*words, "--output-dir", "whole").code == 0
     assert project.sft(*words, "--output-dir", "parts", stop_at=2).code == 130

@@ -67,6 +67,8 @@ class Saves(Hook):
                 save_small(save, random_file(save.directory, args), random_state(args))
                 if args.should_save:
                     save_small(save, save.directory / SCHEDULER, loop.scheduler.state_dict())
+            if loop.stream is not None:
+                save.attempt(partial(loop.stream.save, save.directory))
             for hook in loop.hooks:
                 hook.save(loop, save)
             best = writer.root / folder_name(state.best_global_step or 0)
