@@ -20,9 +20,9 @@ from trainkit.models import linears
 from trainkit.options import Source
 from trainkit.options.data import ROW_FORMATS
 from trainkit.parallel import strategies
+from trainkit.parallel.engine import Engine
 from trainkit.parallel.layout import Layout
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.replicated import Replicated
 
 
 def parse_faq(row):
@@ -39,7 +39,7 @@ def test_a_format_is_a_function_and_a_row(monkeypatch):
     assert parsed.ignored == ("note",)
 
 
-class Shelf(Replicated):
+class Shelf(Engine):
     """Keeps fp32 weights in half-precision training, as an engine of a new strategy might."""
 
     keeps_masters = True

@@ -37,7 +37,7 @@ PRIVATE = {
 
 KINDS = re.compile(
     r"\.(runs_steps|places_weights|shards_weights|shards_optimizer|reads_own_weights|reshards)\b"
-    r"|isinstance\([^)]*\b(Engine|Replicated|DeepSpeed|Fsdp2|Pipeline|TensorParallel)\b"
+    r"|isinstance\([^)]*\b(Engine|DeepSpeed|Fsdp2|Pipeline|TensorParallel)\b"
     r"|type\([a-z_.]*engine\)|engine\.__class__"
 )
 """Questions about the kind of an engine."""

@@ -1,26 +1,33 @@
-"""What every strategy of spreading a run over processes answers. No torch.
+"""What a strategy of spreading a run over processes does, and how plain DDP does it.
 
 A strategy owns its step: it places the model, takes it forward and backward, updates it, saves and
-loads it. Whoever holds one never asks which. Plain DistributedDataParallel is
-`trainkit.parallel.replicated`; each other one is a subclass of that, or of `Engine`, and a row of
-``strategies.py``.
+loads it. Whoever holds one never asks which. Another one is a subclass that does some of it
+otherwise, and a row of ``strategies.py``.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
+from accelerate.utils import convert_to_fp32
+from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainkit.parallel.parameters import all_ranks
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.ranks import Ranks
+from trainkit.parallel.snapshot import tensors_of
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from trainkit.parallel.ranks import Ranks
+OPTIMIZER, SCALER = "optimizer.pt", "scaler.pt"
+_BITSANDBYTES = "bitsandbytes"
 
 Batch = dict[str, Any]
 """What the model and the loss take of a micro-batch, on the device."""
@@ -64,8 +71,30 @@ class Training:
     averages: bool = False
 
 
+@runtime_checkable
+class GradientHolder(Protocol):
+    """An optimizer that has the gradients, or knows their norm, in place of the parameters."""
+
+    def begin_micro_batch(self, model: Any, *, accumulates: bool) -> None:
+        """Before each micro-batch; the wrapper's ``no_sync`` is entered already."""
+
+    def gather_gradients(self) -> Any:
+        """All gradients are there; returns what has them as ``parameters()``."""
+
+    def clip(self, max_norm: float) -> torch.Tensor | None:
+        """Clip; the norm before, or None where the gradients wait to be clipped."""
+
+
+def autocast_of(args: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """What forward passes compute under, as ``training.bf16`` and ``fp16`` say."""
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    return nullcontext if dtype is None else partial(torch.autocast, args.device.type, dtype=dtype)
+
+
 class Engine:
-    """One strategy at work in this process.
+    """One process, or one of several that each have the model, its gradients and its states.
+
+    Every other strategy is a subclass that answers what differs.
 
     Attributes:
         keeps_masters: it keeps fp32 copies of half-precision weights, so the optimizer must not.
@@ -83,6 +112,11 @@ class Engine:
     reshards = False
     packages: tuple[str, ...] = ()
     load_part: LoadPart | None = None
+
+    model: Any
+    wrapped: Any
+    _optimizer: Any
+    scaler: torch.amp.GradScaler | None = None
 
     # -- before there is a model ------------------------------------------------------------------
 
@@ -142,26 +176,76 @@ class Engine:
         del model
         return nullcontext()
 
-    def receive(self, model: nn.Module, args: Any) -> None:
-        """Take a model that is loaded, adapters and kernels in it, to where it trains.
-
-        Raises:
-            RecipeError: the arguments ask for what cannot be done so.
-        """
-
     def place(self, model: nn.Module, device: torch.device) -> None:
         """Spread the model over the ranks, in place; before the optimizer is made."""
 
-    # -- steps ------------------------------------------------------------------------------------
+    def receive(self, model: nn.Module, args: Any) -> None:
+        """Onto the device, but what has no memory yet or is there already."""
+        self.model, self.wrapped, self.args = model, model, args
+        is_there = getattr(model, "quantization_method", None) == _BITSANDBYTES
+        if not is_there and not any(each.is_meta for each in model.parameters()):
+            model.to(args.device)
 
     def set_up(self, training: Training) -> nn.Module:
         """All is made; returns the model as it is called in training."""
-        raise NotImplementedError
+        self._hold(training)
+        self._cast()
+        if self.ranks.num_processes > 1 and not training.averages:
+            self.wrapped = self._distributed(self.model)
+        return self._compiled()
+
+    def _hold(self, training: Training) -> None:
+        self.model = self.wrapped = training.model
+        self._optimizer, self.args, self.ranks = training.optimizer, training.args, training.ranks
+        self._holder = (
+            training.optimizer if isinstance(training.optimizer, GradientHolder) else None
+        )
+        self.scaler = torch.amp.GradScaler(self.args.device.type) if self.args.fp16 else None
+
+    def _cast(self) -> None:
+        """Autocast around the forward pass alone, and what it returns in fp32.
+
+        Label smoothing takes logits, and has them in fp32. It is the model's own forward, since
+        answers during training and the proofs before the first step call that, too.
+        """
+        autocast, forward = autocast_of(self.args), self.model.forward
+        if autocast is nullcontext:
+            return
+
+        @functools.wraps(forward)
+        def cast(*given: Any, **named: Any) -> Any:
+            with autocast():
+                outputs = forward(*given, **named)
+            return convert_to_fp32(outputs)
+
+        self.model.forward = cast
+
+    def _distributed(self, model: Any) -> Any:
+        args = self.args
+        options = {
+            "find_unused_parameters": args.ddp_find_unused_parameters,
+            "bucket_cap_mb": args.ddp_bucket_cap_mb,
+            "broadcast_buffers": args.ddp_broadcast_buffers,
+            "static_graph": args.ddp_static_graph,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        devices = [args.device] if args.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, **given)
+
+    def _compiled(self) -> Any:
+        args = self.args
+        if args.torch_compile:
+            self.wrapped = torch.compile(
+                self.wrapped, backend=args.torch_compile_backend, mode=args.torch_compile_mode
+            )
+        return self.wrapped
 
     @property
     def optimizer(self) -> Any:
-        """Whose rates the schedule sets, and whose state counts; behind `set_up`."""
-        raise NotImplementedError
+        """As it was given."""
+        return self._optimizer
+
+    # -- steps ------------------------------------------------------------------------------------
 
     def forward_backward(
         self,
@@ -181,7 +265,31 @@ class Engine:
         Returns:
             The losses, 0-d each, on every rank.
         """
-        raise NotImplementedError
+        accumulates = self.args.gradient_accumulation_steps > 1
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            is_last = number == count
+            with nullcontext() if is_last else self._apart():
+                if self._holder is not None:
+                    self._holder.begin_micro_batch(self.wrapped, accumulates=accumulates)
+                found = loss(self.wrapped, batch)
+                factor = watch(found.detach())
+                found = found if factor is None else found * factor
+                self._backward(found, is_last=is_last)
+            losses.append(found.detach())
+        return losses
+
+    def _apart(self) -> AbstractContextManager[Any]:
+        """Within, ranks do not add their gradients up yet."""
+        of_accelerate = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        if of_accelerate.get("sync_each_batch"):
+            return nullcontext()
+        found: AbstractContextManager[Any] = getattr(self.wrapped, "no_sync", nullcontext)()
+        return found
+
+    def _backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        del is_last
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(
         self,
@@ -200,14 +308,36 @@ class Engine:
         Returns:
             The norm before clipping, and whether the schedule goes on.
         """
-        raise NotImplementedError
+        norm = None if self._holder is None else self._holder.clip(max_norm)
+        if norm is None:
+            norm = self._clipped(max_norm)
+        judge(norm, self._optimizer if self.scaler is None else None)
+        before()
+        if self.scaler is None:
+            self._optimizer.step()
+            return norm, True
+        scale = self.scaler.get_scale()
+        self.scaler.step(self._optimizer)
+        self.scaler.update()
+        # torch's fused optimizers hold back on the device, and the schedule goes on by the plan.
+        is_fused = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+        return norm, is_fused or self.scaler.get_scale() >= scale
+
+    def _clipped(self, max_norm: float) -> torch.Tensor:
+        holder = self.model if self._holder is None else self._holder.gather_gradients()
+        if self.scaler is not None:
+            self.scaler.unscale_(self._optimizer)
+        return all_ranks(torch.nn.utils.clip_grad_norm_(holder.parameters(), max_norm))
 
     def clear(self) -> None:
         """Let go of the step's gradients."""
+        self.wrapped.zero_grad()
+        if self._holder is not None and self.scaler is not None:
+            self._optimizer.zero_grad()  # of a step that the scaler has skipped they are there yet
 
     def evaluate(self, batch: Batch, measure: Callable[[Any, Batch], Any]) -> Any:
         """What ``measure`` says of a batch; None on a rank that has no part in the answer."""
-        raise NotImplementedError
+        return measure(self.wrapped, batch)
 
     def figures(self) -> Mapping[str, float]:
         """For the log, since the last call; every rank calls it."""
@@ -226,27 +356,68 @@ class Engine:
             save: where.
             write: writes all but the weights, and those that it is given; one rank calls it.
         """
-        raise NotImplementedError
+        if self.args.should_save:
+            save.defer(None, partial(write, save.copied(self._saved_weights())))
+
+    _trained: list[nn.Parameter] | None = None
+    _adapter: tuple[tuple[int, ...], dict[str, Any]] | None = None
+
+    def _saved_weights(self) -> dict[str, Any]:
+        """What ``save_pretrained`` writes of the model's state; of a frozen base, nothing."""
+        if not isinstance(self.model, PeftModel):
+            return dict(self.model.state_dict())
+        if self._trained is None:
+            # Going through a thousand modules takes longer than all else of an adapter's save.
+            self._trained = [each for each in self.model.parameters() if each.requires_grad]
+        places = tuple(each.data_ptr() for each in self._trained)
+        if self._adapter is None or self._adapter[0] != places:
+            weights: dict[str, Any] = self.model.state_dict()
+            kept = get_peft_model_state_dict(self.model, state_dict=weights)
+            held = {tensor.data_ptr() for tensor in kept.values()}
+            self._adapter = (
+                places,
+                {
+                    name: tensor
+                    for name, tensor in weights.items()
+                    if isinstance(tensor, torch.Tensor) and tensor.data_ptr() in held
+                },
+            )
+        return dict(self._adapter[1])
 
     def save_state(self, save: Saving) -> None:
         """Write what continues the run exactly, besides the weights; every rank calls it."""
-        raise NotImplementedError
+        if not self.args.should_save:
+            return
+        path = save.directory / OPTIMIZER
+        save.defer(path, partial(torch.save, save.copied(self._optimizer.state_dict()), path))
+        if self.scaler is not None:
+            state = self.scaler.state_dict()
+            save.attempt(partial(torch.save, state, save.directory / SCALER))
 
     def copied_by_a_save(self) -> list[torch.Tensor]:
         """The tensors that this rank copies for a checkpoint, as often as it copies them."""
-        return []
+        if not self.args.should_save:
+            return []
+        return [*tensors_of(self._saved_weights()), *tensors_of(self._optimizer.state_dict())]
+
+    def load_state(self, folder: Path) -> None:
+        """Behind `set_up`: what `save_state` wrote."""
+        path = folder / OPTIMIZER
+        if path.is_file():
+            # Of one process through the host, whose memory is the larger one.
+            is_alone = self.ranks.num_processes == 1 or self.args.device.type == "cpu"
+            place = "cpu" if is_alone else self.args.device
+            self._optimizer.load_state_dict(torch.load(path, map_location=place, weights_only=True))
+        if self.scaler is not None and (folder / SCALER).is_file():
+            self.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+
+    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
+        """The weights of another checkpoint of the run; ``read`` reads them from whole files."""
+        read()
 
     def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
         """Before `place`: take up a checkpoint's weights, which ``read`` reads from whole files."""
         read()
-
-    def load_state(self, folder: Path) -> None:
-        """Behind `set_up`: what `save_state` wrote."""
-        raise NotImplementedError
-
-    def load_best(self, folder: Path, read: Callable[[], None]) -> None:
-        """The weights of another checkpoint of the run; ``read`` reads them from whole files."""
-        raise NotImplementedError
 
     def saved_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """What a parameter is saved in."""

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from trainkit.options.parallel import ParallelOptions
-from trainkit.parallel.engine import Engine
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.strategies import TENSOR, Strategy
 
 if TYPE_CHECKING:
+    from trainkit.parallel.engine import Engine
     from trainkit.parallel.rows import RowSplit
 
 _PIPELINE = "trainkit.parallel.pipeline.engine:Pipeline"

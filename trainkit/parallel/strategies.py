@@ -37,7 +37,7 @@ class Strategy:
         return self.engine == _DEEPSPEED
 
 
-_DDP = "trainkit.parallel.replicated:Replicated"
+_DDP = "trainkit.parallel.engine:Engine"
 _DEEPSPEED = "trainkit.parallel.zero.engine:DeepSpeed"
 _FSDP2 = "trainkit.parallel.fsdp.engine:Fsdp2"
 TENSOR = "trainkit.parallel.zero.tensor:TensorParallel"

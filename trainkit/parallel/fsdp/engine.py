@@ -29,7 +29,6 @@ from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.replicated import Replicated
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -38,7 +37,7 @@ STAYS_WHOLE = 1 / 8
 of three transfers; larger ones are gathered again."""
 
 
-class Fsdp2(Replicated):
+class Fsdp2(Engine):
     """Weights, gradients and optimizer states in parts."""
 
     keeps_masters = True

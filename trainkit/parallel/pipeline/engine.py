@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainkit.errors import ModelError
 from trainkit.options.parallel import ParallelOptions
-from trainkit.parallel.engine import Batch, LoadPart, Saving, Training
+from trainkit.parallel.engine import Batch, Engine, LoadPart, Saving, Training, autocast_of
 from trainkit.parallel.fsdp.engine import give_back, save_config
 from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
 from trainkit.parallel.part_files import load_parts, save_parts
@@ -48,7 +48,6 @@ from trainkit.parallel.pipeline.skeleton import (
 from trainkit.parallel.pipeline.stage import RunLoss, Stage
 from trainkit.parallel.pipeline.weights import write_shards
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.replicated import Replicated, autocast_of
 
 FSDP2 = "fsdp2"
 
@@ -69,7 +68,7 @@ class _Placed:
     """The head that is the embeddings, where another rank has it, too."""
 
 
-class Pipeline(Replicated):
+class Pipeline(Engine):
     """Layers on several ranks.
 
     Args:

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import CheckpointError, RecipeError
-from trainkit.parallel.engine import Saving, Training
+from trainkit.parallel.engine import Engine, Saving, Training
 from trainkit.parallel.launch.hosts import free_port
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.replicated import Replicated
 from trainkit.parallel.snapshot import tensors_of
 from trainkit.parallel.zero.lint import RECIPES_KEYS, lint_file, refuse_contradictions
 
@@ -30,7 +29,7 @@ _GATHERED_AT_ONCE = 500_000_000
 """Numbers of a layer at most; experts may have more."""
 
 
-class DeepSpeed(Replicated):
+class DeepSpeed(Engine):
     """Trains as a DeepSpeed configuration file says."""
 
     keeps_masters = True
