@@ -106,6 +106,7 @@ def make_trainer(
         attention.install(model)
     if kernels:
         patch(model)
+    (Path(root) / "run").mkdir(parents=True, exist_ok=True)
     return Loop(
         objective=SFT,
         model=model,

@@ -66,7 +66,8 @@ class Saves(Hook):
                 loop.engine.save_state(save)
                 save_small(save, random_file(save.directory, args), random_state(args))
                 if args.should_save:
-                    save_small(save, save.directory / SCHEDULER, loop.scheduler.state_dict())
+                    schedule = snapshot(loop.scheduler.state_dict())
+                    save_small(save, save.directory / SCHEDULER, schedule)
             if loop.stream is not None:
                 save.attempt(partial(loop.stream.save, save.directory))
             for hook in loop.hooks:
@@ -116,8 +117,8 @@ class Saves(Hook):
 
 
 def save_small(save: Save, path: Path, state: Any) -> None:
-    """Into a file of its own, later: few numbers, that are copied now."""
-    save.defer(path, partial(torch.save, snapshot(state), path))
+    """Into a file of its own, later: few numbers, which nothing changes any more."""
+    save.defer(path, partial(torch.save, state, path))
 
 
 def read_weights(model: Any, folder: Path) -> None:
