@@ -1,13 +1,18 @@
 """The loop: equal losses for every cut, exact resume, whole checkpoints, honest logs."""
 
+import gc
 import io
 import json
 import shutil
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from invariance.parity_cases import adapt
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import GenerationConfig, TrainerCallback
 
 from trainkit.checkpoint.whole.manifest import verify_directory
@@ -82,6 +87,25 @@ def test_a_resumed_run_equals_an_unbroken_one_bit_for_bit(lab, dtype):
     first, second = unbroken.optimizer.state_dict(), resumed.optimizer.state_dict()
     for key, state in first["state"].items():
         assert all(torch.equal(state[name], second["state"][key][name]) for name in state)
+
+
+def test_a_run_that_goes_back_saves_the_adapters_of_its_new_model_and_keeps_no_old_one(lab):
+    """It has the engine of the attempt before, and another model; memory must not hold both."""
+    first = lab.trainer("first", wrap=adapt, max_steps=1, save_steps=1)
+    first.train()
+    old, engine = weakref.ref(first.model), first.engine
+    engine.forget()
+    del first
+    gc.collect()
+    assert old() is None
+    second = lab.trainer("second", wrap=adapt, max_steps=2, save_steps=2)
+    second.engine = engine
+    engine.receive(second.model, second.args)
+    second.train()
+    saved = load_file(lab.root / "second" / "checkpoint-2" / "adapter_model.safetensors")
+    trained = get_peft_model_state_dict(second.model)
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], value) for name, value in trained.items())
 
 
 def test_checkpoints_are_whole_hold_no_pickled_arguments_and_are_thinned_out(lab):

@@ -116,6 +116,7 @@ class Engine:
     model: Any
     wrapped: Any
     _optimizer: Any
+    _holder: GradientHolder | None = None
     scaler: torch.amp.GradScaler | None = None
 
     # -- before there is a model ------------------------------------------------------------------
@@ -193,6 +194,11 @@ class Engine:
         if self.ranks.num_processes > 1 and not training.averages:
             self.wrapped = self._distributed(self.model)
         return self._compiled()
+
+    def forget(self) -> None:
+        """Let go of the model that was trained: another one will be."""
+        self.model = self.wrapped = self._optimizer = self._holder = self.scaler = None
+        self._trained = self._adapter = None
 
     def _hold(self, training: Training) -> None:
         self.model = self.wrapped = training.model

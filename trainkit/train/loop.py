@@ -213,6 +213,8 @@ class Loop:
         self.tell("before_step", micro, counts, seconds)
         loss = partial(self.micro_loss, num_items=self._num_items(counts), parts=len(micro))
         self.event("on_step_begin")
+        if not self.model.training:  # somebody has left it so
+            self.wrapped.train()
         with self.guard.explaining():
             losses = engine.forward_backward(
                 self._prepared(micro), len(micro), loss, self._watch_loss

@@ -201,9 +201,16 @@ class Pipeline(Engine):
         model: nn.Module = training.model
         return model
 
+    def forget(self) -> None:
+        """The stages, too."""
+        super().forget()
+        self._placed = None
+
     def _holders(self) -> dict[nn.Parameter, nn.Parameter]:
         """Each trained parameter with what has its gradient: itself, or its fp32 master."""
-        masters = {} if self._holder is None else self._holder.gather_gradients().masters
+        masters: dict[Any, Any] = (
+            {} if self._holder is None else self._holder.gather_gradients().masters
+        )
         trained = [each for each in self.model.parameters() if each.requires_grad]
         return {each: masters.get(each, each) for each in trained}
 

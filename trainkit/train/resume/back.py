@@ -37,6 +37,7 @@ def go_back(
     Returns:
         The start of a continued run, its arguments, and where it begins.
     """
+    prepared.layout.engine.forget()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
