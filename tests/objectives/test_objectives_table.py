@@ -34,7 +34,7 @@ def reference(trainer, pairs):
     from transformers import set_seed
 
     set_seed(1)
-    model = make_qwen2(len(trainer.processing_class)).double()
+    model = make_qwen2(len(trainer.tokenizer)).double()
     loss = mean_loss(model, pairs)
     loss.backward()
     return loss.item(), dict(model.named_parameters())
