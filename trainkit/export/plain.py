@@ -83,7 +83,7 @@ def write_plain(
             any_base=source.any_base,
         )
         taken = read_adapter(adapter, with_peft=True)
-        merge_adapter(taken, directory, target, options, say)
+        merge_adapter(taken, directory, target, options, say, stored=source.paths.stored)
         (target / MANIFEST_NAME).unlink()  # the export writes one over all
     else:
         target.mkdir()

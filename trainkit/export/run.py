@@ -3,8 +3,9 @@
 import importlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +13,8 @@ from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
 from trainkit.export.certificate import FILE_NAME, MIN_AGREEMENT
 from trainkit.export.source import Held, Source, open_source
-from trainkit.infer.locate import ModelPaths, weights_digest
+from trainkit.infer.locate import ModelPaths, base_directory, weights_digest
+from trainkit.infer.plain_base import plain_base
 from trainkit.version import __version__
 
 
@@ -122,27 +124,39 @@ def export(target: str, paths: ModelPaths, job: Job, held: Held) -> dict[str, An
             where=str(job.out),
             fix="choose another path or move the old one away",
         )
-    module.check(paths, job)
-    from trainkit.export.plain import stored_bytes
+    with _over_plain_base(paths, held, job) as plain:
+        module.check(plain, job)
+        from trainkit.export.plain import stored_bytes
 
-    free_space_check(job.out, int(module.COPIES * stored_bytes(paths)))
-    source = open_source(paths, held, job.say)
-    with staged_directory(job.out, metadata={"kind": "export", "target": target}) as staging:
-        written = module.write(source, staging, job)
-        certificate = {
-            "target": target,
-            "trainkit": __version__,
-            "source": {
-                "model": paths.model,
-                "adapter": None if paths.adapter is None else str(paths.adapter),
-                "run": None if paths.run is None else str(paths.run),
-                "weights_sha256": weights_digest(paths),
-            },
-            **written.certificate,
-            "stop_tokens": list(source.stop_tokens),
-            "command": written.command,
-        }
-        certificate["notes"] = [*source.notes, *certificate["notes"], *written.notes]
-        text = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
-        (staging / FILE_NAME).write_text(text, encoding="utf-8")
+        free_space_check(job.out, int(module.COPIES * stored_bytes(plain)))
+        source = replace(open_source(paths, held, job.say), paths=plain)
+        with staged_directory(job.out, metadata={"kind": "export", "target": target}) as staging:
+            written = module.write(source, staging, job)
+            certificate = {
+                "target": target,
+                "trainkit": __version__,
+                "source": {
+                    "model": paths.model,
+                    "adapter": None if paths.adapter is None else str(paths.adapter),
+                    "run": None if paths.run is None else str(paths.run),
+                    "weights_sha256": weights_digest(paths),
+                },
+                **written.certificate,
+                "stop_tokens": list(source.stop_tokens),
+                "command": written.command,
+            }
+            certificate["notes"] = [*source.notes, *certificate["notes"], *written.notes]
+            text = json.dumps(certificate, indent=2, ensure_ascii=False) + "\n"
+            (staging / FILE_NAME).write_text(text, encoding="utf-8")
     return certificate
+
+
+@contextmanager
+def _over_plain_base(paths: ModelPaths, held: Held, job: Job) -> Iterator[ModelPaths]:
+    """An adapter's base as plain weights, for as long as it is written."""
+    if paths.adapter is None:
+        yield paths
+        return
+    base = base_directory(paths.adapter, paths.model)
+    with plain_base(base, held.dtype, job.out, job.say) as plain:
+        yield paths if plain == base else replace(paths, model=str(plain), stored=base)

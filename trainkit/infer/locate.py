@@ -9,7 +9,7 @@ from typing import Any
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
-from trainkit.places import local_path, regular_files
+from trainkit.places import local_path, regular, regular_files
 from trainkit.run.going_on import resume_command
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -31,6 +31,7 @@ class ModelPaths:
         tokenizer: directory or hub name of the tokenizer, the run's own where it has one.
         run: the run directory, or None for a model from elsewhere.
         directory: what was found: the final model, a checkpoint, an adapter or a plain model.
+        stored: the base that the run named, where ``model`` was unpacked from it.
     """
 
     model: str
@@ -38,6 +39,7 @@ class ModelPaths:
     tokenizer: str
     run: Path | None
     directory: Path | None
+    stored: Path | None = None
 
 
 def find_model(
@@ -108,12 +110,12 @@ def weights_digest(paths: ModelPaths) -> str | None:
             if adapter is not None and (adapter / name).is_file():
                 files[f"adapter/{name}"] = file_digest(adapter / name)
     except (CheckpointError, OSError):
-        return None  # a hub name or a GGUF
+        return None  # a hub name
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
 def base_directory(adapter: Path, base_model: str | None = None) -> Path:
-    """The directory with the weights under an adapter; a hub model is looked up in the cache.
+    """The directory, or .gguf file, with the weights under an adapter; a hub's is in the cache.
 
     Args:
         adapter: directory of the adapter.
@@ -126,6 +128,9 @@ def base_directory(adapter: Path, base_model: str | None = None) -> Path:
     directory = local_path(name)
     if directory is not None and directory.is_dir():
         return regular_files(directory, ModelError)
+    if directory is not None and directory.suffix == ".gguf" and directory.exists():
+        regular(directory, ModelError)
+        return directory
     if directory is not None:
         raise ModelError("there is no base model here", where=name, fix="check --base-model")
     from huggingface_hub import snapshot_download

@@ -18,6 +18,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     GgufConfig,
+    Mxfp4Config,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -38,6 +39,9 @@ from trainkit.options.model import DTYPES, ModelOptions
 from trainkit.places import local_path, regular, regular_files
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+
+UNPACKED_METHODS: Mapping[str, Any] = {"mxfp4": Mxfp4Config}
+"""Ways of storing weights that no backward pass takes: loaded, they are plain weights."""
 
 LoadPart = Callable[[type, Any, Callable[[type], tuple[Any, Any]]], tuple[Any, Any]]
 """`trainkit.parallel.engine.Engine.load_part`."""
@@ -256,10 +260,10 @@ def load_model(
     """
     source_path, options = from_pretrained_arguments(source)
     dtype = TORCH_DTYPES.get(source.dtype, "auto")
-    if "gguf_file" in options and quantization is None:
-        quantization = GgufConfig(dequantize=True)
     with _explained(source, "model"):
         config = load_config(source)
+        unpacked = _unpacked(config, options)
+        quantization = quantization or unpacked
         loader = auto_class(config)
         if source.init == "random":
             model = _random(loader, config, dtype, attention, device, load_part)
@@ -298,8 +302,8 @@ def load_model(
             else:
                 model, report = load_part(_model_class(loader, config), config, load)
             _refuse_missing(report["missing_keys"], source)
-    if "gguf_file" in options:
-        model = _as_plain_model(model)
+    if unpacked is not None and quantization is unpacked:
+        model = _as_plain_model(model, _stored_path(source_path, options))
     if source.adds_tokens:
         grow(model, new_tokens(source))
     if device is not None and getattr(model, "hf_quantizer", None) is None:
@@ -372,15 +376,36 @@ def _refuse_missing(names: Iterable[str], source: ModelOptions) -> None:
         )
 
 
-def _as_plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Forget that the weights came from a GGUF file, so that saving writes an ordinary model."""
-    if getattr(model.config, "quantization_config", None) is None:
-        return model
-    del model.config.quantization_config
-    plain = type(model)(model.config).to(model.dtype)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = model.generation_config
-    return plain
+def _unpacked(config: PreTrainedConfig, options: Mapping[str, Any]) -> Any | None:
+    """How weights are read that are stored in a way that no backward pass takes, or None."""
+    if "gguf_file" in options:
+        return GgufConfig(dequantize=True)
+    stored = getattr(config, "quantization_config", None)
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    return UNPACKED_METHODS[method](dequantize=True) if method in UNPACKED_METHODS else None
+
+
+def _stored_path(place: str, options: Mapping[str, Any]) -> str:
+    """What peft writes into an adapter: of a GGUF transformers keeps the directory only."""
+    file = options.get("gguf_file")
+    if file is None:
+        return place
+    if Path(place).is_dir():
+        return str(Path(place, file).absolute())
+    return str(huggingface_hub.try_to_load_from_cache(place, file, revision=options["revision"]))
+
+
+def _as_plain_model(model: PreTrainedModel, place: str) -> PreTrainedModel:
+    """Forget that the weights were stored otherwise, so that saving writes an ordinary model."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        del model.config.quantization_config
+        plain = type(model)(model.config).to(model.dtype)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config = model.generation_config
+        model = plain
+    vars(model).pop("_weight_conversions", None)  # saving would turn them back
+    model.name_or_path = model.config._name_or_path = place
+    return model
 
 
 @contextlib.contextmanager

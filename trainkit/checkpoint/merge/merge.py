@@ -88,6 +88,7 @@ def merge_adapter(
     progress: Callable[[str], None] = logger.info,
     *,
     origin: Path | None = None,
+    stored: Path | None = None,
 ) -> Merge:
     """Write base and adapter as one plain model.
 
@@ -98,12 +99,13 @@ def merge_adapter(
         options: see there.
         progress: called with one line about each stage.
         origin: what the record names as the adapter, where it was unpacked from elsewhere.
+        stored: the base that the run named, where ``base`` was unpacked from it.
 
     Raises:
         CheckpointError: the adapter does not fit the base or changes nothing; the merged model
             does not do what the adapter does; the disk is full. The target does not exist then.
     """
-    base, target = Path(base), Path(target)
+    stored = stored or base
     config = read_config(base)
     if config.get("quantization_config"):
         raise CheckpointError(
@@ -112,11 +114,11 @@ def merge_adapter(
             fix="give the base model before it was quantised",
         )
     proof = origin or adapter.directory  # one that was put together from shards has none itself
-    unproved = "as asked for" if options.any_base else check_fingerprint(proof, base)
+    unproved = "as asked for" if options.any_base else check_fingerprint(proof, stored)
     if unproved is not None:
         progress(f"the base was compared by its shapes only: {unproved}")
     source = str(origin or adapter.directory)
-    metadata = {"kind": "merge", "base": str(base), "adapter": source}
+    metadata = {"kind": "merge", "base": str(stored), "adapter": source}
     with WeightsReader(base) as reader:
         packing = _packing(base, config, options)
         dtype = dtype_named(options.dtype)
@@ -156,7 +158,7 @@ def merge_adapter(
                 )
                 if packing is None or packing.base == own_base(packing.quantize):
                     parity.check()  # merged into the other base, it is off by the packing itself
-            record = {**_record(base, adapter, options, changes, parity), "adapter": source}
+            record = {**_record(stored, adapter, options, changes, parity), "adapter": source}
             record["is_base_of_training"] = True if unproved is None else None  # not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     return Merge(target, changes, parity)

@@ -52,16 +52,18 @@ _MAX_NAMED = 4
 def base_files(
     directory: Path, *, weights: bool = True, gguf_file: str | None = None
 ) -> dict[str, str]:
-    """The digest of each file that a model directory is loaded from, by name.
+    """The digest of each file that a model is loaded from, by name.
 
     Args:
-        directory: of the base.
+        directory: of the base, or its .gguf file.
         weights: those too; a model that trains whole has its own in every checkpoint.
         gguf_file: the one that has the weights, where it is one.
 
     Raises:
         CheckpointError: there are no weights.
     """
+    if directory.is_file():
+        directory, gguf_file = directory.parent, directory.name
     found = {path.relative_to(directory) for each in _SETTINGS for path in directory.glob(each)}
     names = {each.as_posix() for each in found if (directory / each).is_file()}
     if gguf_file is not None:
@@ -147,12 +149,16 @@ def check_fingerprint(adapter: Path, base: Path) -> str | None:
     is_right = isinstance(files, dict) and all(isinstance(each, str) for each in files.values())
     if version != SCHEMA_VERSION or not files or not is_right:
         raise CheckpointError(f"{FILE_NAME} is damaged", where=str(adapter))
-    there = [name for name in files if (base / name).is_file()]
-    digests = _digests(base, there)
+    place = base.parent if base.is_file() else base
+    there = [name for name in files if (place / name).is_file()]
+    digests = _digests(place, there)
     faults = [f"{name} is missing" for name in files if name not in digests]
     faults += [f"{name} was changed" for name in there if digests[name] != files[name]]
-    with suppress(CheckpointError):  # without any weights, those of the record are missing
-        faults += [f"{name} is new" for name in weight_files(base) if name not in files]
+    if base.is_file() and base.name not in files:
+        faults.append(f"{base.name} is new")
+    elif base.is_dir():
+        with suppress(CheckpointError):  # without any weights, those of the record are missing
+            faults += [f"{name} is new" for name in weight_files(base) if name not in files]
     if faults:
         more = f" and {len(faults) - _MAX_NAMED} more" if len(faults) > _MAX_NAMED else ""
         raise CheckpointError(
@@ -166,7 +172,7 @@ def check_fingerprint(adapter: Path, base: Path) -> str | None:
 
 
 def base_on_disk(name: str) -> Path:
-    """Where a base model's files are: the directory itself, or the hub's local copy.
+    """Where a base model's files are: the directory or .gguf file itself, or the hub's local copy.
 
     Raises:
         CheckpointError: it is not a name that the hub could have.
@@ -176,7 +182,7 @@ def base_on_disk(name: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     directory = Path(name).expanduser()
-    if directory.is_dir():
+    if directory.is_dir() or (directory.suffix == ".gguf" and directory.is_file()):
         return directory
     try:
         return Path(snapshot_download(name, local_files_only=True))

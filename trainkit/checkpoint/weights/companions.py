@@ -114,6 +114,8 @@ def _copy_tokenizer(source: Path, target: Path, names: Sequence[str]) -> list[st
 
 def stored_at(base: Path) -> Path:
     """The directory of a model: itself, or where the hub's cache has one of that name."""
+    if base.is_file():  # a GGUF
+        return base.parent
     if local_path(str(base)) is not None:
         return base
     from huggingface_hub import try_to_load_from_cache

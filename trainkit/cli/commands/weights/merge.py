@@ -125,10 +125,12 @@ def _merge_adapter(
     from trainkit.checkpoint.merge.merge import merge_adapter, own_base
     from trainkit.checkpoint.weights.adapter import read_adapter
     from trainkit.infer.locate import base_directory
+    from trainkit.infer.plain_base import plain_base
 
     base = base_directory(origin, base_model)
     taken = read_adapter(adapter, with_peft=True)
-    done = merge_adapter(taken, base, target, options, _say, origin=origin)
+    with plain_base(base, options.compute_dtype, target, _say) as plain:
+        done = merge_adapter(taken, plain, target, options, _say, origin=origin, stored=base)
     updates = [change.relative_update for change in done.changes]
     row: dict[str, Any] = {
         "target": str(target),
