@@ -382,7 +382,8 @@ def _unpacked(config: PreTrainedConfig, options: Mapping[str, Any]) -> Any | Non
         return GgufConfig(dequantize=True)
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else None
-    return UNPACKED_METHODS[method](dequantize=True) if method in UNPACKED_METHODS else None
+    kind = UNPACKED_METHODS.get(str(method))
+    return None if kind is None else kind(dequantize=True)
 
 
 def _stored_path(place: str, options: Mapping[str, Any]) -> str:
