@@ -143,10 +143,9 @@ def merge_adapter(
                 new_config["vocab_size"] = merged.vocab_size  # resized before training, perhaps
             write_config(staging, new_config, options.dtype)
             copy_companions((adapter.directory, base), staging)
-            parity = None
+            parity = other = None
             if options.verify:
                 progress("comparing with base and adapter on a few prompts")
-                other = None
                 if packing is not None and not by_peft:
                     turned = replace(packing, base=_OTHER[packing.base])
                     other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
