@@ -113,12 +113,11 @@ def merge_adapter(
             where=str(base),
             fix="give the base model before it was quantised",
         )
-    proof = origin or adapter.directory  # one that was put together from shards has none itself
-    unproved = "as asked for" if options.any_base else check_fingerprint(proof, stored)
+    source = origin or adapter.directory  # one that was put together from shards has no proof
+    unproved = "as asked for" if options.any_base else check_fingerprint(source, stored)
     if unproved is not None:
         progress(f"the base was compared by its shapes only: {unproved}")
-    source = str(origin or adapter.directory)
-    metadata = {"kind": "merge", "base": str(stored), "adapter": source}
+    metadata = {"kind": "merge", "base": str(stored), "adapter": str(source)}
     with WeightsReader(base) as reader:
         packing = _packing(base, config, options)
         dtype = dtype_named(options.dtype)
@@ -150,14 +149,14 @@ def merge_adapter(
                     turned = replace(packing, base=_OTHER[packing.base])
                     other = MergedWeights(reader, adapter, config, dtype=dtype, packing=turned)
                 # bitsandbytes loads nf4; over fp8 an adapter is used on the plain base.
-                is_nf4 = packing is not None and packing.quantize == "nf4"
-                seen_in = packing.compute_dtype if packing is not None and is_nf4 else None
+                seen_in = packing.compute_dtype if packing and packing.quantize == "nf4" else None
                 parity = compare_with_adapter(
                     base, adapter.directory, staging, packed_from=seen_in, other=other
                 )
                 if packing is None or packing.base == own_base(packing.quantize):
                     parity.check()  # merged into the other base, it is off by the packing itself
-            record = {**_record(stored, adapter, options, changes, parity), "adapter": source}
+            record = _record(stored, adapter, options, changes, parity)
+            record["adapter"] = str(source)
             record["is_base_of_training"] = True if unproved is None else None  # not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     return Merge(target, changes, parity)
