@@ -32,8 +32,8 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 555, "code": 57_500, "words": 13_000},
-    "tests": {"code": 35_500},
+    "trainkit": {"files": 555, "code": 58_000, "words": 13_000},
+    "tests": {"code": 36_000},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},
 }

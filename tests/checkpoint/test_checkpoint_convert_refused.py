@@ -66,7 +66,7 @@ HEAD = "transformer.output_layer.weight"
         (lambda t: t.fill_(1e6), {"dtype": "float16", "verify": False}, "which float16 cannot"),
         (lambda t: t.to(torch.int8), {"verify": False}, "int8: quantised"),
         (lambda t: t.to(torch.float8_e4m3fn), {"verify": False}, "float8_e4m3fn: quantised"),
-        (lambda t: t.fill_(torch.nan), {}, "not finite"),
+        (lambda t: t.fill_(torch.nan), {}, "NaN or infinite"),
     ],
     ids=["too-large-for-the-dtype", "int8", "float8", "nan"],
 )

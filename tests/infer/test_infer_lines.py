@@ -242,6 +242,8 @@ NO_JSON_LINES = {
     "export/gguf/llama_server.py",
     "infer/locate.py",
     "models/attention/proof.py",
+    "models/proof/compare.py",
+    "models/proof/plan.py",
     "recipe/read/document.py",
     "run/environment.py",
     "run/git.py",

@@ -90,10 +90,8 @@ def resolve_targets(
         excluded: ``exclude_modules`` of the recipe.
 
     Raises:
-        ModelError: a name matches nothing, or ``all-linear`` finds nothing; a pattern has no end.
+        ModelError: a name matches nothing, or ``all-linear`` finds nothing.
     """
-    patterns = {"target_modules": targets, "exclude_modules": excluded}
-    refuse_endless(patterns, (name for name, _ in model.named_modules()), "lora", ModelError)
     _check_targets(model, targets, parameters)
     listed = tuple(parameters)
     if targets != ALL_LINEAR:
@@ -125,11 +123,13 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
         options: the recipe's ``lora``.
 
     Raises:
-        ModelError: a name of any list matches nothing.
+        ModelError: a name of any list matches nothing, or a pattern has no end.
         RecipeError: the adapters cannot be of this kind or size.
     """
     excluded = options.exclude_modules
     names = [name for name, _ in model.named_modules()]
+    patterns = {"target_modules": options.target_modules, "exclude_modules": excluded}
+    refuse_endless(patterns, names, "lora", ModelError)
     if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in names):
         raise ModelError(
             f"exclude_modules {excluded!r} matches no module (a string is a regular expression "

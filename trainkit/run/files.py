@@ -108,10 +108,10 @@ def write_json_atomic(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     """The content of a JSON file, or None where there is no file, or a damaged one, with a word."""
-    if not path.is_file():
-        return None
     try:
         return json.loads(regular(path, RunDirectoryError).read_bytes())
+    except FileNotFoundError:
+        return None
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", 1)
         logger.warning("%s:%d is damaged and is left out: %s", path, line, error)

@@ -100,7 +100,8 @@ class BuiltModel:
             return {"attention": self.attention.name}
         ops = {row.op: row.status for row in self.report.rows}
         plan = self.report.to_dict().get("plan")
-        return {"attention": self.attention.name, **ops, **({"plan": plan} if plan else {})}
+        found = {"attention": self.attention.name, **ops}
+        return {**found, "plan": str(plan)} if plan else found
 
     def check_kernels(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Hold attention and kernels against the plain model and say what runs.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import PeftModel, set_peft_model_state_dict
@@ -25,9 +25,6 @@ from trainkit.train.checkpoints import BASE, TRAINER_STATE, folder_name, remembe
 from trainkit.train.hooks import Hook
 from trainkit.train.resume.random_state import random_file, random_state
 
-if TYPE_CHECKING:
-    from trainkit.train.loop import Loop
-
 SCHEDULER = "scheduler.pt"
 
 
@@ -36,7 +33,7 @@ class Saves(Hook):
 
     _has_pinned = False
 
-    def due(self, loop: "Loop") -> None:
+    def due(self, loop: Any) -> None:
         """Save, if it is."""
         if not self._has_pinned and loop.args.save_strategy != "no":
             # The optimizer has its states now; pinned for the first save alone, it takes seconds.
@@ -50,7 +47,7 @@ class Saves(Hook):
             self.save_checkpoint(loop)
         loop.event("on_save")
 
-    def save_checkpoint(self, loop: "Loop") -> None:
+    def save_checkpoint(self, loop: Any) -> None:
         """Copy what makes it, and let it appear whole when it is written."""
         args, state, writer = loop.args, loop.state, loop.checkpoints
         saving = writer.saving(
@@ -88,13 +85,13 @@ class Saves(Hook):
                 writer.root / folder_name(state.global_step), state.global_step
             )
 
-    def save_model(self, loop: "Loop", folder: Path) -> None:
+    def save_model(self, loop: Any, folder: Path) -> None:
         """Write the model alone, at once; all ranks call it."""
         save = Save(folder, at_once=True)
         self._write_weights(loop, save)
         save.finish(records=False)
 
-    def _write_weights(self, loop: "Loop", save: Save) -> None:
+    def _write_weights(self, loop: Any, save: Save) -> None:
         def write(weights: Mapping[str, Any]) -> None:
             loop.model.save_pretrained(save.directory, state_dict=weights)
             loop.tokenizer.save_pretrained(save.directory)
@@ -103,7 +100,7 @@ class Saves(Hook):
 
         loop.engine.save_weights(save, write)
 
-    def end(self, loop: "Loop") -> None:
+    def end(self, loop: Any) -> None:
         """A run that was asked to stop will go on: from its last checkpoint, not from the best."""
         loop.checkpoints.wait()
         args, best = loop.args, loop.state.best_model_checkpoint

@@ -153,6 +153,7 @@ ROWS = {
     "prompt_completion": {"prompt": "Q", "completion": "A"},
     "text": {"text": "A"},
     "tokens": {"input_ids": [1, 2], "labels": [-100, 2]},
+    "template": {"prompt": "Q", "completion": "A"},
 }
 
 

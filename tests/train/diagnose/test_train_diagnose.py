@@ -70,7 +70,11 @@ def test_a_sound_batch_has_no_culprit(run):
 
 def test_a_kernel(run, monkeypatch):
     plain = kernels.rms_norm
-    monkeypatch.setattr(kernels, "rms_norm", lambda *a, **k: plain(*a, **k) * math.inf)
+
+    def broken(x, *given, **named):  # on this machine's numbers only: the proof in fp64 holds
+        return plain(x, *given, **named) * (math.inf if x.dtype == torch.float32 else 1)
+
+    monkeypatch.setattr(kernels, "rms_norm", broken)
     told = []
     found = diagnose(run, 1, told.append)
     assert (found.culprit, found.name) == ("kernel", "rms_norm")

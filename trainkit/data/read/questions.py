@@ -204,11 +204,15 @@ def _parse(row: Any, options: QuestionOptions) -> ParsedRow:
         if alone and not options.plain_prompts:
             return Conversation((Message("user", row["prompt"]),))
         name = found or detect(row | dict.fromkeys(_ANSWER_COLUMNS.values(), _UNREAD)) or "auto"
+    # Columns of other names: their own answer is read, and one that is not there is put in.
+    by_names = name == "alpaca" and "instruction" not in row
+    if by_names and pair_of(row):
+        return read_row(row, "auto")
     answer = _ANSWER_COLUMNS.get(name)
     if answer is not None and not row.get(answer):
         is_text = name != "prompt_completion" or isinstance(row.get("prompt"), str)
         row[answer] = _UNREAD if is_text else _UNREAD_MESSAGES
-    return read_row(row, name)
+    return read_row(row, "auto" if by_names and pair_of(row) else name)
 
 
 def _with_system(conversation: Conversation, system: str | None) -> Conversation:

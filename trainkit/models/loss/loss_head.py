@@ -234,7 +234,9 @@ class CausalLM(KernelForward):
         if call.num_computed:
             _log_once("the model does something else with its logits")
         if isinstance(outputs.get("logits"), LazyLogits):
-            outputs.logits = None
+            # Setting it to None would leave it among the output's items.
+            kept = {name: value for name, value in outputs.items() if name != "logits"}
+            outputs = type(outputs)(**kept)
         if head.row_losses is not None:
             head.row_losses = _in_rows(head.row_losses, labels)
         return outputs

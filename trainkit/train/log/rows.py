@@ -15,7 +15,6 @@ from trainkit.train.hooks import Hook
 if TYPE_CHECKING:
     from trainkit.objectives.batches import BatchCounts
     from trainkit.train.background import Save
-    from trainkit.train.loop import Loop
 
 KEPT_ROWS = 1000
 """Logged rows that the run's state keeps, so that a save does not grow with the run."""
@@ -29,7 +28,7 @@ class Rows(Hook):
         logged_step: the step of the last row.
     """
 
-    def begin(self, loop: "Loop", checkpoint: Path | None) -> None:
+    def begin(self, loop: Any, checkpoint: Path | None) -> None:
         """Begin to count; a continued run goes on with what was counted since its last row."""
         args, state = loop.args, loop.state
         self.loss_sum = torch.zeros((), device=args.device)
@@ -43,7 +42,7 @@ class Rows(Hook):
 
     def before_step(
         self,
-        loop: "Loop",
+        loop: Any,
         micro: Sequence[dict[str, Any]],
         counts: Sequence["BatchCounts"],
         seconds: float,
@@ -63,7 +62,7 @@ class Rows(Hook):
             masks = (batch.get("attention_mask", batch["input_ids"] != pad) for batch in micro)
             self._tokens += sum(int(mask.sum()) for mask in masks)
 
-    def stepped(self, loop: "Loop", losses: Sequence[torch.Tensor]) -> None:
+    def stepped(self, loop: Any, losses: Sequence[torch.Tensor]) -> None:
         """Add up the losses."""
         before = self.loss_sum
         for each in losses:  # one by one: sums in another order are others
@@ -73,7 +72,7 @@ class Rows(Hook):
             self.loss_sum = torch.where(left_out, before, self.loss_sum)
             loop.meter.leave_out(left_out)
 
-    def due(self, loop: "Loop") -> None:
+    def due(self, loop: Any) -> None:
         """Log the row."""
         num_steps = loop.state.global_step - self.logged_step
         if not loop.control.should_log or num_steps <= 0:
@@ -92,7 +91,7 @@ class Rows(Hook):
             row |= speed_metrics("train", self._began, num_tokens=seen)
         self.log(loop, row)
 
-    def log(self, loop: "Loop", row: dict[str, Any]) -> None:
+    def log(self, loop: Any, row: dict[str, Any]) -> None:
         """Keep a row of any figures, and tell of it."""
         state = loop.state
         if state.epoch is not None:
@@ -103,7 +102,7 @@ class Rows(Hook):
         loop.event("on_log", row)
         forget_rows(state.log_history)
 
-    def _count(self, loop: "Loop") -> None:
+    def _count(self, loop: Any) -> None:
         """What all ranks have computed and seen since the last call."""
         mine = torch.tensor(
             (self._flops, self._tokens), dtype=torch.float64, device=loop.args.device
@@ -113,7 +112,7 @@ class Rows(Hook):
         loop.state.total_flos += flops
         loop.state.num_input_tokens_seen += int(tokens)
 
-    def end(self, loop: "Loop") -> None:
+    def end(self, loop: Any) -> None:
         """Log the run as a whole."""
         self._count(loop)
         total = self._total + self.loss_sum.item()
@@ -124,7 +123,7 @@ class Rows(Hook):
 
     # -- what a checkpoint between two rows keeps -------------------------------------------------
 
-    def save(self, loop: "Loop", save: "Save") -> None:
+    def save(self, loop: Any, save: "Save") -> None:
         """What was counted since the last row, and an evaluation that is missed."""
         self._count(loop)
         stop = loop.stop
@@ -139,7 +138,7 @@ class Rows(Hook):
             path, text = window_file(save.directory, loop.args.process_index), json.dumps(values)
             save.attempt(partial(path.write_text, text, encoding="utf-8"))
 
-    def _load(self, checkpoint: Path, loop: "Loop") -> None:
+    def _load(self, checkpoint: Path, loop: Any) -> None:
         """Go on counting; nothing to do where the checkpoint's step was logged."""
         path = window_file(checkpoint, loop.args.process_index)
         if path.is_file():

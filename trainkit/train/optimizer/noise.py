@@ -1,15 +1,12 @@
 """NEFTune: noise on the embeddings while a model trains (``training.neftune_noise_alpha``)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from trainkit.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from trainkit.train.loop import Loop
 
 
 class EmbeddingNoise(Hook):
@@ -17,7 +14,7 @@ class EmbeddingNoise(Hook):
 
     _handle: Any = None
 
-    def begin(self, loop: "Loop", checkpoint: Path | None) -> None:
+    def begin(self, loop: Any, checkpoint: Path | None) -> None:
         """Put it in."""
         alpha = loop.args.neftune_noise_alpha
         if alpha is None:
@@ -31,7 +28,7 @@ class EmbeddingNoise(Hook):
 
         self._handle = loop.model.get_input_embeddings().register_forward_hook(disturb)
 
-    def end(self, loop: "Loop") -> None:
+    def end(self, loop: Any) -> None:
         """Take it out."""
         if self._handle is not None:
             self._handle.remove()

@@ -14,7 +14,6 @@ from trainkit.train.optimizer.finite_weights import Walk, check_weights
 
 if TYPE_CHECKING:
     from trainkit.train.background import Save
-    from trainkit.train.loop import Loop
 
 
 class Numbers(Hook):
@@ -26,7 +25,7 @@ class Numbers(Hook):
         warn: tells the user what the run goes on without.
     """
 
-    def __init__(self, loop: "Loop", policy: NumberPolicy, warn: Callable[[str], None]) -> None:
+    def __init__(self, loop: Any, policy: NumberPolicy, warn: Callable[[str], None]) -> None:
         self._args, self.policy = loop.args, policy
         self._walk: Walk | None = None
         self.guard = NumberGuard(
@@ -40,17 +39,17 @@ class Numbers(Hook):
             tell=warn,
         )
 
-    def begin(self, loop: "Loop", checkpoint: Path | None) -> None:
+    def begin(self, loop: Any, checkpoint: Path | None) -> None:
         """Go on as the run before the checkpoint."""
         if checkpoint is not None:
             self.policy.load(checkpoint)
 
-    def save(self, loop: "Loop", save: "Save") -> None:
+    def save(self, loop: Any, save: "Save") -> None:
         """What the rules remember."""
         if loop.args.should_save:
             save.attempt(partial(self.policy.save, save.directory))
 
-    def check(self, loop: "Loop", what: str) -> None:
+    def check(self, loop: Any, what: str) -> None:
         """Raise a NumberError if a loss, gradient, weight or optimizer state is not finite."""
         self.guard.flush()
         self._walk = walk = self._walk or Walk(loop.model)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from transformers.trainer_utils import speed_metrics
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.objectives.evaluation import Evaluation
 from trainkit.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from trainkit.train.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Measurement:
     """
 
     every: int
-    take: Callable[["Loop"], Mapping[str, float]]
+    take: Callable[[Any], Mapping[str, float]]
 
 
 class Measurements(TrainerCallback):
@@ -62,7 +59,7 @@ class Measurements(TrainerCallback):
         """An evaluation that the end of an epoch brings is one of the loss."""
         self.is_alone = False
 
-    def take(self, loop: "Loop") -> dict[str, float]:
+    def take(self, loop: Any) -> dict[str, float]:
         """What is due at this step and was not measured yet."""
         step = loop.state.global_step
         figures: dict[str, float] = {}
@@ -93,7 +90,7 @@ class Evaluations(Hook):
         """Whether the evaluation that is due is one without the loss."""
         return self.measurements is not None and self.measurements.is_alone
 
-    def begin(self, loop: "Loop", checkpoint: Path | None) -> None:
+    def begin(self, loop: Any, checkpoint: Path | None) -> None:
         """Measure where the recipe, or a stopped run, says so."""
         if checkpoint is None and loop.args.eval_on_start:
             self.measure(loop)
@@ -101,14 +98,14 @@ class Evaluations(Hook):
         if is_missed and self._decide(loop, self.measure(loop)):
             loop.state.best_model_checkpoint = str(checkpoint)
 
-    def due(self, loop: "Loop") -> None:
+    def due(self, loop: Any) -> None:
         """Measure, and decide what follows."""
         if loop.control.should_evaluate:
             is_best = self._decide(loop, self.measure(loop))
             if loop.args.save_strategy == "best":
                 loop.control.should_save = is_best
 
-    def measure(self, loop: "Loop") -> dict[str, float]:
+    def measure(self, loop: Any) -> dict[str, float]:
         """All that is due at this step, in one row; every rank calls it."""
         loop.guard.flush()
         rows, started = self.measurements, time.perf_counter()
@@ -123,7 +120,7 @@ class Evaluations(Hook):
         loop.event("on_evaluate", row)
         return row
 
-    def _loss(self, loop: "Loop", figures: dict[str, float]) -> dict[str, float]:
+    def _loss(self, loop: Any, figures: dict[str, float]) -> dict[str, float]:
         """Over all ranks, as the objective takes it; no logits are kept."""
         args, layout, batches = loop.args, loop.layout, loop.eval_batches()
         started = time.time()
@@ -141,7 +138,7 @@ class Evaluations(Hook):
         num_steps = math.ceil(num_samples / size)
         return row | figures | speed_metrics("eval", started, num_samples, num_steps)
 
-    def _decide(self, loop: "Loop", row: Mapping[str, float]) -> bool:
+    def _decide(self, loop: Any, row: Mapping[str, float]) -> bool:
         """What an evaluation is followed by; returns whether this is the best model so far.
 
         One that does not measure the figure, or finds no number, changes nothing.
@@ -190,7 +187,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _marking(loop: "Loop") -> Iterator[None]:
+def _marking(loop: Any) -> Iterator[None]:
     """Within, every forward pass is a sign of life: thousands of questions are no hang."""
     watch, head = loop.watch, loop.model.get_output_embeddings()
     if watch is None or head is None:

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -14,9 +14,6 @@ from trainkit.train.checkpoints import written_together
 from trainkit.train.results.evaluations import undisturbed
 from trainkit.train.results.generation_eval import GenerationEvalResult
 from trainkit.train.results.questions import Questions
-
-if TYPE_CHECKING:
-    from trainkit.train.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class AfterTraining:
 
 
 def save_final(
-    loop: "Loop",
+    loop: Any,
     target: Path,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -88,7 +85,7 @@ def generation_config(
 
 
 @contextlib.contextmanager
-def _with_cache(loop: "Loop") -> Iterator[None]:
+def _with_cache(loop: Any) -> Iterator[None]:
     """Save ``use_cache: true``: it is off for training, and a served model wants it on."""
     config = loop.model.config
     set_use_cache(config, True)
@@ -99,7 +96,7 @@ def _with_cache(loop: "Loop") -> Iterator[None]:
 
 
 def answer_held_out(
-    loop: "Loop",
+    loop: Any,
     final: Path,
     tokenizer: PreTrainedTokenizerBase,
     stop_token_ids: Sequence[int],
@@ -119,7 +116,7 @@ def answer_held_out(
         return questions.answer(loop.ranks, model, tokenizer, stop_token_ids)
 
 
-def _whole_model(loop: "Loop", final: Path) -> Any:
+def _whole_model(loop: Any, final: Path) -> Any:
     engine, trained = loop.engine, loop.model
 
     def reload() -> Any:
@@ -130,7 +127,7 @@ def _whole_model(loop: "Loop", final: Path) -> Any:
     return engine.whole_model(trained, reload)
 
 
-def best_of(loop: "Loop") -> dict[str, object]:
+def best_of(loop: Any) -> dict[str, object]:
     """Which checkpoint the final model is, where the best one was asked for."""
     checkpoint = loop.state.best_model_checkpoint
     if not loop.args.load_best_model_at_end or checkpoint is None:

@@ -27,7 +27,6 @@ from trainkit.train.results.generation_eval import GenerationEvalResult, evaluat
 
 if TYPE_CHECKING:
     from trainkit.evals.tasks import LoadedTasks
-    from trainkit.train.loop import Loop
 
 DEFAULT_CONTEXT = 2048
 
@@ -56,7 +55,7 @@ class Questions:
 
     def attach(
         self,
-        loop: "Loop",
+        loop: Any,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
         say: Callable[[str], None],
@@ -114,7 +113,7 @@ class Questions:
 
     def _answers(
         self,
-        loop: "Loop",
+        loop: Any,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
     ) -> Mapping[str, float]:
@@ -124,7 +123,7 @@ class Questions:
 
     def _scores(
         self,
-        loop: "Loop",
+        loop: Any,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
     ) -> Mapping[str, float]:

@@ -71,12 +71,12 @@ def read_command(
         loaded = _load(config, overrides, options)
         return Given(loaded, _as_overrides(overrides, options, loaded))
     path = Path(resume).expanduser().resolve()
-    if is_unfinished(path):
+    is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
+    if not is_checkpoint and is_unfinished(path):
         if config is None:
             raise _stopped_too_early(path)
         loaded = _load(config, overrides, options)
         return Given(loaded, _as_overrides(overrides, options, loaded), resume=path)
-    is_checkpoint = not (path / "status.json").exists() and (path.parent / "status.json").exists()
     if is_checkpoint and step_of(path) < 0:
         raise ResumeRefusedError(
             "this is not a checkpoint of the run"

@@ -7,7 +7,7 @@ the process ended.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,9 +15,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from trainkit.train.checkpoints import folder_name
 from trainkit.train.log.rows import missed_evaluation
 from trainkit.train.resume.changes import Review
-
-if TYPE_CHECKING:
-    from trainkit.train.loop import Loop
 
 _OPTIONS = ("weight_decay", "betas", "eps", "momentum")
 
@@ -40,7 +37,7 @@ class TakeUp(TrainerCallback):
 
     def __init__(
         self,
-        loop: "Loop",
+        loop: Any,
         review: Review,
         checkpoint: Path,
         note: Callable[[str], None] = lambda _: None,
