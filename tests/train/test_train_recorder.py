@@ -66,7 +66,7 @@ class Record:
     def open_metrics(self, resume_step):
         return None
 
-    def write_status(self, status, total_steps):
+    def write_status(self, status, total_steps, step=None):
         self.total_steps = total_steps
 
     def heartbeat(self, step):

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import FORMATS, detect
+from trainkit.data.read.formats import FORMATS, detect, pair_of
 from trainkit.data.read.messages import (
     Comparison,
     Conversation,
