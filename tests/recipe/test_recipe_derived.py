@@ -7,8 +7,8 @@ import pytest
 from trainkit.models.attention import Attention
 from trainkit.parallel.process import Machine, ProcessRank
 from trainkit.recipe import dump_resolved, load_recipe
+from trainkit.train.prepare import layout_of, trainer_arguments
 from trainkit.train.resume.record import settled
-from trainkit.train.sections import layout_of, trainer_arguments
 
 EVAL = "data.eval=[e]"
 THEIRS = "transformers default"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.read.document import parse_value, read_document
+from trainkit.recipe.document import parse_value, read_document
 
 
 def values(write_recipe, text):

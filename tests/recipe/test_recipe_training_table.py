@@ -1,57 +1,92 @@
 """Every field of TrainingArguments acts, has one value, or is set elsewhere; none does nothing."""
 
+import dataclasses
+import json
 import re
+import types
+from enum import Enum, EnumMeta
 from pathlib import Path
+from typing import Union, get_args, get_origin, get_type_hints
 
 import pytest
+from transformers import TrainingArguments
 
-from trainkit.options.optimizers import OPTIMIZERS, SERVED, table
-from trainkit.recipe.check.foreign import REFUSED, REMOVED
-from trainkit.recipe.fields.table import ACTS, FIXED
-from trainkit.recipe.fields.training import check_training, complete_training
-from trainkit.recipe.fields.training_fields import training_fields
+from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED, table
+from trainkit.recipe import training
+from trainkit.recipe.problems import REMOVED
+from trainkit.recipe.training import EVERY, FIELDS, check_training, complete_training
 
 # The fields of the oldest and the newest transformers that are supported.
 SUPPORTED = {
     version: Path(__file__).with_name(f"training_fields_{version}.txt").read_text().split()
     for version in ("5.17", "5.23")
 }
-INSTALLED = training_fields().fields
+FIXED = [name for name, row in FIELDS.items() if row.fixed]
+ACTS = {name: row for name, row in FIELDS.items() if not row.fixed}
 BOUNDED = [name for name, row in ACTS.items() if {row.at_least, row.above} != {None}]
 
 
 def problem(**training):
     found = check_training(training)
     assert len(found) == 1, found
-    return f"{found[0].what}; {found[0].fix}"
+    _, what, fix = found[0]
+    return f"{what}; {fix}"
 
 
-def test_every_field_of_both_versions_has_one_row():
-    rows = [*ACTS, *FIXED, *REFUSED]
-    assert len(rows) == len(set(rows)), "a field has two rows"
+def test_the_table_has_every_field_of_both_versions():
+    rows = json.loads(Path(training.__file__).with_suffix(".json").read_text())
     assert set().union(*SUPPORTED.values()) == set(rows)
+    newer = {name for name, row in rows.items() if "since" in row}
+    assert newer == set(SUPPORTED["5.23"]) - set(SUPPORTED["5.17"])
 
 
-def test_every_field_of_the_installed_version_has_a_row():
-    """A field that a new transformers adds fails here until somebody has read what it does."""
-    assert set(INSTALLED) <= {*ACTS, *FIXED, *REFUSED}
+def test_a_row_is_the_field_of_the_installed_version():
+    """One that a new transformers adds or changes fails here until somebody has read of it."""
+    real = {field.name: field for field in dataclasses.fields(TrainingArguments) if field.init}
+    assert list(EVERY) == list(real)
+    for name, field in real.items():
+        default, row = field.default, EVERY[name]
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        ours = row.default if row.theirs is ... else row.theirs
+        assert ours == json.loads(json.dumps(default)), name
+        assert row.accepts(row.default) or row.fixed, name
 
 
-def test_a_field_without_a_row_is_refused(monkeypatch):
-    monkeypatch.delitem(ACTS, "neftune_noise_alpha")
-    assert "is new in transformers" in problem(neftune_noise_alpha=5.0)
+@pytest.mark.parametrize("name", ACTS)
+def test_a_type_is_that_of_the_installed_version(name):
+    """Values of every kind are taken exactly where transformers' annotation has that kind."""
+    hint = get_type_hints(TrainingArguments)[name]
+    kinds = set(EVERY[name].type.split("|")) - {"false"}
+    assert kinds == {KINDS[part] for part in _members(hint) if part in KINDS}, hint
+
+
+KINDS = {str: "str", int: "int", float: "float", bool: "bool", dict: "dict", list: "list"}
+KINDS |= {type(None): "null"}
+
+
+def _members(hint):
+    if get_origin(hint) in (Union, types.UnionType):
+        return {part for each in get_args(hint) for part in _members(each)}
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return {str}
+    return {get_origin(hint) or hint}
+
+
+def test_a_field_without_a_row_is_refused():
+    assert check_training({"new_in_transformers": 5.0}) == [("new_in_transformers", None, None)]
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_a_field_with_one_value_refuses_every_other(name):
-    value, reason = FIXED[name]
+    value, reason = FIELDS[name].default, FIELDS[name].fixed
     assert check_training({name: value}) == []
     other = not value if isinstance(value, bool) else ["loss"] if value == [] else "other"
     assert reason in problem(**{name: other})
 
 
 def test_defaults_are_accepted_so_that_a_resolved_recipe_is_one():
-    defaults = {name: INSTALLED[name].default for name in ACTS if name in INSTALLED}
+    defaults = {name: row.default for name, row in ACTS.items()}
     assert check_training(complete_training(defaults)) == []
 
 
@@ -68,8 +103,8 @@ def test_what_is_no_count_is_not_bounded_as_one(name):
 
 
 def test_every_number_has_bounds():
-    numbers = {name for name, field in INSTALLED.items() if re.search("number", field.rule)}
-    assert numbers & set(ACTS) - set(BOUNDED) == set()
+    numbers = {name for name, row in ACTS.items() if re.search("int|float", row.type)}
+    assert numbers == set(BOUNDED)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +185,7 @@ def test_no_argument_of_an_optimizer_takes_a_value_of_another_kind(row):
 def test_a_beta_that_an_optimizer_does_not_have_is_refused(row):
     for field in ("adam_beta1", "adam_beta2", "adam_epsilon"):
         found = check_training({"optim": row.name, field: 0.5})
-        assert [each.what for each in found] == (
+        assert [what for _, what, _ in found] == (
             [] if field in row.reads else [f"training.{field} does nothing with {row.name}"]
         )
 
@@ -186,13 +221,18 @@ def test_no_advice_for_an_old_field_leads_to_a_refused_one():
 
 
 def test_the_choices_of_the_table_are_transformers_own():
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.training_args import trainer_log_levels
 
     assert set(ACTS["log_level"].choices) == set(trainer_log_levels)
-    for name, row in ACTS.items():
-        listed = INSTALLED[name].choices if name in INSTALLED else ()
-        if listed and row.choices:
-            assert set(listed) == {*row.choices, *(row.without or {})}, name
+    assert {*ACTS["report_to"].choices} == {*INTEGRATION_TO_CALLBACK, "all", "none"}
+    for field in dataclasses.fields(TrainingArguments):
+        row, hint = EVERY[field.name], get_type_hints(TrainingArguments)[field.name]
+        enums = [each for each in (hint, *get_args(hint)) if isinstance(each, EnumMeta)]
+        listed = [each.value for enum in enums for each in enum] or field.metadata.get("choices")
+        if listed and field.name in ACTS:
+            ours = {*row.choices, *(row.without or {})} - set(OURS)
+            assert set(listed) == ours, field.name
 
 
 def test_what_an_optimizer_takes_is_what_transformers_reads():

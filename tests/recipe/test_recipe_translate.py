@@ -10,8 +10,8 @@ from rare_keys import RARE
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
-from trainkit.recipe.fields.table import ACTS
-from trainkit.recipe.show.reference import key_references
+from trainkit.recipe.reference import key_references
+from trainkit.recipe.training import FIELDS
 from trainkit.recipe.translate.engine import translate
 from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table
 
@@ -257,13 +257,13 @@ def test_the_command_prints_the_lines(tmp_path, capsys):
 def test_a_tool_s_table_names_what_there_is(name):
     """A typo in a data file would be a key that is silently of no effect."""
     rows = tool_table(name)
-    ours = {entry.key for entry in key_references()} | {f"training.{field}" for field in ACTS}
+    ours = {entry.key for entry in key_references()} | {f"training.{field}" for field in FIELDS}
     for key, word in rows["keys"].items():
         assert "." not in word or word in ours, f"{key}: {word}"
-    assert set(rows["training"]) <= {*ACTS, "*"}
+    assert set(rows["training"]) <= {*FIELDS, "*"}
     assert {kind for _, kind in rows["kinds"]} <= set(table("kinds"))
     assert set(rows.get("templates", {}).values()) <= set(table("templates"))
-    assert rows["defaults"].keys() <= known_keys(name) | set(ACTS)
+    assert rows["defaults"].keys() <= known_keys(name) | set(FIELDS)
     idle = [key for keys in rows["idle"].values() for key in keys]
     refused = [key for keys in rows["refused"].values() for key in keys]
     twice = [key for key in {*idle, *refused} if (idle + refused).count(key) > 1]

@@ -189,7 +189,15 @@ class ModelOptions(Section):
 # -- ``kernels:`` which of trainkit's kernels a model takes ---------------------------------------
 
 
-OPS: tuple[str, ...] = ("rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy")
+OPS: tuple[str, ...] = (
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
+    "rope",
+    "swiglu",
+    "linear_cross_entropy",
+)
 """The ops of a model, in the order of the report; see ``models.proof``."""
 
 LORA_OPS: tuple[str, ...] = ("lora_mlp", "lora_qkv", "lora_linear")

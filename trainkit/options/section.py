@@ -1,6 +1,7 @@
 """What all sections are: frozen, strict, and refused with a sentence that says the rule."""
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import types
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -15,7 +16,7 @@ else:
     ModelMetaclass = type(BaseModel)  # it has no public name
 
 
-def broken_rule(key: str, what: str, fix: str) -> PydanticCustomError:
+def broken_rule(key: str, what: str, fix: str | None) -> PydanticCustomError:
     """A rule about more than one key, reported at the line of ``key``."""
     return PydanticCustomError("rule", "{what}", {"key": key, "what": what, "fix": fix})
 
@@ -58,6 +59,19 @@ class Section(BaseModel, metaclass=_Explained):
         """
         kept = {key: getattr(self, key) for key in self.model_fields_set}
         return type(self)(**{**kept, **values})
+
+
+def section_in(annotation: Any, *, in_list: bool = False) -> tuple[type[BaseModel], bool] | None:
+    """The section class inside an annotation, and whether it is the item of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation, in_list
+    origin = get_origin(annotation)
+    if origin in (Annotated, list, Union, types.UnionType):
+        for part in get_args(annotation):
+            found = section_in(part, in_list=in_list or origin is list)
+            if found is not None:
+                return found
+    return None
 
 
 def _refused(section: type[Section], error: ErrorDetails) -> RecipeError:

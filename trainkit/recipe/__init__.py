@@ -1,7 +1,5 @@
 """Recipes: the schema, the YAML loader and overrides. No torch here."""
 
-from trainkit.recipe.check.files import check_files, read_chat_template
-from trainkit.recipe.check.problems import InvalidRecipe, Problem
 from trainkit.recipe.derived import (
     Derived,
     derive,
@@ -9,21 +7,27 @@ from trainkit.recipe.derived import (
     recompute_of,
     resolve_accumulation,
 )
-from trainkit.recipe.fields.find import FoundKeys, find_keys
-from trainkit.recipe.load import LoadedRecipe, ResolvedValue, load_recipe
-from trainkit.recipe.read.options import SftOptions, option_values
-from trainkit.recipe.schema import Recipe
-from trainkit.recipe.show.reference import (
+from trainkit.recipe.files import check_files, read_chat_template
+from trainkit.recipe.load import (
+    LoadedRecipe,
+    ResolvedValue,
+    SftOptions,
+    load_recipe,
+    option_values,
+)
+from trainkit.recipe.problems import InvalidRecipe, Problem
+from trainkit.recipe.reference import (
     KeyReference,
     default_of,
+    find_keys,
     key_references,
     recipe_json_schema,
 )
-from trainkit.recipe.show.resolved import dump_resolved, shown_value, yaml_text
+from trainkit.recipe.schema import Recipe
+from trainkit.recipe.text import dump_resolved, shown_value, yaml_text
 
 __all__ = [
     "Derived",
-    "FoundKeys",
     "InvalidRecipe",
     "KeyReference",
     "LoadedRecipe",

@@ -16,10 +16,9 @@ from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import strategy_for
 from trainkit.places import cache_of
-from trainkit.recipe.fields.table import CHECKPOINTING
-from trainkit.recipe.fields.training_fields import training_fields
-from trainkit.recipe.measured import is_loss, metric_of
+from trainkit.recipe.rules import is_loss, metric_of
 from trainkit.recipe.schema import Recipe
+from trainkit.recipe.training import CHECKPOINTING, FIELDS
 
 # -- Gradient accumulation from the global batch size, once the number of processes is known
 
@@ -40,7 +39,7 @@ def resolve_accumulation(recipe: Recipe, data_size: int) -> int:
             ``gradient_accumulation_steps`` disagrees with it.
     """
     name = "per_device_train_batch_size"
-    micro = recipe.training.get(name, training_fields().fields[name].default)
+    micro = recipe.training.get(name, FIELDS[name].default)
     given = recipe.training.get("gradient_accumulation_steps")
     total = recipe.global_batch_size
     if total is None:
@@ -201,7 +200,7 @@ def _checkpointing(training: Mapping[str, Any], recompute: bool | None) -> dict[
 
     Without re-entrance: the re-entrant kind refuses inputs that need no gradient, as under LoRA.
     """
-    known = [name for name in CHECKPOINTING[:2] if name in training_fields().fields]
+    known = [name for name in CHECKPOINTING[:2] if name in FIELDS]
     if recompute is not None:
         # A comment in resolved.yaml, where recompute stands as well: a recipe says it once.
         values: dict[str, Any] = dict.fromkeys(known, recompute)
@@ -230,7 +229,7 @@ def _of_transformers(training: Mapping[str, Any], *, stops_early: bool) -> dict[
     """What TrainingArguments works out by itself; set here so that it is visible before."""
 
     def value(name: str) -> Any:
-        field = training_fields().fields.get(name)
+        field = FIELDS.get(name)
         return training.get(name, None if field is None else field.default)
 
     found: dict[str, Derived] = {}

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,20 @@ from trainkit.errors import RecipeError
 from trainkit.options.words import ask, nearest
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
-from trainkit.recipe.check.foreign import REFUSED
-from trainkit.recipe.check.validation import validate
 from trainkit.recipe.derived import Derived, derive_data, derive_training
-from trainkit.recipe.fields.table import FIXED
-from trainkit.recipe.fields.training import TRAINING_DEFAULTS
-from trainkit.recipe.fields.training_fields import training_fields
-from trainkit.recipe.read.document import Document, KeyPath, read_document
-from trainkit.recipe.read.options import option_values
-from trainkit.recipe.read.overrides import parse_override
-from trainkit.recipe.read.settings import Origin, Settings, long_key, spell_out
+from trainkit.recipe.document import (
+    Document,
+    KeyPath,
+    Origin,
+    Settings,
+    long_key,
+    parse_override,
+    read_document,
+    spell_out,
+)
+from trainkit.recipe.problems import validate
 from trainkit.recipe.schema import Recipe
+from trainkit.recipe.training import FIELDS
 
 DEFAULT = "default"
 TRAINKIT_DEFAULT = "trainkit default"
@@ -285,8 +288,8 @@ def _training_leaves(
     """What was given or is trainkit's default, then the rest of TrainingArguments."""
     for key, value in training.items():
         yield f"training.{key}", value
-    for key, field in training_fields().fields.items():
-        if key in training or key in REFUSED:
+    for key, field in FIELDS.items():
+        if key in training:
             continue
         if derived_accumulation and key == "gradient_accumulation_steps":
             continue  # global_batch_size decides it
@@ -310,11 +313,10 @@ def _origin_label(key: str, settings: Settings) -> str:
         return found.label
     if path[0] != "training":
         return DEFAULT
-    is_ours = path[1] in TRAINING_DEFAULTS or path[1] in FIXED
-    return TRAINKIT_DEFAULT if is_ours else TRANSFORMERS_DEFAULT
+    return TRAINKIT_DEFAULT if FIELDS[path[1]].is_ours else TRANSFORMERS_DEFAULT
 
 
-# -- The recipes that come with trainkit, found in an installed package as in a clone -------------
+# -- The recipes that come with trainkit, found in an installed package as in a clone ------------
 
 
 _DIRECTORY = Path(__file__).parents[1] / "configs"
@@ -371,3 +373,64 @@ def write_text(text: str, target: Path) -> None:
         ) from None
     except OSError as error:
         raise RecipeError(f"cannot be written: {error.strerror}", where=str(target)) from error
+
+
+# -- What the options of ``trainkit sft`` mean: recipe values some, the rest ``SftOptions`` --------
+
+
+@dataclass(frozen=True)
+class SftOptions:
+    """What a run takes besides its recipe.
+
+    Attributes:
+        resume: the run or checkpoint directory to continue; None for a new run.
+        allow_changed: what may differ from the run that is continued: keys, or ``all``.
+        overrides: what this start was given besides the recipe and what is recorded.
+        dry_run: train one optimizer step in a temporary directory, then stop.
+        output_dir: the run directory to make, or None for a new one under ``train_model/``.
+        command: the command line, to be kept in ``command.sh``.
+        force: train although the estimate says that the memory is not enough.
+        rows: takes each row of the log, and the summary at the end; what people read stays on
+            standard error.
+        began: when the command was given, on the clock of ``trainkit.run.stages``; None is now.
+    """
+
+    resume: Path | None = None
+    allow_changed: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    dry_run: bool = False
+    output_dir: Path | None = None
+    command: tuple[str, ...] = ()
+    force: bool = False
+    rows: Callable[[Mapping[str, Any]], None] | None = None
+    began: float | None = None
+
+
+def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe values that command-line options set.
+
+    Args:
+        options: option to value: ``{"--deepspeed": "zero2", "--replace-kernel": True}``. None means
+            not given.
+        recipe: the values so far. ``--replace-kernel`` leaves a mapping of single ops alone.
+
+    Returns:
+        Option to ``(dotted key, value)``, only for those that change something.
+    """
+    values: dict[str, Any] = {}
+    for option, value in options.items():
+        if value is None:
+            continue
+        if option == "--replace-kernel":
+            if not (value and isinstance(recipe.get("kernels"), Mapping)):
+                values[option if value else "--no-replace-kernel"] = ("kernels", value)
+        elif option == "--pretrain":
+            if value:
+                values[option] = ("data.mask", "none")
+        elif option == "--deepspeed":
+            values[option] = ("parallel.shard", value)
+        elif option == "--output-dir":
+            values[option] = ("training.output_dir", str(value))
+        else:
+            raise ValueError(f"no option called {option}")
+    return values

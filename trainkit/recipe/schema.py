@@ -1,8 +1,8 @@
 """The recipe: the sections together, and the rules across them."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from trainkit.options import (
     DataSection,
@@ -23,10 +23,8 @@ from trainkit.options.combination import Combination
 from trainkit.options.model import LORA_OPS
 from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
 from trainkit.parallel.matrix import COMPILES, refusals
-from trainkit.recipe.check.optimizer import Trained, broken_optimizer_rules
-from trainkit.recipe.fields.table import CHECKPOINTING
-from trainkit.recipe.fields.training import check_training, complete_training
-from trainkit.recipe.measured import Measured, problems
+from trainkit.recipe.rules import Measured, Trained, broken_optimizer_rules, problems
+from trainkit.recipe.training import CHECKPOINTING, complete_training
 
 
 class Recipe(Section):
@@ -68,19 +66,11 @@ class Recipe(Section):
         ge=1,
         description="Rows an optimizer step, over all GPUs; sets gradient_accumulation_steps.",
     )
-    training: dict[str, Any] = Field(
+    training: Annotated[dict[str, Any], AfterValidator(complete_training)] = Field(
         default_factory=dict,
         validate_default=True,
         description="TrainingArguments, field for field.",
     )
-
-    @field_validator("training")
-    @classmethod
-    def _fits_training_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
-        problems = check_training(value)
-        if problems:
-            raise ValueError("; ".join(problem.what for problem in problems))
-        return complete_training(value)
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":

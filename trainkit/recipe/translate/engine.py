@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.check.problems import InvalidRecipe
-from trainkit.recipe.fields.table import ACTS
 from trainkit.recipe.load import load_recipe
+from trainkit.recipe.problems import InvalidRecipe
+from trainkit.recipe.text import recipe_text
+from trainkit.recipe.training import FIELDS
 from trainkit.recipe.translate.draft import OFF, Draft, Line
 from trainkit.recipe.translate.meaning import STEPS
 from trainkit.recipe.translate.read import read_theirs
 from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table
 from trainkit.recipe.translate.theirs import Theirs
-from trainkit.recipe.write import recipe_text
 
 NEEDED = ("model.name_or_path", "data.train")
 
@@ -70,7 +70,7 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
         step(draft, rows)
     for what, why in theirs.noted:
         draft.leave(what, why)
-    for key in given.keys() - draft.said:
+    for key in (key for key in given if key not in draft.said):
         draft.leave(key, "it needs nothing here")
     text = _valid_text(draft, path)
     lines = tuple(sorted(draft.lines, key=lambda line: line.kind != "lost"))
@@ -165,7 +165,10 @@ def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
         elif word is not None:
             continue
         elif (
-            key not in idle and key in ACTS and (key in rows["training"] or "*" in rows["training"])
+            key not in idle
+            and key in FIELDS
+            and not FIELDS[key].fixed
+            and (key in rows["training"] or "*" in rows["training"])
         ):
             draft.take(key, {f"training.{key}": _number(value)})
         elif key in idle:

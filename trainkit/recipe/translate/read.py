@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.read.document import parse_value, read_document
+from trainkit.recipe.document import parse_value, read_document
 from trainkit.recipe.translate.script import read_script
 from trainkit.recipe.translate.theirs import Theirs
 

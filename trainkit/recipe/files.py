@@ -8,8 +8,8 @@ from pathlib import Path
 from trainkit.errors import RecipeError
 from trainkit.options import Source
 from trainkit.places import local_path, regular
-from trainkit.recipe.check.problems import InvalidRecipe, Problem
 from trainkit.recipe.load import LoadedRecipe
+from trainkit.recipe.problems import InvalidRecipe, Problem
 
 _TRACKERS = frozenset(
     [

@@ -1,0 +1,314 @@
+"""What is wrong with a recipe: all of it at once, each with its line, rule and what to write.
+
+An unknown key is told its right place, its name here (``foreign.json`` holds what other tools and
+older transformers call our keys) or the nearest that there is.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainkit.errors import RecipeError
+from trainkit.options.lora import NOT_TAKEN
+from trainkit.options.section import UNION_TAGS, section_in
+from trainkit.options.words import VERY_CLOSE, advice_of, ask, nearest, rule_of
+from trainkit.recipe.document import KeyPath, Settings, read_scalar
+from trainkit.recipe.schema import Recipe
+from trainkit.recipe.training import EVERY, FIELDS, TRANSFORMERS
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing to fix.
+
+    Attributes:
+        what: the key, its value and the rule that it breaks.
+        where: ``file:line``, an override, or an option.
+        fix: what to write instead.
+    """
+
+    what: str
+    where: str | None = None
+    fix: str | None = None
+
+
+class InvalidRecipe(RecipeError):
+    """A recipe that cannot be used, with every problem that was found.
+
+    Args:
+        problems: at least one.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            (only,) = self.problems
+            super().__init__(only.what, where=only.where, fix=only.fix)
+            return
+        blocks = [str(RecipeError(p.what, where=p.where, fix=p.fix)) for p in self.problems]
+        super().__init__(f"{len(blocks)} problems in the recipe\n\n" + "\n\n".join(blocks))
+
+
+# -- Names that other tools use for our keys -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ForeignName:
+    """What a key of another tool is here.
+
+    Attributes:
+        owner: the tools that use the name.
+        target: our dotted key, or None.
+        note: how to say it here, where copying the value is not enough.
+    """
+
+    owner: str
+    target: str | None
+    note: str | None = None
+
+
+_ROWS = json.loads(Path(__file__).with_name("foreign.json").read_text(encoding="utf-8"))
+
+FOREIGN: Mapping[str, ForeignName] = {
+    name: ForeignName(*row) for name, row in _ROWS["foreign"].items()
+}
+
+REMOVED: Mapping[str, str] = _ROWS["removed"]
+"""Fields that TrainingArguments once had; ``{value}`` stands for what was given."""
+
+
+# -- A key that does not exist ---------------------------------------------------------------------
+
+
+_MOST_KEYS_LISTED = 30
+
+
+@lru_cache(maxsize=1)
+def sections() -> Mapping[str, tuple[str, ...]]:
+    """The keys of each section; the top level is ``""``."""
+    found = {"": ("base",)}
+
+    def collect(model: type[BaseModel], prefix: str) -> None:
+        found[prefix] = (*found.get(prefix, ()), *model.model_fields)
+        for name, field in model.model_fields.items():
+            dotted = f"{prefix}.{name}" if prefix else name
+            if inner := section_in(field.annotation):
+                section, in_list = inner
+                collect(section, f"{dotted}[]" if in_list else dotted)
+
+    collect(Recipe, "")
+    return {**found, "training": tuple(FIELDS)}
+
+
+def places(name: str) -> list[str]:
+    """The dotted keys that end in ``name``, except those of list items."""
+    return [
+        f"{section}.{name}" if section else name
+        for section, names in sections().items()
+        if name in names and "[]" not in section
+    ]
+
+
+def explain_unknown_key(path: KeyPath, value: Any, where: str | None) -> Problem:
+    """Describe an unknown key.
+
+    Args:
+        path: where it is.
+        value: what was given.
+        where: file and line.
+    """
+    name, section, dotted = str(path[-1]), section_of(path), dotted_key(path)
+    shown = "..." if isinstance(value, dict | list) else _yaml_word(value)
+    if section == "training" and name in EVERY:
+        fix = EVERY[name].elsewhere.format(value=shown)
+        return Problem(f"{dotted} is not set there", where, fix)
+    if section in ("training", "") and name in REMOVED:
+        return Problem(
+            f"{name} was removed from TrainingArguments (transformers {TRANSFORMERS} is installed)",
+            where,
+            REMOVED[name].format(value=shown),
+        )
+    if section == "lora" and name in NOT_TAKEN:
+        return Problem(f"{dotted}: peft's {name} is not taken", where, NOT_TAKEN[name])
+    if name in FOREIGN:
+        foreign = FOREIGN[name]
+        if foreign.target is None:
+            return Problem(
+                f"{name} is {foreign.owner} name; it has no key here", where, foreign.note
+            )
+        what = f"{name} is {foreign.owner} name for {foreign.target}"
+        return Problem(what, where, foreign.note or f"write {foreign.target}: {shown}")
+    if right := places(name):
+        here = f"under {section}" if section else "at the top level"
+        return Problem(f"{name} is misplaced {here}", where, f"write {' or '.join(right)}")
+    return Problem(f"unknown key {dotted}", where, _nearest_key(path))
+
+
+def dotted_key(path: KeyPath) -> str:
+    """``("data", "train", 0, "path")`` as ``data.train[0].path``."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+    return text
+
+
+def section_of(path: KeyPath) -> str:
+    """The section that holds a key, with ``[]`` for any list position: ``data.train[]``."""
+    if any(isinstance(part, int) for part in path):
+        return ".".join(part for part in path[:-1] if isinstance(part, str)) + "[]"
+    return dotted_key(path[:-1])
+
+
+def _nearest_key(path: KeyPath) -> str | None:
+    name, siblings = str(path[-1]), sections().get(section_of(path), ())
+    prefix = f"{dotted_key(path[:-1])}." if len(path) > 1 else ""
+    close = [f"{prefix}{sibling}" for sibling in nearest(name, siblings)]
+    if not close:
+        every = {name for names in sections().values() for name in names}
+        close = [place for word in nearest(name, every, VERY_CLOSE) for place in places(word)]
+    if close:
+        return ask(close)
+    for word in nearest(name, FOREIGN, VERY_CLOSE):
+        foreign = FOREIGN[word]
+        is_key = foreign.target is not None
+        return f"{word} is {foreign.owner} name for {foreign.target}" if is_key else foreign.note
+    if len(siblings) > _MOST_KEYS_LISTED:
+        return "`trainkit config show` lists the keys there are"
+    return f"the keys there are: {', '.join(siblings)}"
+
+
+def _yaml_word(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+# -- The merged values against the schema ----------------------------------------------------------
+
+
+def validate(settings: Settings) -> Recipe:
+    """Make the recipe.
+
+    Raises:
+        InvalidRecipe: with every problem, in the order of the lines.
+    """
+    values = dict(settings.values)
+    if "training" in values and values["training"] is None:
+        del values["training"]
+    problems: dict[Problem, KeyPath] = {}
+    while True:
+        try:
+            recipe = Recipe.model_validate(values)
+        except ValidationError as error:
+            found = _schema_problems(error.errors(include_url=False), settings)
+        else:
+            break
+        problems |= found
+        # The rest is checked as well: rules across sections wait for fields without mistakes.
+        bad = {path[1] for path in found.values() if path[0] == "training" and path[1:]}
+        if not bad & set(values.get("training") or ()):
+            break
+        values["training"] = {k: v for k, v in values["training"].items() if k not in bad}
+    if not problems:
+        return recipe
+    order = list(settings.origins)
+    place = {path: order.index(path) if path in order else -1 for path in problems.values()}
+    raise InvalidRecipe(sorted(problems, key=lambda problem: place[problems[problem]]))
+
+
+def _schema_problems(errors: list[ErrorDetails], settings: Settings) -> dict[Problem, KeyPath]:
+    problems: dict[Problem, KeyPath] = {}
+    for error in errors:
+        path = _existing(error["loc"], settings.values)
+        if error["type"] == "rule":
+            context = error["ctx"]
+            key = tuple(context["key"].split("."))
+            path = key if "." in context["key"] or not path else (*path, *key)
+            what, where = str(context["what"]), _where(settings, path)
+            if str(path[-1]) not in f"{where} {what}":
+                what = f"{'.'.join(map(str, path))}: {what}"  # a line may hold many keys
+            problems[Problem(what, where, context["fix"])] = path
+        elif error["type"] == "missing":
+            problems[_missing(error, settings)] = error["loc"]
+        elif path not in problems.values():  # each form of a value has its own error
+            known = error["type"] != "extra_forbidden"
+            where = _where(settings, path)
+            problem = (
+                _wrong_value(error, path, where)
+                if known
+                else explain_unknown_key(path, error["input"], where)
+            )
+            problems[problem] = path
+    return problems
+
+
+def _existing(location: tuple[str | int, ...], values: Any) -> KeyPath:
+    """The part of pydantic's location that is a key; it adds the members of unions to it."""
+    path: list[str | int] = []
+    for part in location:
+        is_key = isinstance(values, dict) and part in values
+        is_item = isinstance(values, list) and isinstance(part, int) and part < len(values)
+        if is_key or is_item:
+            values = values[part]
+        elif part == 0 and isinstance(values, dict | str):
+            continue  # one source without a list
+        elif part in UNION_TAGS:
+            continue  # one of several forms
+        else:
+            break
+        path.append(part)
+    return tuple(path)
+
+
+def _missing(error: ErrorDetails, settings: Settings) -> Problem:
+    path = error["loc"]
+    parent = _existing(path[:-1], settings.values)
+    dotted = dotted_key(path)
+    fix = {
+        "model": "add `model: {name_or_path: DIRECTORY}`",
+        "data": "add `data: {train: [FILE]}`",
+    }.get(dotted, f"add {dotted}")
+    where = _where(settings, parent) if parent else settings.file
+    return Problem(f"{dotted} is missing", where, fix)
+
+
+def _wrong_value(error: ErrorDetails, path: KeyPath, where: str | None) -> Problem:
+    value, dotted = error["input"], dotted_key(path)
+    shown = "" if isinstance(value, dict | list) else f" {value!r}"
+    what = f"{dotted}:{shown} {rule_of(error)}"
+    return Problem(what, where, _advice(error, dotted, value))
+
+
+def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
+    """What to write instead, where that is plain from the value."""
+    kind = error["type"]
+    if kind in ("model_type", "model_attributes_type"):
+        if value is False and dotted != "model":
+            return f"leave the section out, or write {dotted}: null"
+        if value is True and dotted != "model":
+            return f"put its keys under `{dotted}:`, or write {dotted}: {{}} for its defaults"
+        if value is None:
+            return f"put its keys under `{dotted}:`, indented by two spaces"
+        return f"write {dotted}: {{name_or_path: {value}}}" if dotted == "model" else None
+    if kind == "list_type":
+        return f"write {dotted}: [{'FILE' if value is None else value}]"
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+        plain = read_scalar(value)
+        if isinstance(plain, int | float):
+            return f"write {value} without quotes"
+        if value.lower() in ("yes", "on", "no", "off"):
+            return f"write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    return advice_of(error)
+
+
+def _where(settings: Settings, path: KeyPath) -> str | None:
+    origin = settings.origin(path)
+    return origin.where if origin else settings.file

@@ -1,1 +1,0 @@
-"""Showing a recipe: the resolved one, and the reference of all keys."""
