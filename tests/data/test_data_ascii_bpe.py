@@ -6,8 +6,7 @@ import pytest
 from tiny import train_bpe
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from trainkit.data.render.ascii_bpe import PATTERNS, find_ascii_bpe
-from trainkit.data.render.encode import Encoder
+from trainkit.data.render.encode import PATTERNS, Encoder, find_ascii_bpe
 
 TEXT = [
     "The quick brown fox, aged 42, isn't lazy; it's 2026 and they're THERE.\n\nIs it?  No!",
@@ -135,11 +134,11 @@ def test_an_answer_after_line_breaks_takes_the_fast_way_whatever_is_in_it():
 
 
 def test_the_memory_of_words_is_bounded(monkeypatch):
-    from trainkit.data.render import ascii_bpe
+    from trainkit.data.render import encode
 
     core = trained(KNOWN["gpt2"])
     fast = find_ascii_bpe(core)
-    monkeypatch.setattr(ascii_bpe, "MAX_WORDS", 50)
+    monkeypatch.setattr(encode, "MAX_WORDS", 50)
     for number in range(300):
         text = f"w{number} é{number} x"
         assert fast.encode(text).input_ids.tolist() == core.encode(text).ids

@@ -15,7 +15,8 @@ from conftest import chat
 
 import trainkit.data
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.build import cache, workers
+from trainkit.data.build import prepare as preparing
+from trainkit.data.build import store
 from trainkit.data.build.store import ARRAYS
 from trainkit.errors import DataError
 
@@ -79,10 +80,10 @@ def test_a_killed_run_takes_its_workers_along_and_the_next_one_starts(tmp_path):
 
 def test_a_worker_whose_run_was_killed_before_it_began_ends(monkeypatch):
     ended = []
-    monkeypatch.setattr(workers.os, "getppid", lambda: 1)
-    monkeypatch.setattr(workers.os, "_exit", ended.append)
-    monkeypatch.setattr(workers.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
-    workers._die_with(os.getpid())
+    monkeypatch.setattr(preparing.os, "getppid", lambda: 1)
+    monkeypatch.setattr(preparing.os, "_exit", ended.append)
+    monkeypatch.setattr(preparing.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    preparing._die_with(os.getpid())
     assert ended == [1]
 
 
@@ -173,13 +174,13 @@ def test_what_a_killed_process_left_goes_with_the_next_one(write, tiny_tokenizer
 
 def test_every_module_that_makes_samples_decides_which_cache_is_used(monkeypatch):
     """A cache of other code would serve its masks: one changed byte anywhere is another cache."""
-    before, seen = cache.code_digest(), []
+    before, seen = store.code_digest(), []
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: seen.append(path) or read(path))
-    assert cache.code_digest() == before
+    assert store.code_digest() == before
     package = Path(trainkit.data.__file__).parent
     assert {package / f"{room}/{file}.py" for room, file in MAKERS} <= set(seen)
     assert set(seen) == set(package.rglob("*.py"))
 
 
-MAKERS = [("read", "messages"), ("render", "spans"), ("render", "template"), ("build", "drafts")]
+MAKERS = [("read", "messages"), ("render", "masking"), ("render", "template"), ("build", "builder")]

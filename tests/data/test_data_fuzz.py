@@ -123,13 +123,10 @@ def clean(builder, tmp_path_factory):
 
 
 def samples_of(batch):
-    samples, start = {}, 0
-    for row, length in zip(batch.rows, batch.lengths, strict=True):
-        ids = batch.input_ids[0][start : start + length].tolist()
-        mask = batch.loss_mask[0][start : start + length].tolist()
-        assert 1 in mask[1:]
-        samples.setdefault(row, (ids, mask))
-        start += length
+    samples = {}
+    for row, _, ids, mask in batch.samples:
+        assert mask[1:].any()
+        samples.setdefault(row, (ids.tolist(), mask.tolist()))
     return samples
 
 

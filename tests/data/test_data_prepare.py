@@ -15,7 +15,7 @@ from conftest import chat
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.build.cache import sha256_of
+from trainkit.data.build.store import sha256_of
 from trainkit.errors import DataError, RecipeError
 from trainkit.quickstart import CHAT_TEMPLATE
 
@@ -329,8 +329,8 @@ def _die(rows, source):
 
 
 def test_a_dead_worker_is_an_error_that_says_so(write, ready, monkeypatch):
-    from trainkit.data.build import workers
+    from trainkit.data.build import prepare
 
-    monkeypatch.setattr(workers, "_build", _die)
+    monkeypatch.setattr(prepare, "_build", _die)
     with pytest.raises(DataError, match="process died"):
         ready(write(ROWS * 30), num_workers=2)

@@ -9,8 +9,8 @@ from tiny import make_qwen2, make_tokenizer
 
 from trainkit.cli.app import main
 from trainkit.data import DataOptions
+from trainkit.data.look.check import measure
 from trainkit.data.look.preview import Authors, choose, view
-from trainkit.data.look.stats import measure
 
 END = "<|im_end|>"
 ROWS = [chat(f"question {n}", f"answer {n}" * (n % 5 + 1), system="sys") for n in range(30)]
@@ -310,5 +310,5 @@ def test_a_token_inside_answers_is_not_made_a_stop_token(ready, write):
     named["messages"][1]["name"] = "Ada"
     data = ready(write([*rows, named, named]), tokenizer=tokenizer)
     assert data.summary["ends"] == {"<|im_end|>": 10, "<|part|>": 2}
-    assert data.eot_token_ids == (tokenizer.convert_tokens_to_ids(END),)
+    assert [*data.summary["end_of_turn"].values()] == [tokenizer.convert_tokens_to_ids(END)]
     assert any("is not made one" in warning for warning in data.summary["warnings"])

@@ -6,10 +6,9 @@ import pytest
 from conftest import chat
 
 from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
-from trainkit.data.build.mixing import stream_names
+from trainkit.data.build.datasets import stream_names
 from trainkit.data.look.check import verdict
-from trainkit.data.look.first_look import first_look
-from trainkit.data.serve.streaming import SampleStream
+from trainkit.data.serve.streaming import SampleStream, first_look
 from trainkit.train.data.run_data import parts_of
 
 ROWS = [chat(f"ask {n}", f"say {n}") for n in range(40)]
@@ -103,7 +102,7 @@ def test_a_file_that_is_listed_twice_is_named(write, ready, tmp_path, monkeypatc
     stream = SampleStream(
         [Source(path=p) for p in listed], tiny_tokenizer, DataOptions(), packing=True
     )
-    streamed = first_look(stream, tiny_tokenizer, num_shards=1).summary
+    streamed = first_look(stream, tiny_tokenizer, num_shards=1)[1]
     for each in (summary, streamed):
         (warning,) = each["listed_twice"]
         assert warning in each["warnings"]

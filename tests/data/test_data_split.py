@@ -8,8 +8,7 @@ from conftest import chat
 
 from trainkit.data import Source
 from trainkit.data.build import store
-from trainkit.data.build.datasets import PackedDataset
-from trainkit.data.build.split import hold_out
+from trainkit.data.build.datasets import PackedDataset, hold_out
 from trainkit.data.render import encode
 from trainkit.errors import DataError, RecipeError
 from trainkit.options import DataSection

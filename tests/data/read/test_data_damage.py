@@ -11,9 +11,9 @@ from tokenizers import processors
 
 from trainkit.data import DataOptions, Source
 from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.read.formats import decode_row
 from trainkit.data.read.messages import RowError
 from trainkit.data.read.reading import RawRow, decode, read_rows
-from trainkit.data.read.rows import decode_row
 from trainkit.errors import DataError
 
 LIMIT = 1 << 26
@@ -35,7 +35,7 @@ def test_a_cut_zst_is_an_error_and_not_a_shorter_file(tmp_path, share):
     with pytest.raises(DataError, match="ends too early"):
         rows_of(path)
     path.write_bytes(whole + b"garbage")
-    with pytest.raises(DataError, match="zstd"):
+    with pytest.raises(DataError, match="ZSTD"):
         rows_of(path)
 
 
@@ -103,7 +103,8 @@ def test_bos_in_a_text_is_not_doubled_by_the_tokenizer(row, tiny_tokenizer):
     rows = [RawRow(n, json.dumps(each).encode()) for n, each in enumerate((row, without))]
     builder = SampleBuilder(tokenizer, DataOptions())
     given, wanted = (builder.build([each], Source("x")) for each in rows)
-    assert given.input_ids[0].tolist() == wanted.input_ids[0].tolist()
-    assert given.loss_mask[0].tolist() == wanted.loss_mask[0].tolist()
+    (one,), (other,) = given.samples, wanted.samples
+    assert one.input_ids.tolist() == other.input_ids.tolist()
+    assert one.loss_mask.tolist() == other.loss_mask.tolist()
     assert given.counts["double_bos"] == 1
     assert wanted.counts["double_bos"] == 0

@@ -7,7 +7,7 @@ import pytest
 from conftest import chat
 
 from trainkit.data import Source
-from trainkit.data.read.hub import hub_name
+from trainkit.data.read.finding import hub_name
 from trainkit.errors import DataError
 
 

@@ -9,8 +9,7 @@ import re
 import pytest
 
 from trainkit.data.read.finding import resolve_files, unread_files
-from trainkit.data.read.opening import MARKS, UNREADABLE
-from trainkit.data.read.reading import decode, read_rows
+from trainkit.data.read.reading import MARKS, UNREADABLE, decode, read_rows
 from trainkit.errors import DataError
 
 ROWS = [
@@ -167,7 +166,7 @@ def test_cut_compressed_files_are_errors(write):
         read(write(gzip.compress(big)[:-20], "x.jsonl.gz"))
     with pytest.raises(DataError):
         read(write(gzip.compress(b"x")[3:], "y.jsonl.gz"))
-    with pytest.raises(DataError, match="zstd"):
+    with pytest.raises(DataError, match="ZSTD"):
         read(write(b"(\xb5/\xfd" + zstandard.ZstdCompressor().compress(big)[8:], "x.jsonl.zst"))
 
 

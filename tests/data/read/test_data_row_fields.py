@@ -4,7 +4,7 @@ import pytest
 from conftest import chat, trained_texts
 
 from trainkit.data.look.check import verdict
-from trainkit.data.read import switches
+from trainkit.data.read import fields
 from trainkit.data.read.formats import FORMATS, parse_row
 from trainkit.data.read.messages import RowError
 from trainkit.data.read.row_fields import (
@@ -44,7 +44,7 @@ def refusal(row):
 
 
 FORMS = ("messages", "sharegpt")
-SWITCHES = [(name, True) for name in switches.TRAINS] + [(name, False) for name in switches.MASKS]
+SWITCHES = [(name, True) for name in fields.TRAINS] + [(name, False) for name in fields.MASKS]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -177,11 +177,11 @@ def test_fields_of_a_row_that_cannot_act_are_refused(form, name):
 
 
 @pytest.mark.parametrize("form", ROWS)
-@pytest.mark.parametrize("name", [*sorted(ROW_SWITCHES), *sorted(switches.MASKS)])
+@pytest.mark.parametrize("name", [*sorted(ROW_SWITCHES), *sorted(fields.MASKS)])
 def test_a_row_may_be_switched_off_whole(form, name):
     if (form, name) == ("tokens", "loss_mask"):
         pytest.skip("there it is the mask of the ids")
-    off, on = (1, 0) if name in switches.MASKS else (0, 1)
+    off, on = (1, 0) if name in fields.MASKS else (0, 1)
     assert refusal({**ROWS[form], name: off}).reason == "switched_off"
     assert parse_row({**ROWS[form], name: on}, "auto").ignored == ()
 

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import parse_row
+from trainkit.data.read.formats import decode_row, parse_row, read_row
 from trainkit.data.read.messages import RowError
 from trainkit.data.read.reading import TEXT_BYTES, read_rows
-from trainkit.data.read.rows import decode_row, read_row
 from trainkit.errors import DataError
 
 

@@ -87,11 +87,8 @@ def masks(builder, rows):
         [RawRow(i + 1, json.dumps(r).encode()) for i, r in enumerate(rows)], Source("x")
     )
     found = [[] for _ in rows]
-    start = 0
-    for length, row in zip(batch.lengths, batch.rows, strict=True):
-        part = slice(start, start + length)
-        found[row].append((batch.input_ids[0][part].tolist(), batch.loss_mask[0][part].tolist()))
-        start += length
+    for row, _, ids, mask in batch.samples:
+        found[row].append((ids.tolist(), mask.tolist()))
     for event in batch.events:
         found[event.row].append((event.action, event.reason))
     return found
@@ -136,8 +133,8 @@ def trained(tokenizer, row, **options):
 def build_row(tokenizer, row, **options):
     builder = SampleBuilder(tokenizer, DataOptions(max_length=4096, **options))
     batch = builder.build([RawRow(1, json.dumps(row).encode())], Source("x"))
-    assert batch.lengths, batch.events
-    return batch.input_ids[0], batch.loss_mask[0]
+    assert batch.samples, batch.events
+    return batch.samples[0][2:]
 
 
 def with_template(template, *, tokens=(), eos="</s>", make=byte_level):
@@ -343,12 +340,12 @@ def test_a_turn_of_thinking_alone_is_trained_where_the_template_prints_it(name, 
     for number, messages in enumerate(rows):
         raw = RawRow(1, json.dumps({"messages": messages}).encode())
         batch = builder.build([raw], Source("x"))
-        if not batch.lengths:
+        if not batch.samples:
             # Dropped only where nothing of the last turn is printed, or turns cannot be proved.
             assert batch.events[0].reason != "empty_assistant"
             assert not number, batch.events
             continue
-        ids, mask = batch.input_ids[0], batch.loss_mask[0]
+        ids, mask = batch.samples[0][2:]
         written = tokenizer.decode(ids[mask.astype(bool)])
         assert ("answer two" in written) == bool(number)
         assert ("only a thought" in written) == ("only a thought" in tokenizer.decode(ids))

@@ -43,7 +43,7 @@ def test_only_assistant_turns_are_trained_through_their_end(write, ready, tiny_t
         chat("q1", "a1", "q2", "a2", system="sys")["messages"], tokenize=False
     )
     assert tiny_tokenizer.decode(data[0]["input_ids"]) == whole
-    assert data.eot_token_ids == (tiny_tokenizer.convert_tokens_to_ids(END),)
+    assert [*data.summary["end_of_turn"].values()] == [tiny_tokenizer.convert_tokens_to_ids(END)]
     assert data.num_trained[0] == len("a1a2") + 2
 
 
@@ -286,7 +286,7 @@ def test_a_template_without_end_of_turn(write, ready):
     assert any("append_eos" in warning for warning in data.summary["warnings"])
     data = ready(path, tokenizer=tokenizer, append_eos=True)
     assert trained_texts(tokenizer, data[0]) == [f" a1{END}", f" a2{END}"]
-    assert data.eot_token_ids == (tokenizer.eos_token_id,)
+    assert [*data.summary["end_of_turn"].values()] == [tokenizer.eos_token_id]
 
 
 CONTENT = "message['content']"

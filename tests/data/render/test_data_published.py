@@ -180,11 +180,12 @@ def test_what_the_model_writes_is_trained(name, make):
         tools = TOOLS if case in USES_TOOLS else None
         row = json.dumps({"messages": messages, "tools": tools}).encode()
         built = builder.build([RawRow(1, row)], Source("x"))
-        if not built.lengths:
+        if not built.samples:
             dropped[case] = built.events[-1].reason
             continue
         text, written = truth(tokenizer, published, messages, tools)
-        check(tokenizer, built.input_ids[0].tolist(), built.loss_mask[0].tolist(), text, written)
+        (sample,) = built.samples
+        check(tokenizer, sample.input_ids.tolist(), sample.loss_mask.tolist(), text, written)
     print("DROP", name, dropped)
 
 
@@ -203,7 +204,7 @@ def test_preserved_thinking_begins_where_the_prompt_opens_it():
     tokenizer, rows = built(
         "deepseek-v3.1", TEXTS["thoughts"], thinking="preserve", template_kwargs=kwargs
     )
-    sample = {"input_ids": rows.input_ids[0], "loss_mask": rows.loss_mask[0]}
+    sample = rows.samples[0]._asdict()
     want = [f"\nR{n}\n</think>\n\nA{n}{END}" for n in (1, 2)]
     assert trained_texts(tokenizer, sample) == want
     assert "</think><think>" not in tokenizer.decode(sample["input_ids"])
@@ -215,7 +216,7 @@ def test_a_thought_that_is_never_printed_is_told_and_nothing_is_taught_instead()
     _, rows = built("deepseek-v3.1", TEXTS["a-thought"][2:])
     assert rows.events[0].reason == "thinking_stripped"
     tokenizer, rows = built("deepseek-v3.1", TEXTS["a-thought"])
-    sample = {"input_ids": rows.input_ids[0], "loss_mask": rows.loss_mask[0]}
+    sample = rows.samples[0]._asdict()
     assert trained_texts(tokenizer, sample) == [f"A1{END}"]
     assert rows.counts["turns_not_trained_for_stripped_thinking"] == 1
     _, rows = built("deepseek-v3.1", TEXTS["a-thought"], mask="last_assistant")
@@ -225,5 +226,5 @@ def test_a_thought_that_is_never_printed_is_told_and_nothing_is_taught_instead()
 @pytest.mark.parametrize("last", ["thoughts", "a-thought"])
 def test_a_split_row_trains_each_turn_once(last):
     _, rows = built("deepseek-v3.1", TEXTS["plain"] + TEXTS[last], thinking="split")
-    assert rows.parts == ([0, 1, 2] if last == "thoughts" else [0, 1])
+    assert [sample.part for sample in rows.samples] == ([0, 1, 2] if last == "thoughts" else [0, 1])
     assert rows.counts["turns_not_trained_for_stripped_thinking"] == (last == "a-thought")

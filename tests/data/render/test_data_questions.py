@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 
-import numpy as np
 import pytest
 from test_data_templates import TEMPLATES, tokenizer_of
 from tiny import make_tokenizer
@@ -59,8 +58,7 @@ def trained(path, tokenizer, **options):
     builder = SampleBuilder(tokenizer, DataOptions(mask="last_assistant", **options))
     batch = builder.build(list(read_rows(path, max_row_bytes=2**20)), Source(str(path)))
     assert not [event for event in batch.events if event.action == "dropped"], batch.events
-    cuts = np.cumsum(batch.lengths)[:-1]
-    return zip(np.split(batch.input_ids[0], cuts), np.split(batch.loss_mask[0], cuts), strict=True)
+    return [(sample.input_ids, sample.loss_mask) for sample in batch.samples]
 
 
 def check(path, tokenizer, **options):
@@ -86,7 +84,8 @@ def test_a_template_asks_what_it_trains_behind(tmp_path):
     source = Source(str(path), format="template", columns=columns)
     rows = list(read_rows(path, max_row_bytes=2**20))
     batch = SampleBuilder(tokenizer, DataOptions()).build(rows, source)
-    assert asked == batch.input_ids[0][: int(batch.loss_mask[0].argmax())].tolist()
+    (sample,) = batch.samples
+    assert asked == sample.input_ids[: int(sample.loss_mask.argmax())].tolist()
 
 
 @pytest.mark.parametrize("name", ROWS)

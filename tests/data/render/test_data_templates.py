@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation, Message, RowError
-from trainkit.data.render import patience
+from trainkit.data.render import bounded
 from trainkit.data.render.encode import Encoder
 from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.template import ChatTemplate
@@ -306,7 +306,7 @@ class TestTemplate:
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch):
-    monkeypatch.setattr(patience, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded, "SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = make_tokenizer()
     tokenizer.chat_template = endless
@@ -322,5 +322,5 @@ def test_what_swallows_the_alarm_is_stopped_all_the_same():
             time.sleep(9)
         time.sleep(9)
 
-    with pytest.raises(DataError, match="still rendering"), patience.patience(0.05):
+    with pytest.raises(DataError, match="still rendering"), bounded.patience(0.05):
         render()

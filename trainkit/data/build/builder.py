@@ -4,21 +4,24 @@ One :class:`SampleBuilder` lives in each worker process. It never raises for a b
 ends as samples, as an entry for the ledger, or as both.
 """
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.build.drafts import Draft, Drafter, Event, cut_tokens
+from trainkit.data.build.ledger import Action, Entry
 from trainkit.data.options import DataOptions
-from trainkit.data.read.formats import detect
+from trainkit.data.read.formats import decode_row, detect, read_row
 from trainkit.data.read.messages import (
     Comparison,
     Conversation,
+    Message,
     ParsedRow,
     RowError,
     TextRow,
@@ -28,68 +31,283 @@ from trainkit.data.read.messages import (
 )
 from trainkit.data.read.reading import RawRow
 from trainkit.data.read.row_fields import without_effect
-from trainkit.data.read.rows import decode_row, read_row
-from trainkit.data.render.choice import options_for, refuse_unread
-from trainkit.data.render.encode import Encoder
-from trainkit.data.render.template import THINK_CLOSE
+from trainkit.data.render.encode import Encoded, Encoder
+from trainkit.data.render.masking import Masked, MaskFinder, Span, find_preserving
+from trainkit.data.render.template import THINK_CLOSE, ByVariables, ChatTemplate, refuse_unread
 from trainkit.errors import DataError, TrainkitError
 from trainkit.options import Source
 
-MAX_DRAFTERS = 16
-"""So many sets of row variables are kept at work; rows with more of them only take longer."""
+
+@dataclass(frozen=True)
+class Event:
+    """A ledger entry with the number of its row in the run, instead of file and line."""
+
+    row: int
+    action: Action
+    reason: str
+    detail: str
+    tokens: int = 0
+    trained_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A rendered conversation.
+
+    Attributes:
+        row, part: which row of the run it came from, and which sample of that row it is.
+        conversation: as rendered, with a switch on every turn.
+        masked: its text and spans.
+        trained: turns that are trained.
+        counts: things worth telling, by name.
+    """
+
+    row: int
+    part: int
+    conversation: Conversation
+    masked: Masked
+    trained: frozenset[int]
+    counts: Counter[str]
+
+
+class Drafter:
+    """Renders conversations and fits them to ``max_length``.
+
+    Args:
+        tokenizer: with a chat template.
+        options: the mask, thinking and truncation policies are read.
+        encoder: of the tokenizer.
+
+    Raises:
+        DataError: the template's masks cannot be proved even on a plain conversation.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions, encoder: Encoder
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.encoder = encoder
+        self.template = ChatTemplate(tokenizer, options)
+        try:
+            self.finder = MaskFinder(self.template)
+        except RowError as error:
+            raise DataError(
+                "no mask can be proved for this chat template, not even on a plain conversation: "
+                f"{error.detail}",
+                where=str(tokenizer.name_or_path),
+                fix="give another template with data.chat_template, or train on everything with "
+                "mask: none",
+            ) from error
+
+    def draft(self, row: int, part: int, conversation: Conversation) -> Draft:
+        """Render a conversation, every turn of which has its switch, and find the trained turns.
+
+        Raises:
+            RowError: it cannot be rendered or masked.
+        """
+        messages = conversation.messages
+        masks = self.options.mask != "none"
+        others = frozenset(
+            turn
+            for turn, message in enumerate(messages)
+            if message.role != "assistant" and message.train is masks
+        )
+        find = self.finder.find
+        if self.options.thinking == "preserve":
+            find = functools.partial(find_preserving, self.finder)
+        masked = find(conversation, others)
+        if self.options.append_eos:
+            masked = self._with_eos(masked, others)
+        counts: Counter[str] = Counter()
+        turns = {span.turn for span in masked.spans}
+        last = max((n for n, m in enumerate(messages) if m.role == "assistant"), default=-1)
+        trained = set()
+        for turn in turns | masked.stripped:
+            if not messages[turn].train:
+                continue
+            if masks and turn in masked.stripped:
+                counts["turns_with_stripped_thinking"] += 1
+                if turn != last or turn not in turns:
+                    # Training it would teach to answer without thinking, or to say nothing.
+                    counts["turns_not_trained_for_stripped_thinking"] += 1
+                    continue
+                counts["turns_trained_without_their_thinking"] += 1
+            trained.add(turn)
+        return Draft(row, part, conversation, masked, frozenset(trained), counts)
+
+    def _with_eos(self, masked: Masked, others: frozenset[int]) -> Masked:
+        """The tokenizer's eos behind every answer that has no end-of-turn token."""
+        if not masked.spans:
+            return masked
+        eos = self.eos
+        pieces: list[str] = []
+        spans: list[Span] = []
+        copied = shift = 0
+        for span in masked.spans:
+            start, end, token = span.start + shift, span.end + shift, span.end_of_turn
+            if token is None and span.turn not in others:
+                pieces += [masked.text[copied : span.end], eos]
+                copied, token = span.end, eos
+                shift += len(eos)
+                end += len(eos)
+            spans.append(replace(span, start=start, end=end, end_of_turn=token))
+        if copied < masked.spans[-1].end or not pieces:
+            pieces.append(masked.text[copied:])  # else the conversation ends with the eos
+        return replace(masked, text="".join(pieces), spans=tuple(spans))
+
+    @functools.cached_property
+    def eos(self) -> str:
+        """The eos as text.
+
+        Raises:
+            DataError: there is none, or the tokenizer does not read it back as one token.
+        """
+        eos, index = self.tokenizer.eos_token, self.tokenizer.eos_token_id
+        if eos is None or self.template.added.get(str(eos)) != index:
+            raise DataError(
+                f"the tokenizer has no eos token to append (eos_token: {eos!r})",
+                where="data.append_eos",
+                fix="set eos_token in its tokenizer_config.json to one of its special tokens",
+            )
+        return str(eos)
+
+    def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
+        """Tokenise drafts in one batch."""
+        return self.encoder.encode(
+            [draft.masked.text for draft in drafts],
+            [[(span.start, span.end) for span in draft.masked.spans] for draft in drafts],
+        )
+
+    def sample(self, draft: Draft, tokens: Encoded) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and mask of a whole conversation."""
+        ids = tokens.input_ids
+        everything = self.options.mask == "none"
+        mask = np.full(len(ids), everything, dtype=np.uint8)
+        for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
+            if (span.turn in draft.trained) != everything:
+                mask[first:last] = not everything
+        return ids, mask
+
+    def fewer_turns(
+        self, draft: Draft, tokens: Encoded
+    ) -> tuple[Draft, Encoded, np.ndarray, np.ndarray] | None:
+        """The most turns that fit, rendered again: templates treat the last turn in its own way."""
+        messages = draft.conversation.messages
+        limit, masks = self.options.max_length, self.options.mask != "none"
+        choices: list[tuple[Message, ...]] = []
+        if self.options.truncation == "drop_turns":
+            spans = zip(draft.masked.spans, tokens.ranges, strict=True)
+            fitting = [
+                span.turn
+                for span, (_, end) in spans
+                if end <= limit and (messages[span.turn].role == "assistant" or masks)
+            ]
+            choices = [messages[: turn + 1] for turn in reversed(fitting)]
+        elif self.options.truncation == "left_turns":
+            head = 0
+            while head < len(messages) and messages[head].role in ("system", "developer"):
+                head += 1
+            users = [i for i, m in enumerate(messages) if m.role == "user" and i > head]
+            choices = [messages[:head] + messages[start:] for start in users]
+        for choice in choices:
+            if len(choice) == len(messages) or not any(message.train for message in choice):
+                continue
+            conversation = replace(draft.conversation, messages=choice)
+            try:
+                shorter = self.draft(draft.row, draft.part, conversation)
+            except RowError:
+                continue
+            (encoded,) = self.encode([shorter])
+            ids, mask = self.sample(shorter, encoded)
+            if len(ids) > limit and not mask[limit:].any():
+                ids, mask = ids[:limit], mask[:limit]
+            if len(ids) <= limit and mask[1:].any():
+                return shorter, encoded, ids, mask
+        return None
+
+
+def num_trained(mask: np.ndarray) -> int:
+    """Tokens that a mask trains."""
+    return int(np.count_nonzero(mask))
+
+
+def entry_of(event: Event, rows: Sequence[RawRow], path: Path, options: DataOptions) -> Entry:
+    """An event of a run of rows as the ledger has it.
+
+    Raises:
+        DataError: a row is too long, and the policy is ``error``.
+    """
+    line = rows[event.row].line
+    if event.reason == "too_long" and options.truncation == "error":
+        raise DataError(
+            f"the row has {event.detail}",
+            where=f"{path}:{line}",
+            fix="raise data.max_length, or choose another data.truncation",
+        )
+    details = (event.action, event.reason, event.detail, event.tokens, event.trained_tokens)
+    return Entry(str(path), line, *details)
+
+
+def cut_tokens(
+    row: int, ids: np.ndarray, mask: np.ndarray, options: DataOptions
+) -> tuple[np.ndarray, np.ndarray, Event]:
+    """Cut a sample that is too long, where the policy or the mask allows it.
+
+    Raises:
+        RowError: the row is to be dropped instead; with the policy ``error`` that stops the run.
+    """
+    limit = options.max_length
+    too_long = f"{len(ids)} tokens, at most {limit}"
+    if not mask[limit:].any() and mask[1:limit].any():
+        reason = "untrained_tail"
+    elif options.truncation == "right":
+        reason = "cut_right"
+    elif options.truncation in ("drop", "error"):
+        raise RowError("too_long", too_long)
+    else:
+        raise RowError("too_long", f"{too_long}, and no whole exchange fits")
+    lost = len(ids) - limit, num_trained(mask[limit:])
+    event = Event(row, "cut", reason, too_long, *lost)
+    return ids[:limit], mask[:limit], event
+
+
+class Sample(NamedTuple):
+    """One sample: of which row of the run, and which of that row's samples it is."""
+
+    row: int
+    part: int
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
 
 
 @dataclass
 class BuiltRows:
-    """What became of a run of rows, in few large pieces so that it travels well between processes.
+    """What became of a run of rows.
 
     Attributes:
-        num_kept: rows of which at least one sample remains.
-        input_ids, loss_mask: all samples end to end.
-        lengths, rows, parts: one number per sample; ``rows`` counts within the run.
+        samples: those of one row follow one another.
         events: for the ledger.
         counts: formats (``format:<name>``) and things worth telling, by name.
         ends: end-of-turn tokens that are trained, and how many turns each ends.
         notes: what a person should know about the template.
     """
 
-    num_kept: int = 0
-    input_ids: list[np.ndarray] = field(default_factory=list)
-    loss_mask: list[np.ndarray] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
 
-    def add(self, ids: np.ndarray, mask: np.ndarray, row: int, part: int) -> None:
-        """Append one sample."""
-        self.input_ids.append(ids)
-        self.loss_mask.append(mask)
-        self.lengths.append(len(ids))
-        self.rows.append(row)
-        self.parts.append(part)
+    @property
+    def num_kept(self) -> int:
+        """Rows of which at least one sample remains."""
+        return len({sample.row for sample in self.samples})
 
-    def drop_incomplete(self, num_samples: Mapping[int, int]) -> None:
-        """Drop what is left of rows that have fewer samples than they must have."""
-        found = Counter(self.rows)
-        lost = {row for row, count in num_samples.items() if 0 < found[row] < count}
-        if not lost:
-            return
-        kept = [place for place, row in enumerate(self.rows) if row not in lost]
-        columns: list[list[Any]] = [self.input_ids, self.loss_mask]
-        columns += [self.lengths, self.parts, self.rows]
-        for column in columns:
-            column[:] = [column[place] for place in kept]
-
-    def sealed(self) -> "BuiltRows":
-        """The same with one array each."""
-        if self.input_ids:
-            self.input_ids = [np.concatenate(self.input_ids)]
-            self.loss_mask = [np.concatenate(self.loss_mask)]
-        return self
+    def drop(self, row: int, error: RowError, mask: np.ndarray | None = None) -> None:
+        """Note that a row is not used, with its tokens where there are some."""
+        lost = (0, 0) if mask is None else (len(mask), num_trained(mask))
+        self.events.append(Event(row, "dropped", error.reason, error.detail, *lost))
 
 
 class SampleBuilder:
@@ -104,8 +322,11 @@ class SampleBuilder:
         self.tokenizer = tokenizer
         self.options = options
         self.encoder = Encoder(tokenizer)
-        self._drafters: dict[str, Drafter] = {}
+        self._drafters = ByVariables(
+            tokenizer, options, lambda own: Drafter(tokenizer, own, self.encoder)
+        )
         self._vocabulary = len(tokenizer)
+        self._is_checked = False
 
     def drafter_of(self, conversation: Conversation) -> Drafter:
         """The chat template at work on a conversation, which may have variables of its own.
@@ -113,24 +334,18 @@ class SampleBuilder:
         Raises:
             RowError: with these variables the template's masks cannot be proved.
         """
-        if not self._drafters:
+        if not self._is_checked:
             refuse_unread(self.tokenizer, self.options)
-        options = options_for(conversation, self.tokenizer, self.options)
-        key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
-        if key not in self._drafters:
-            try:
-                found = Drafter(self.tokenizer, options, self.encoder)
-            except TrainkitError as error:
-                if options is self.options:
-                    raise
-                own = dict(conversation.template_kwargs)
-                reason = "template_kwargs" if own else "tool_template"
-                detail = f"with {json.dumps(own)[:200] if own else 'tools'}: {error.what}"
-                raise RowError(reason, detail) from error
-            while len(self._drafters) >= MAX_DRAFTERS:
-                self._drafters.pop(next(iter(self._drafters)))
-            self._drafters[key] = found
-        return self._drafters[key]
+            self._is_checked = True
+        try:
+            return self._drafters.of(conversation)
+        except TrainkitError as error:
+            if not self._drafters.has_own(conversation):
+                raise
+            own = dict(conversation.template_kwargs)
+            reason = "template_kwargs" if own else "tool_template"
+            detail = f"with {json.dumps(own)[:200] if own else 'tools'}: {error.what}"
+            raise RowError(reason, detail) from error
 
     def build(self, rows: Sequence[RawRow], source: Source) -> BuiltRows:
         """Turn rows into samples.
@@ -158,15 +373,16 @@ class SampleBuilder:
                 else:
                     self._keep_tokens(number, parsed, built)
             except RowError as error:
-                built.events.append(Event(number, "dropped", error.reason, error.detail))
+                built.drop(number, error)
         for drafter, mine in drafts.items():
             self._keep_conversations(drafter, mine, built)
         if texts:
             self._keep_texts(texts, built)
-        built.drop_incomplete(num_compared)
+        found = Counter(sample.row for sample in built.samples)
+        lost = {row for row, count in num_compared.items() if found[row] < count}
+        built.samples = [sample for sample in built.samples if sample.row not in lost]
         self._check_embeddings(built, rows)
-        kept = set(built.rows)
-        built.num_kept = len(kept)
+        kept = {sample.row for sample in built.samples}
         # A row of several samples may lose one of them: the row is then cut, not dropped.
         # What was cut or repaired of a row that is dropped in the end is nothing that was used.
         built.events = [
@@ -179,14 +395,14 @@ class SampleBuilder:
         for drafter in drafts:
             if drafter.options.template_kwargs == self.options.template_kwargs:
                 built.notes |= set(drafter.template.notes)
-        return built.sealed()
+        return built
 
     def _check_embeddings(self, built: BuiltRows, rows: Sequence[RawRow]) -> None:
         """Stop at a token that the model has no row of its embedding for."""
         size = self.options.num_embeddings
         if size is None or self._vocabulary <= size:
             return
-        for ids, number in zip(built.input_ids, built.rows, strict=True):
+        for number, _, ids, _ in built.samples:
             largest = int(ids.max(initial=-1))
             if largest >= size:
                 token = self.tokenizer.convert_ids_to_tokens(largest)
@@ -238,7 +454,7 @@ class SampleBuilder:
             detail = f"{len(texts)} turns behind the last trained one were cut off"
             built.events.append(Event(row, "cut", "trailing_turns_removed", detail, tokens))
         for repair in conversation.repairs:
-            built.events.append(Event(row, "repaired", repair, REPAIRS[repair]))
+            built.events.append(Event(row, "repaired", repair, "user turns in a row were joined"))
         idle = without_effect(conversation, drafter.template.text)
         built.counts.update(f"ignored:{field}" for field in idle)
         if escaped:
@@ -291,20 +507,53 @@ class SampleBuilder:
     def _keep_conversations(
         self, drafter: Drafter, drafts: Sequence[Draft], built: BuiltRows
     ) -> None:
-        for draft, tokens in zip(drafts, drafter.encode(drafts), strict=True):
-            try:
-                fitted = drafter.fit(draft, tokens)
-            except RowError as error:
-                trained = int(np.count_nonzero(drafter.sample(draft, tokens)[1]))
-                size = len(tokens.input_ids)
-                event = Event(draft.row, "dropped", error.reason, error.detail, size, trained)
-                built.events.append(event)
+        bos, limit = self.tokenizer.bos_token_id, self.options.max_length
+        for whole, encoded in zip(drafts, drafter.encode(drafts), strict=True):
+            draft, tokens = whole, encoded
+            ids, mask = drafter.sample(draft, tokens)
+            if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
+                detail = "the rendering starts with two bos tokens"
+                built.drop(draft.row, RowError("double_bos", detail), mask)
                 continue
-            if fitted.event is not None:
-                built.events.append(fitted.event)
-            built.counts.update(fitted.counts)
-            built.ends.update(fitted.ends)
-            built.add(fitted.input_ids, fitted.loss_mask, draft.row, draft.part)
+            size, num, shorter = len(ids), num_trained(mask), None
+            if size > limit and mask[limit:].any():
+                shorter = drafter.fewer_turns(draft, tokens)
+            if shorter is not None:
+                draft, tokens, ids, mask = shorter
+                dropped = len(whole.conversation.messages) - len(draft.conversation.messages)
+                detail = f"{size} tokens, at most {limit}; {dropped} turns dropped"
+                lost = size - len(ids), num - num_trained(mask)
+                built.events.append(Event(draft.row, "cut", "turns_dropped", detail, *lost))
+            kept = self._keep(draft.row, draft.part, ids, mask, built)
+            if kept is None:
+                continue
+            built.counts.update(draft.counts)
+            if self.options.mask != "none":
+                built.counts["straddling_tokens"] += tokens.num_straddling
+            for span, (_, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
+                if span.turn not in draft.trained or last > len(kept) or not kept[last - 1]:
+                    continue
+                if span.end_of_turn is not None:
+                    built.ends[span.end_of_turn] += 1
+                else:
+                    built.counts["turns_without_end"] += 1
+
+    def _keep(
+        self, row: int, part: int, ids: np.ndarray, mask: np.ndarray, built: BuiltRows
+    ) -> np.ndarray | None:
+        """Add a sample, cut to ``max_length`` by the policy, and say its mask; or drop it."""
+        whole = mask
+        try:
+            if len(ids) > self.options.max_length:
+                ids, mask, event = cut_tokens(row, ids, mask, self.options)
+                built.events.append(event)
+            if not mask[1:].any():
+                raise RowError("nothing_trained", "no token of the row is trained")
+        except RowError as error:
+            built.drop(row, error, whole)
+            return None
+        built.samples.append(Sample(row, part, ids, mask))
+        return mask
 
     def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], built: BuiltRows) -> None:
         """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
@@ -342,15 +591,7 @@ class SampleBuilder:
                 built.counts["texts_in_pieces"] += 1
                 self._keep_pieces(row, ids, built)
                 continue
-            try:
-                if len(ids) > limit:
-                    ids, mask, event = cut_tokens(row, ids, mask, self.options)
-                    built.events.append(event)
-                self._check(row, ids, mask, built)
-            except RowError as error:
-                size, trained = len(ids), int(np.count_nonzero(mask))
-                event = Event(row, "dropped", error.reason, error.detail, size, trained)
-                built.events.append(event)
+            self._keep(row, 0, ids, mask, built)
 
     def _keep_pieces(self, row: int, ids: np.ndarray, built: BuiltRows) -> None:
         """A text longer than a sample becomes several; a last piece of one token joins none."""
@@ -358,7 +599,8 @@ class SampleBuilder:
         for part, start in enumerate(range(0, len(ids), limit)):
             piece = ids[start : start + limit]
             if len(piece) > 1:
-                built.add(piece, np.ones(len(piece), dtype=np.uint8), row, part)
+                mask = np.ones(len(piece), dtype=np.uint8)
+                built.samples.append(Sample(row, part, piece, mask))
             else:
                 detail = "the last piece of a long text is a single token, which predicts nothing"
                 built.events.append(Event(row, "cut", "single_token", detail, 1, 0))
@@ -374,20 +616,7 @@ class SampleBuilder:
             )
         if self.options.mask != "none" and not tokens.is_masked:
             built.counts["tokens_without_mask"] += 1
-        if len(ids) > self.options.max_length:
-            ids, mask, event = cut_tokens(row, ids, mask, self.options)
-            built.events.append(event)
-        self._check(row, ids, mask, built)
-
-    def _check(self, row: int, ids: np.ndarray, mask: np.ndarray, built: BuiltRows) -> None:
-        if not mask[1:].any():
-            raise RowError("nothing_trained", "no token of the row is trained")
-        built.add(ids, mask, row, 0)
-
-
-REPAIRS: Mapping[str, str] = {
-    "user_turns_joined": "user turns in a row were joined",
-}
+        self._keep(row, 0, ids, mask, built)
 
 
 def split_turns(conversation: Conversation) -> list[tuple[int, Conversation]]:

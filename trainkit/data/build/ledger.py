@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
@@ -34,7 +34,28 @@ class Entry:
     trained_tokens: int = 0
 
 
-CHANGED = "changed.jsonl"
+LEDGER, CHANGED = "dropped.jsonl", "changed.jsonl"
+
+
+@dataclass
+class FileCounts:
+    """What became of the rows of one file."""
+
+    rows: int = 0
+    kept: int = 0
+    dropped: int = 0
+    cut: int = 0
+    repaired: int = 0
+    not_chosen: int = 0
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    tokens_lost: int = 0
+    trained_tokens_lost: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    dropped_for: Counter[str] = field(default_factory=Counter)
+    cut_for: Counter[str] = field(default_factory=Counter)
+    formats: Counter[str] = field(default_factory=Counter)
 
 
 class Ledger:

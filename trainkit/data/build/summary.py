@@ -5,22 +5,128 @@ import json
 import os
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.build.datasets import Part
-from trainkit.data.build.ledger import Entry
-from trainkit.data.build.source import FileCounts
-from trainkit.data.build.stops import EndsOfTurns
+from trainkit.data.build.ledger import Entry, FileCounts
+from trainkit.data.build.store import tokenizer_digest
 from trainkit.data.options import DataOptions
-from trainkit.data.read.formats import guess_columns
+from trainkit.data.read.formats import decode_row, guess_columns
 from trainkit.data.read.reading import read_rows
-from trainkit.data.read.rows import decode_row
 from trainkit.errors import DataError
+
+MIN_SHARE = 0.01
+"""A new stop token ends more than this share of the trained turns."""
+
+
+def end_of_turns(
+    ends: Counter[str],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    num_trained_of: Callable[[int], int],
+) -> tuple[dict[str, int], list[str]]:
+    """Which end-of-turn tokens may be written as stop tokens of the trained model.
+
+    A token that was none before must have proved itself over the whole data set: a stop token that
+    also stands inside answers would cut served answers short.
+
+    Args:
+        ends: how many turns each token ends.
+        tokenizer: of the model.
+        options: the data was prepared with.
+        num_trained_of: how often an id is trained, anywhere in a sample.
+
+    Returns:
+        Token and id of every such end, and what to say of those that were none before.
+    """
+    found, said = {}, []
+    for end, count in sorted(ends.items()):
+        index = int(tokenizer.convert_tokens_to_ids(end))
+        is_known = index in {*options.stop_token_ids, tokenizer.eos_token_id}
+        # Where everything is trained, an end of the user's turn proves nothing.
+        if is_known or (
+            count > MIN_SHARE * ends.total()
+            and (options.mask == "none" or num_trained_of(index) <= count)
+        ):
+            found[end] = index
+        if not is_known:
+            what = (
+                "generation will not stop at it unless its id is in generation_config.eos_token_id "
+                "(trainkit writes it there)"
+                if end in found
+                else f"it ends {count} of {ends.total()} trained turns and is inside others, or "
+                "ends too few, so it is not made one either"
+            )
+            said.append(
+                f"the trained end-of-turn token {end!r} is not a stop token of this model; {what}"
+            )
+    return found, said
+
+
+def summary_of(
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    *,
+    files: Sequence[Mapping[str, Any]],
+    sources: Sequence[Mapping[str, Any]],
+    counts: Counter[str],
+    ends: Counter[str],
+    notes: Iterable[str],
+    num_trained_of: Callable[[int], int],
+) -> dict[str, Any]:
+    """What ``data.json`` says of prepared and of streamed data.
+
+    Args:
+        tokenizer: the samples were made with.
+        options: likewise.
+        files: that were read.
+        sources: likewise.
+        counts: things worth telling, by name.
+        ends: how many turns each end-of-turn token ends.
+        notes: what a person should know about the template.
+        num_trained_of: how often an id is trained, anywhere in a sample.
+    """
+    stops, warnings = end_of_turns(ends, tokenizer, options, num_trained_of)
+    endless, twice = counts["turns_without_end"], listed_twice(files)
+    if endless:
+        warnings.append(
+            f"{endless} of {endless + ends.total()} trained turns have no end-of-turn token, so "
+            "the model may not learn to stop; append_eos: true puts the tokenizer's eos there"
+        )
+    warnings += [f"{counts[name]} {text}" for name, text in TOLD.items() if counts[name]]
+    template = json.dumps(options.chat_template or tokenizer.chat_template, sort_keys=True)
+    return {
+        "files": files,
+        "sources": sources,
+        "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("ignored:")},
+        "ends": dict(sorted(ends.items())),
+        "end_of_turn": stops,
+        "notes": sorted(set(notes)),
+        "warnings": [*twice, *warnings],
+        "listed_twice": twice,
+        "template_sha256": hashlib.sha256(
+            json.dumps(template, sort_keys=True).encode()
+        ).hexdigest(),
+        "tokenizer_sha256": tokenizer_digest(tokenizer),
+        "options": json.loads(json.dumps(options.model_dump(), default=list)),
+    }
+
+
+TOLD: Mapping[str, str] = {
+    "turns_not_trained_for_stripped_thinking": "turns are not trained because the template strips "
+    "their thinking; thinking: split trains each with its own history",
+    "turns_trained_without_their_thinking": "turns are trained without their thinking, since the "
+    "template never prints it; thinking: preserve keeps it",
+    "tokens_without_mask": "rows of input_ids have no labels and no mask, so every token of theirs "
+    "is trained",
+    "other_turns_switched_on": "turns of other roles are trained, since a switch of their own says "
+    "so",
+}
+"""What a count of the samples means, where the user should know before training."""
 
 NUM_EXAMPLES = 3
 """So many bad rows are quoted in an error; all of them are in the ledger."""
@@ -112,7 +218,7 @@ def check_dropped(rows: Sequence[dict[str, Any]], options: DataOptions) -> None:
 
 def totals(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     """The sums over all files."""
-    keys = [key for key, value in asdict(FileCounts()).items() if isinstance(value, int)]
+    keys = [key for key, value in vars(FileCounts()).items() if isinstance(value, int)]
     return {key: sum(row[key] for row in rows) for key in keys}
 
 
@@ -184,68 +290,6 @@ def source_notes(source: Mapping[str, Any]) -> list[str]:
         shown = ", ".join(files[:NUM_EXAMPLES])
         notes.append(f"{source['name']}: files that are not read: {shown}{more}")
     return notes
-
-
-def warnings_of(
-    ends: EndsOfTurns, stops: Mapping[str, int], counts: Mapping[str, int]
-) -> list[str]:
-    """What the user should know before training.
-
-    Args:
-        ends: of the trained turns.
-        stops: those that are written as stop tokens.
-        counts: things worth telling, by name.
-    """
-    warnings = []
-    for end in sorted(set(ends.counts) - set(ends.known)):
-        text = f"the trained end-of-turn token {end!r} is not a stop token of this model; "
-        text += (
-            "generation will not stop at it unless its id is in generation_config.eos_token_id "
-            "(trainkit writes it there)"
-            if end in stops
-            else f"it ends {ends.counts[end]} of {ends.counts.total()} trained turns and is "
-            "inside others, or ends too few, so it is not made one either"
-        )
-        warnings.append(text)
-    endless = counts.get("turns_without_end", 0)
-    if endless:
-        warnings.append(
-            f"{endless} of {endless + ends.counts.total()} trained turns have no end-of-turn "
-            "token, so the model may not learn to stop; append_eos: true puts the tokenizer's eos "
-            "there"
-        )
-    if counts.get("turns_not_trained_for_stripped_thinking"):
-        warnings.append(
-            f"{counts['turns_not_trained_for_stripped_thinking']} turns are not trained because "
-            "the template strips their thinking; thinking: split trains each with its own history"
-        )
-    if counts["turns_trained_without_their_thinking"]:
-        warnings.append(
-            f"{counts['turns_trained_without_their_thinking']} turns are trained without their "
-            "thinking, since the template never prints it; thinking: preserve keeps it"
-        )
-    if counts["tokens_without_mask"]:
-        warnings.append(
-            f"{counts['tokens_without_mask']} rows of input_ids have no labels and no mask, so "
-            "every token of theirs is trained"
-        )
-    if counts["other_turns_switched_on"]:
-        warnings.append(
-            f"{counts['other_turns_switched_on']} turns of other roles are trained, since "
-            "a switch of their own says so"
-        )
-    return warnings
-
-
-def template_digest(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str:
-    """The sha256 of the chat template."""
-    template = options.chat_template or tokenizer.chat_template
-    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
-
-
-def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as JSON would give them back."""
-    return json.loads(json.dumps(values, default=list))
 
 
 def listed_twice(files: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,14 +1,16 @@
-"""Paths, directories and globs in, files of data out."""
+"""Paths, directories, globs and names on the Hugging Face hub in, files of data out."""
 
 import glob
 import os
+import uuid
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
-from trainkit.data.read.opening import SUFFIXES, TEXT, UNREADABLE, container
+from trainkit.data.read.reading import SUFFIXES, TEXT, UNREADABLE, container
 from trainkit.errors import DataError
-from trainkit.places import regular
+from trainkit.places import local_path, regular
 
 
 def resolve_files(path: str) -> list[Path]:
@@ -149,3 +151,53 @@ def _refuse_name(file: Path) -> None:
             where=str(file.parent).encode("utf-8", "replace").decode(),
             fix="rename it: every record of the run names its files",
         ) from error
+
+
+def hub_name(path: str) -> str | None:
+    """The hub name that ``path`` means, or None if it means a local file."""
+    if path.startswith("hf://"):
+        return path.removeprefix("hf://").removeprefix("datasets/")
+    return path if "/" in path and local_path(path) is None else None
+
+
+def fetch(
+    name: str,
+    split: str,
+    directory: Path,
+    subset: str | None = None,
+    files: Sequence[str] = (),
+) -> Path:
+    """Download a split (``datasets`` keeps its own cache) and write it as parquet.
+
+    Args:
+        name: ``org/name``.
+        split: such as ``train`` or ``train[:1%]``.
+        directory: gets ``<fingerprint>.parquet``, once.
+        subset: the configuration's name, where there are several.
+        files: those to read; none means all.
+
+    Raises:
+        DataError: the hub cannot be reached, or has no such data set or split.
+    """
+    import datasets
+
+    chosen: dict[str, Any] = {"name": subset} if subset else {}
+    if files:
+        chosen["data_files"] = list(files)
+    try:
+        data = datasets.load_dataset(name, split=split, **chosen)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"there is no local file of this name, and the hub's data set {name!r} (split "
+            f"{split!r}) cannot be loaded: {type(error).__name__}: {error}",
+            where=name,
+            fix="check the path or name; without a network, download it elsewhere and give the "
+            "files (unset HF_HUB_OFFLINE where there is one)",
+        ) from error
+    target = directory / f"{data._fingerprint}.parquet"
+    if not target.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = directory / f"tmp-{uuid.uuid4().hex}.parquet"
+        data.to_parquet(str(temporary))
+        temporary.replace(target)
+    return target

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import FORMATS, detect, pair_of
+from trainkit.data.read.formats import FORMATS, decode_row, detect, pair_of, read_row
 from trainkit.data.read.messages import (
     Comparison,
     Conversation,
@@ -27,9 +27,7 @@ from trainkit.data.read.messages import (
     TokenRow,
     validate,
 )
-from trainkit.data.read.opening import DAMAGED, TEXT, container, open_bytes
-from trainkit.data.read.reading import RawRow, read_rows
-from trainkit.data.read.rows import decode_row, read_row
+from trainkit.data.read.reading import DAMAGED, TEXT, RawRow, container, open_bytes, read_rows
 from trainkit.errors import DataError
 
 _ANSWER_COLUMNS: Mapping[str, str] = {

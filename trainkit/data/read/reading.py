@@ -1,22 +1,103 @@
-"""Containers: files in, numbered undecoded rows out.
+"""Containers: files in, numbered rows out.
 
 A row is the bytes of one JSON value, or an already decoded object (csv, parquet). Lines are counted
 from 1 as an editor counts them; a JSON array's rows carry the line their value starts on; csv and
 parquet rows are numbered from 1. Memory stays flat: nothing is read whole but a single row.
 """
 
+import bz2
 import codecs
 import csv
+import gzip
 import io
 import json
+import lzma
 import re
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from trainkit.data.read.opening import CHUNK_BYTES, DAMAGED, TEXT, container, open_bytes
 from trainkit.errors import DataError
+
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".parquet")
+TEXT = ".txt"
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+CHUNK_BYTES = 1 << 20
+
+UNREADABLE: Mapping[str, str] = {
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack the archive"),
+    **dict.fromkeys((".lz4", ".br", ".sz", ".snappy", ".lzma"), "decompress it, or use .gz"),
+    **dict.fromkeys((".arrow", ".feather", ".orc", ".avro"), "write it as parquet"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods", ".tsv"), "write it as csv"),
+    **dict.fromkeys((".pkl", ".pickle", ".pt", ".bin", ".npy", ".npz"), "write it as JSON lines"),
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3", ".yaml", ".yml"), "write it as JSON lines"),
+}
+"""Files that hold no rows that could be read, by their suffix, and what to do."""
+
+DAMAGED = (OSError, zlib.error, lzma.LZMAError)
+"""What reading a damaged file raises, besides EOFError for one that was cut."""
+
+MARKS: Mapping[bytes, str] = {
+    b"\x1f\x8b": "gzip (.gz)",
+    b"BZh": "bzip2 (.bz2)",
+    b"\xfd7zXZ\x00": "xz (.xz)",
+    b"\x28\xb5\x2f\xfd": "zstd (.zst)",
+    b"PK\x03\x04": "a zip archive",
+    b"PAR1": "parquet (.parquet)",
+    b"7z\xbc\xaf": "a 7z archive",
+    b"ARROW1": "Arrow (.arrow)",
+    b"SQLite format 3": "an SQLite database",
+}
+"""The first bytes of files that are not text, and what they are."""
+
+
+def container(file: Path) -> tuple[str, str]:
+    """The suffixes of a file, in small letters: of what it holds, and of its compression."""
+    name = file.name.lower()
+    compression = next((each for each in COMPRESSIONS if name.endswith(each)), "")
+    return Path(name.removesuffix(compression)).suffix, compression
+
+
+def is_packed(file: Path) -> bool:
+    """Whether its bytes are fewer than those of its rows."""
+    kind, compression = container(file)
+    return bool(compression) or kind == ".parquet"
+
+
+def open_bytes(file: Path) -> IO[bytes]:
+    """Open a file for reading, decompressed as its suffix says.
+
+    Raises:
+        DataError: it is of a kind that is not read, or no text.
+        OSError: it cannot be opened; or later, while reading: it is damaged (also ``DAMAGED``).
+        EOFError: later, while reading: the compressed file was cut.
+    """
+    kind, compression = container(file)
+    if kind in UNREADABLE:
+        raise DataError(f"{kind} files are not read", where=str(file), fix=UNREADABLE[kind])
+    if compression == ".gz":
+        return io.BufferedReader(gzip.open(file, "rb"), CHUNK_BYTES)
+    if compression == ".bz2":
+        return io.BufferedReader(bz2.open(file, "rb"), CHUNK_BYTES)
+    if compression == ".xz":
+        return io.BufferedReader(lzma.open(file, "rb"), CHUNK_BYTES)
+    if compression == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd"), CHUNK_BYTES)
+    stream = io.BufferedReader(io.FileIO(file), CHUNK_BYTES)
+    begins = stream.peek(16)[:16]
+    mark = next((mark for mark in MARKS if begins.startswith(mark)), None)
+    if mark is not None and kind != ".parquet":
+        stream.close()
+        raise DataError(
+            f"the file is {MARKS[mark]}, which its name does not say",
+            where=str(file),
+            fix="name it as what it is, or write it as JSON lines",
+        )
+    return stream
 
 
 @dataclass
@@ -105,12 +186,11 @@ def _rows(file: Path, max_row_bytes: int, start_at: FilePosition) -> Iterator[Ra
                     yield from _ArrayCutter(start, stream, max_row_bytes, file).rows()
                 elif start.first:
                     yield from _line_rows(start, stream, max_row_bytes)
-    except DAMAGED as error:
+    except (*DAMAGED, EOFError) as error:
+        if isinstance(error, EOFError) or "Truncated" in str(error):  # as pyarrow says it
+            what, fix = "the compressed file ends too early", "copy or download it again"
+            raise DataError(what, where=str(file), fix=fix) from error
         raise DataError(f"the file cannot be read: {error}", where=str(file)) from error
-    except EOFError as error:
-        raise DataError(
-            "the compressed file ends too early", where=str(file), fix="copy or download it again"
-        ) from error
 
 
 @dataclass(frozen=True)

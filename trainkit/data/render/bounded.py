@@ -1,20 +1,60 @@
-"""Bounds on what one step of a chat template makes: templates are programs, and come from outside.
+"""Bounds on what a chat template takes: templates are programs, and come from outside.
 
-A signal stops a template between two steps of Python (see `patience`). A single step that makes a
-number of ten billion digits, or pads a word to that width, would go on for hours or take all
-memory; it is refused before it is taken.
+A signal stops a template between two steps of Python. A single step that makes a number of ten
+billion digits, or pads a word to that width, would go on for hours or take all memory; it is
+refused before it is taken.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
+
+from trainkit.errors import DataError
+
+SECONDS = 10.0
+"""Longer than any conversation takes to render: a thousand turns take about 0.1 s."""
+
+
+@contextlib.contextmanager
+def patience(seconds: float | None = None) -> Iterator[None]:
+    """Raise a DataError in the body when it takes too long.
+
+    Only in a process's main thread, where signals arrive; elsewhere the body runs as it is.
+
+    Args:
+        seconds: by default ``SECONDS``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    limit = SECONDS if seconds is None else seconds
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise DataError(
+            f"the chat template was still rendering one conversation after {limit:g} s",
+            where="the tokenizer's chat_template, or data.chat_template",
+            fix="give one that ends with data.chat_template",
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # And again after: Jinja takes any error of a constant for one that it should not fold.
+    signal.setitimer(signal.ITIMER_REAL, limit, min(limit, 1.0))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
 
 LARGEST = 1 << 25
 """Characters: more than any conversation has."""
@@ -25,33 +65,17 @@ LARGEST_BITS = 1 << 16
 _MOST_NESTED = 1 << 18
 """Things in a list of lists that is made into text; they may be one list, many times."""
 
-_FILTERS_OF_WIDTH = frozenset({"center", "indent", "batch", "slice", "tojson", "round"})
-_METHODS_OF_WIDTH = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
-_FILTERS_TO_TEXT = frozenset(
+_OF_WIDTH = frozenset(
     [
-        "tojson",
-        "string",
-        "pprint",
-        "join",
-        "e",
-        "escape",
-        "forceescape",
-        "upper",
-        "lower",
-        "trim",
-        "title",
-        "capitalize",
-        "replace",
-        "format",
-        "center",
-        "indent",
-        "wordwrap",
-        "striptags",
-        "urlencode",
-        "truncate",
-        "wordcount",
-        "urlize",
-        "safe",
+        *("center", "indent", "batch", "slice", "tojson", "round"),
+        *("ljust", "rjust", "zfill", "expandtabs"),
+    ]
+)
+_TO_TEXT = frozenset(
+    [
+        *("tojson", "string", "pprint", "join", "e", "escape", "forceescape", "upper", "lower"),
+        *("trim", "title", "capitalize", "replace", "format", "center", "indent", "wordwrap"),
+        *("striptags", "urlencode", "truncate", "wordcount", "urlize", "safe"),
     ]
 )
 _WIDE_FIELD = re.compile(r"\d{7,}")
@@ -68,9 +92,8 @@ def _check_size(size: int, what: str) -> None:
 
 
 def _check_widths(widths: Iterable[Any], what: str) -> None:
-    for width in widths:
-        if isinstance(width, int) and abs(width) > LARGEST_WIDTH:
-            _refuse(f"{what} with {width:.3g}" if width.bit_length() < 999 else what)
+    if any(isinstance(width, int) and abs(width) > LARGEST_WIDTH for width in widths):
+        _refuse(f"{what} of such a width")
 
 
 def _size(value: Any) -> int:
@@ -121,56 +144,38 @@ def _check_join(between: Any, parts: Any) -> None:
         _check_size(size + len(str(between)) * len(parts), "a text")
 
 
-def _multiplied(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        if left.bit_length() + right.bit_length() > LARGEST_BITS:
-            _refuse("a product of so many digits")
-    elif isinstance(left, int) or isinstance(right, int):
-        times, other = (left, right) if isinstance(left, int) else (right, left)
-        _check_size(times * _size(other), "a repetition")
-
-
-def _raised(left: Any, right: Any) -> None:
-    is_whole = isinstance(left, int) and isinstance(right, int)
-    if is_whole and left.bit_length() * abs(right) > LARGEST_BITS:
-        _refuse("a power of so many digits")
-
-
-def _formatted(left: Any, right: Any) -> None:
-    if isinstance(left, str):
+def _check_operator(operator: str, left: Any, right: Any) -> None:
+    numbers = [isinstance(each, int) for each in (left, right)]
+    if operator == "+":
+        _check_size(_size(left) + _size(right), "a sum")
+    elif operator == "%" and isinstance(left, str):
         values = [*right.values()] if isinstance(right, Mapping) else right
         _check_format(left, values if isinstance(values, (list, tuple)) else [values])
-
-
-def _added(left: Any, right: Any) -> None:
-    _check_size(_size(left) + _size(right), "a sum")
-
-
-_OPERATORS = {"*": _multiplied, "**": _raised, "%": _formatted, "+": _added}
+    elif operator == "*" and any(numbers) and not all(numbers):
+        _check_size(left * _size(right) if numbers[0] else right * _size(left), "a repetition")
+    elif operator == "*" and all(numbers):
+        if left.bit_length() + right.bit_length() > LARGEST_BITS:
+            _refuse("a product of so many digits")
+    elif operator == "**" and all(numbers) and left.bit_length() * abs(right) > LARGEST_BITS:
+        _refuse("a power of so many digits")
 
 
 class _Filters(dict[str, Callable[..., Any]]):
     """Those of a template, each behind a look at what it is given."""
 
-    def __getitem__(self, name: str) -> Callable[..., Any]:
-        return _bounded_filter(name, super().__getitem__(name))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        plain = super().get(name)
-        return default if plain is None else _bounded_filter(name, plain)
+    def __setitem__(self, name: str, plain: Callable[..., Any]) -> None:
+        bounded = name in _OF_WIDTH | _TO_TEXT
+        super().__setitem__(name, _bounded_filter(name, plain) if bounded else plain)
 
 
 def _bounded_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    if name not in _FILTERS_OF_WIDTH | _FILTERS_TO_TEXT:
-        return plain
-
     @wraps(plain)  # with the mark that says what Jinja has to give besides
     def bounded(*arguments: Any, **named: Any) -> Any:
         given = [*arguments, *named.values()]
-        if name in _FILTERS_OF_WIDTH:
+        if name in _OF_WIDTH:
             _check_widths(given[1:], name)
         values = given[1:] if hasattr(plain, "jinja_pass_arg") else given
-        if name in _FILTERS_TO_TEXT and values:
+        if name in _TO_TEXT and values:
             _check_nested(values[0])
         if name == "replace":
             _check_replace(values[0], values[1:])
@@ -183,39 +188,28 @@ def _bounded_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return bounded
 
 
-class _Code(CodeGenerator):
-    """Python of a template, whose ``~`` is bounded too."""
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        escapes = "context.eval_ctx.autoescape" if frame.eval_ctx.volatile else "False"
-        if frame.eval_ctx.autoescape and not frame.eval_ctx.volatile:
-            escapes = "True"
-        self.write(f"(markup_join if {escapes} else str_join)(environment.parts((")
-        for each in node.nodes:
-            self.visit(each, frame)
-            self.write(", ")
-        self.write(")))")
-
-
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which no single step takes long or much memory."""
 
-    code_generator_class = _Code
-    intercepted_binops = frozenset(_OPERATORS)
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **{"finalize": _check_nested_text, **named})
-        self.filters = _Filters(self.filters)
+        super().__init__(*arguments, **{"finalize": _check_shown, **named})
+        plain, self.filters = self.filters, _Filters()
+        for name, each in plain.items():
+            self.filters[name] = each
+
+    def _generate(self, source: nodes.Template, *arguments: Any, **named: Any) -> str:
+        """Python of a template, whose ``~`` is a bounded join."""
+        for each in source.find_all(nodes.Concat):
+            parts = nodes.List(each.nodes, lineno=each.lineno)
+            each.nodes = [nodes.Filter(parts, "join", [], [], None, None, lineno=each.lineno)]
+        return super()._generate(source, *arguments, **named)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """The operator, when its operands are small enough."""
-        _OPERATORS[operator](left, right)
+        _check_operator(operator, left, right)
         return super().call_binop(context, operator, left, right)
-
-    def parts(self, parts: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What ``~`` is to join."""
-        _check_join("", parts)
-        return parts
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """``str.format`` as the sandbox has it, of bounded width."""
@@ -239,7 +233,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         text, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
         if isinstance(text, str):
             given = [*args, *kwargs.values()]
-            if name in _METHODS_OF_WIDTH:
+            if name in _OF_WIDTH:
                 _check_widths(given, name)
             elif name == "replace":
                 _check_replace(text, given)
@@ -248,7 +242,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
 
-def _check_nested_text(value: Any) -> Any:
+def _check_shown(value: Any) -> Any:
     """What ``{{ }}`` shows."""
     return value if isinstance(value, str) else _check_nested(value)
 

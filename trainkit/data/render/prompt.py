@@ -1,6 +1,5 @@
 """The prompt of inference, rendered by the very same code that renders training samples."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,10 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import parse_messages
 from trainkit.data.read.messages import Conversation, Row, RowError, TokenRow, join_users
-from trainkit.data.render.choice import options_for
 from trainkit.data.render.encode import Encoder
-from trainkit.data.render.preserve import preserved_prompt
-from trainkit.data.render.template import ChatTemplate
+from trainkit.data.render.masking import preserved_prompt
+from trainkit.data.render.template import ByVariables, ChatTemplate
 from trainkit.errors import DataError
-
-_MAX_TEMPLATES = 16
-"""So many sets of row variables are kept at work; rows with more of them only take longer."""
 
 
 class PromptRenderer:
@@ -34,17 +29,9 @@ class PromptRenderer:
         self._tokenizer = tokenizer
         self._options = options or DataOptions()
         self._encoder = Encoder(tokenizer)
-        self._templates: dict[str, ChatTemplate] = {}
-
-    def _template_of(self, conversation: Conversation) -> ChatTemplate:
-        """The chat template that training would take for this conversation."""
-        options = options_for(conversation, self._tokenizer, self._options)
-        key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
-        if key not in self._templates:
-            while len(self._templates) >= _MAX_TEMPLATES:
-                self._templates.pop(next(iter(self._templates)))
-            self._templates[key] = ChatTemplate(self._tokenizer, options)
-        return self._templates[key]
+        self._templates = ByVariables(
+            tokenizer, self._options, lambda own: ChatTemplate(tokenizer, own)
+        )
 
     def text(self, row: Row) -> str:
         """The prompt as text, up to where the model's answer starts; empty for token ids.
@@ -62,7 +49,7 @@ class PromptRenderer:
         try:
             # An empty answer may be in a chat; training refuses its row.
             conversation = replace(conversation, messages=join_users(conversation.messages))
-            template = self._template_of(conversation)
+            template = self._templates.of(conversation)
             conversation, _ = template.prepare(conversation)
 
             def render(each: Conversation) -> str:

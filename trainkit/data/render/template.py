@@ -5,20 +5,159 @@ Everything about a template is found by rendering small probes, never from its n
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from datetime import datetime
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation, Message, RowError
-from trainkit.data.render.bounded import bound_templates
-from trainkit.data.render.escape import Escaper, alternatives
-from trainkit.data.render.frozen_date import freeze_dates
-from trainkit.data.render.patience import patience
-from trainkit.errors import ModelError
+from trainkit.data.render.bounded import bound_templates, patience
+from trainkit.errors import DataError, ModelError
+
+ESCAPE = "\u200b"
+"""A zero-width space behind the first character of a control token makes it plain text."""
+
+
+def alternatives(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for any of ``words``, longest first; one that never matches when there are none."""
+    ordered = sorted((word for word in words if word.strip()), key=lambda word: (-len(word), word))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+class Escaper:
+    """Breaks up control tokens inside text."""
+
+    def __init__(self, tokens: set[str]) -> None:
+        self._pattern = alternatives(tokens)
+        self._starts = tuple({token[:2] for token in tokens if token.strip()})
+
+    def __call__(self, text: str) -> tuple[str, int]:
+        """The text with its control tokens broken up, and how many there were."""
+        if not any(start in text for start in self._starts):
+            return text, 0
+        return self._pattern.subn(lambda match: f"{match[0][0]}{ESCAPE}{match[0][1:]}", text)
+
+    def deep(self, value: Any) -> tuple[Any, int]:
+        """Escape every string inside lists, tuples and dicts."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, Mapping):
+            pairs = [(self.deep(key), self.deep(item)) for key, item in value.items()]
+            count = sum(key[1] + item[1] for key, item in pairs)
+            return {key[0]: item[0] for key, item in pairs}, count
+        if isinstance(value, (list, tuple)):
+            items = [self.deep(item) for item in value]
+            return type(value)(item for item, _ in items), sum(number for _, number in items)
+        return value, 0
+
+
+STRFTIME = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1\s*\)")
+
+
+def freeze_dates(template: str, date: str) -> str:
+    """Put a fixed date into a template that asks for today's.
+
+    A macro of the same name hides transformers' ``strftime_now``; it knows the formats that the
+    template asks for.
+
+    Args:
+        template: Jinja text.
+        date: YYYY-MM-DD.
+
+    Raises:
+        DataError: it is not a date.
+    """
+    try:
+        day = datetime.strptime(date, "%Y-%m-%d")
+    except ValueError as error:
+        raise DataError(
+            f"{date!r} is not a date of the form YYYY-MM-DD", where="data.frozen_date"
+        ) from error
+    if "strftime_now" not in template:
+        return template
+    known = {form: day.strftime(form) for _, form in STRFTIME.findall(template)}
+    answer = f"{{{{ {json.dumps(known)}.get(format, {json.dumps(date)}) }}}}"
+    # The empty expression keeps Jinja from trimming the template's own first line break.
+    return f'{{% macro strftime_now(format) -%}}{answer}{{%- endmacro %}}{{{{ "" }}}}{template}'
+
+
+MOST_VARIANTS = 16
+"""So many sets of row variables are kept at work; rows with more of them only take longer."""
+
+Made = TypeVar("Made")
+
+
+class ByVariables(Generic[Made]):
+    """What is made of a chat template, for the variables of each conversation.
+
+    Args:
+        tokenizer: with one template or several. As in transformers, a conversation with tools takes
+            the one called ``tool_use``, unless the recipe names a template.
+        options: those of all rows; a conversation's own variables win.
+        make: something of one template with its variables.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        make: Callable[[DataOptions], Made],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._make = make
+        self._made: dict[str, Made] = {}
+
+    def has_own(self, conversation: Conversation) -> bool:
+        """Whether it is not rendered as all others are."""
+        return self._options_of(conversation) is not self._options
+
+    def of(self, conversation: Conversation) -> Made:
+        """What was made for a conversation."""
+        options = self._options_of(conversation)
+        key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
+        if key not in self._made:
+            made = self._make(options)
+            while len(self._made) >= MOST_VARIANTS:
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = made
+        return self._made[key]
+
+    def _options_of(self, conversation: Conversation) -> DataOptions:
+        options, templates = self._options, self._tokenizer.chat_template
+        changes: dict[str, Any] = {}
+        if conversation.template_kwargs:
+            own = {**options.template_kwargs, **conversation.template_kwargs}
+            changes["template_kwargs"] = own
+        has_tools = conversation.tools is not None and isinstance(templates, dict)
+        if has_tools and "tool_use" in templates:
+            changes["chat_template"] = options.chat_template or templates["tool_use"]
+        return options.replace(**changes) if changes else options
+
+
+def refuse_unread(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+    """Stop at a variable of ``data.template_kwargs`` that no template of the tokenizer reads.
+
+    Raises:
+        DataError: a misspelt one would leave every prompt as it is, and nobody would know.
+    """
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+    words = set(re.findall(r"\w+", options.chat_template or " ".join(texts)))
+    for name in options.template_kwargs:
+        if name not in words:
+            like = get_close_matches(name, words, 1, 0.8)
+            raise DataError(
+                f"the chat template does not read {name!r}, so it would change nothing",
+                where="data.template_kwargs",
+                fix=f"did you mean {like[0]}?" if like else "remove it",
+            )
+
 
 RENDER_ERRORS = (
     jinja2.TemplateError,

@@ -10,7 +10,7 @@ few numbers. Going on from it costs one block, rebuilt, and getting to its start
 files of lines; in others (.gz, .zst, parquet, csv, arrays) the rows before it are cut out of the
 file again, though not parsed.
 
-What streaming gives up, compared with :func:`trainkit.data.build.prepare`:
+What streaming gives up, compared with :func:`trainkit.data.build.prepare.prepare`:
 
 - there is no length, so a run needs ``max_steps``;
 - rows are shuffled and packed within a block, not over all data, and their order depends on the
@@ -20,8 +20,9 @@ What streaming gives up, compared with :func:`trainkit.data.build.prepare`:
   are read.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,212 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.build.builder import BuiltRows, SampleBuilder
+from trainkit.data.build.builder import BuiltRows, SampleBuilder, entry_of
+from trainkit.data.build.datasets import pack
 from trainkit.data.build.ledger import Entry
-from trainkit.data.build.packing import pack
-from trainkit.data.build.summary import look_at
+from trainkit.data.build.summary import (
+    ignored_fields,
+    look_at,
+    summary_of,
+)
 from trainkit.data.options import DataOptions
-from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.hub import hub_name
-from trainkit.data.read.reading import RawRow
-from trainkit.data.serve.stream_reader import Position, RunReader, Sharding
+from trainkit.data.read.finding import hub_name, resolve_files, unread_files
+from trainkit.data.read.reading import BEGINNING, FilePosition, RawRow, is_packed, read_rows
 from trainkit.errors import DataError
 from trainkit.options import Source
+
+ROWS_PER_RUN = 64
+BYTES_PER_RUN = 1 << 20
+
+
+@dataclass(frozen=True)
+class SourcePosition:
+    """How far one source is read in this epoch.
+
+    Attributes:
+        file: the number of the file being read; as many as there are files at the end.
+        next: the place in it.
+        size_read: bytes read of the source.
+        num_mine: rows of this file that fell to this shard.
+        num_kept: those of them that can be used.
+    """
+
+    file: int = 0
+    next: FilePosition = BEGINNING
+    size_read: int = 0
+    num_mine: int = 0
+    num_kept: int = 0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a shard is: a few numbers, from which it goes on exactly.
+
+    Attributes:
+        epoch: passes over the files before this one.
+        block: its number within the epoch.
+        row: rows of the block that are used up.
+        num_dealt: rows of all sources before the block, whatever shard they fell to.
+        num_rows, num_dropped: of this shard before the block, in the first epoch.
+        places: of the sources before the block; empty at the start of an epoch.
+    """
+
+    epoch: int = 0
+    block: int = 0
+    row: int = 0
+    num_dealt: int = 0
+    num_rows: int = 0
+    num_dropped: int = 0
+    places: tuple[SourcePosition, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Position":
+        """What `to_dict` gave."""
+        places = tuple(
+            SourcePosition(**{**place, "next": FilePosition(**place["next"])})
+            for place in values["places"]
+        )
+        return cls(**{**values, "places": places})
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which rows of an epoch fall to a shard: of as many rows as there are shards, each gets one.
+
+    So shards are equal to within a row. Which one a shard gets is drawn, since sources take turns
+    in reading and files have patterns: in a fixed order it would see one source and miss another.
+
+    Attributes:
+        shard, num_shards: which one, of how many.
+        seed: of the draw; None deals in a fixed order.
+    """
+
+    shard: int
+    num_shards: int
+    seed: int | None
+
+    def is_mine(self, number: int) -> bool:
+        """Whether this shard gets the row of this number within the epoch."""
+        hand, place = divmod(number, self.num_shards)
+        turned = 0 if self.seed is None else _scramble(self.seed + hand)
+        return (place + turned) % self.num_shards == self.shard
+
+
+MASK64 = (1 << 64) - 1
+
+
+def _scramble(number: int) -> int:
+    """The finaliser of SplitMix64: neighbouring numbers come out as if drawn."""
+    number = (number + 1) * 0x9E3779B97F4A7C15 & MASK64
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB & MASK64
+    return number ^ (number >> 31)
+
+
+class RunReader:
+    """Runs of rows over all sources of one epoch, each at about the same fraction of its bytes.
+
+    Args:
+        files: of each source.
+        position: where to begin; its places and number of dealt rows are read.
+        sharding: which rows are read.
+        max_row_bytes: see :class:`trainkit.data.options.DataOptions`.
+        model: where the tokenizer is from.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Sequence[Path]],
+        position: Position,
+        sharding: Sharding,
+        *,
+        max_row_bytes: int,
+        model: str = "DIR",
+    ) -> None:
+        self._files = files
+        self._sizes = [max(sum(map(_size_of, each)), 1) for each in files]
+        self._limit = max_row_bytes
+        self._model = model
+        self._open: list[Iterator[RawRow] | None] = [None] * len(files)
+        self._sharding = sharding
+        self.num_dealt = position.num_dealt
+        self.places = list(position.places) or [SourcePosition() for _ in files]
+
+    def next_run(self) -> tuple[int, Path, list[RawRow]] | None:
+        """The next rows of this shard: the source's number, the file, the rows; None at the end."""
+        while True:
+            going = [n for n, place in enumerate(self.places) if place.file < len(self._files[n])]
+            if not going:
+                return None
+            number = min(going, key=lambda n: self.places[n].size_read / self._sizes[n])
+            file = self._files[number][self.places[number].file]
+            num_read, run = self._read(number, file)
+            if run:
+                return number, file, run
+            if not num_read:
+                self._close(number, file)
+
+    def count(self, number: int, num_mine: int, num_kept: int) -> None:
+        """Note what became of a run."""
+        place = self.places[number]
+        self.places[number] = replace(
+            place, num_mine=place.num_mine + num_mine, num_kept=place.num_kept + num_kept
+        )
+
+    def _read(self, number: int, file: Path) -> tuple[int, list[RawRow]]:
+        """Read on for all shards: how many rows that are, and those of this shard.
+
+        Where a run ends depends on all rows, so every shard reads the sources in the same order.
+        """
+        place = self.places[number]
+        rows = self._open[number]
+        if rows is None:
+            rows = read_rows(file, max_row_bytes=self._limit, start=place.next)
+            self._open[number] = rows
+        mine: list[RawRow] = []
+        last: RawRow | None = None
+        num_read = size = 0
+        for row in rows:
+            if self._sharding.is_mine(self.num_dealt + num_read):
+                mine.append(row)
+            last = row
+            num_read += 1
+            size += len(row.payload) if isinstance(row.payload, bytes) else 1000
+            if num_read >= ROWS_PER_RUN * self._sharding.num_shards or (
+                size >= BYTES_PER_RUN * self._sharding.num_shards
+            ):
+                break
+        if last is not None:
+            behind = FilePosition(last.number + 1, last.line + 1, last.end)
+            self.places[number] = replace(place, next=behind, size_read=place.size_read + size)
+        self.num_dealt += num_read
+        return num_read, mine
+
+    def _close(self, number: int, file: Path) -> None:
+        place = self.places[number]
+        if place.next.rows == 0:
+            raise DataError("the file holds no rows", where=str(file), fix="check how it was made")
+        enough = (
+            1 if self._sharding.num_shards == 1 else ROWS_PER_RUN
+        )  # a shard of few rows may err
+        if place.num_mine >= enough and not place.num_kept:
+            raise DataError(
+                f"no token of this file would be trained ({place.num_mine} rows)",
+                where=str(file),
+                fix=look_at(file, self._model),
+            )
+        self._open[number] = None
+        self.places[number] = SourcePosition(file=place.file + 1, size_read=place.size_read)
+
+
+def _size_of(file: Path) -> int:
+    """Bytes of the rows in a file, roughly: text packs to about a quarter."""
+    return file.stat().st_size * (4 if is_packed(file) else 1)
+
 
 BUFFER = 4096
 """Samples in a block, by default."""
@@ -287,19 +483,10 @@ class Block:
         self.found.notes |= batch.notes
         self.found.counts.update(batch.counts)
         self.counts[number].update(batch.counts)
-        start = 0
-        for length, row in zip(batch.lengths, batch.rows, strict=True):
-            end = start + length
-            self._samples.append(
-                {
-                    "input_ids": batch.input_ids[0][start:end],
-                    "loss_mask": batch.loss_mask[0][start:end],
-                    "source": number,
-                    "id": f"{file}:{run[row].line}",
-                }
-            )
-            start = end
-        entries = [_entry(file, run, event, self.stream.options) for event in batch.events]
+        for row, _, input_ids, loss_mask in batch.samples:
+            place = {"source": number, "id": f"{file}:{run[row].line}"}
+            self._samples.append({"input_ids": input_ids, "loss_mask": loss_mask, **place})
+        entries = [entry_of(event, run, file, self.stream.options) for event in batch.events]
         if self.position.epoch > 0:
             return  # the same rows again
         self._entries += entries
@@ -320,19 +507,6 @@ class Block:
         self.stream.check_dropped(num_rows, num_dropped, is_all=is_all)
 
 
-def _entry(file: Path, run: Sequence[RawRow], event: Any, options: DataOptions) -> Entry:
-    line = run[event.row].line
-    if event.reason == "too_long" and options.truncation == "error":
-        raise DataError(
-            f"the row has {event.detail}",
-            where=f"{file}:{line}",
-            fix="raise data.max_length, or choose another data.truncation",
-        )
-    details = asdict(event)
-    del details["row"]
-    return Entry(file=str(file), line=line, **details)
-
-
 def _refuse_unknowable(source: Source) -> None:
     if source.weight is not None or source.max_samples is not None or source.epochs != 1:
         raise DataError(
@@ -347,3 +521,124 @@ def _refuse_unknowable(source: Source) -> None:
             where=source.path,
             fix="download its files and name them, or set data.streaming: false",
         )
+
+
+NUM_SAMPLES = 256
+
+
+class FirstRows:
+    """A few rows as a map-style dataset, for checks before training.
+
+    Args:
+        rows: complete samples.
+        packing: an item is a list of samples, or one.
+    """
+
+    def __init__(self, rows: list[list[Sample]], *, packing: bool) -> None:
+        self._rows = rows
+        self._packing = packing
+        self.lengths: np.ndarray = np.array(
+            [sum(len(sample["input_ids"]) for sample in row) for row in rows], dtype=np.int64
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """They are the same in every epoch."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index] if self._packing else self._rows[index][0]
+
+
+def first_look(
+    stream: SampleStream, tokenizer: PreTrainedTokenizerBase, *, num_shards: int
+) -> tuple[FirstRows, dict[str, Any], dict[str, Any]]:
+    """Build the first samples, as every process will.
+
+    Args:
+        stream: to be looked at.
+        tokenizer: its own.
+        num_shards: the processes that will load it.
+
+    Returns:
+        Rows of its first samples; the content of ``data.json``, without counts of rows and tokens;
+        and everything that decides which tokens a step trains on, by name.
+
+    Raises:
+        DataError: what is wrong with the beginning of the data.
+    """
+    rows, found, counts = stream.first(min(NUM_SAMPLES, stream.buffer))
+    samples = [sample for row in rows for sample in row]
+
+    def num_trained_of(index: int) -> int:
+        trained = ((s["input_ids"] == index) & (s["loss_mask"] == 1) for s in samples)
+        return sum(map(int, map(np.count_nonzero, trained)))
+
+    places = [
+        (number, source, file)
+        for number, (source, files) in enumerate(zip(stream.sources, stream.files, strict=True))
+        for file in files
+    ]
+    summary = summary_of(
+        tokenizer,
+        stream.options,
+        files=[
+            {"path": str(file), "source": source.label, "bytes": file.stat().st_size}
+            for _, source, file in places
+        ],
+        sources=[
+            {
+                "name": source.label,
+                "ignored_fields": ignored_fields(each),
+                "not_read": [str(file) for file in unread_files(source.path)],
+            }
+            for source, each in zip(stream.sources, counts, strict=True)
+        ],
+        counts=found.counts,
+        ends=found.ends,
+        notes=found.notes,
+        num_trained_of=num_trained_of,
+    )
+    summary["streaming"] = {"buffer": stream.buffer, "num_shards": num_shards}
+    chosen = ("max_length", "mask", "truncation", "thinking", "system_policy", "roles", "seed")
+    parts = {
+        "files": [
+            (sampled_digest(file, len(places)), number, None, str(file))
+            for number, _, file in places
+        ],
+        "formats": [(source.format, sorted(source.columns.items())) for source in stream.sources],
+        "streaming": summary["streaming"],
+        "template": summary["template_sha256"],
+        "tokenizer": summary["tokenizer_sha256"],
+        **{key: summary["options"][key] for key in chosen},
+        "packing": stream.packing,
+        "shuffle": stream.shuffle,
+    }
+    return FirstRows(rows, packing=stream.packing), summary, parts
+
+
+PIECE_BYTES = 1 << 16
+
+MOST_PIECES = 4096
+"""So many pieces are read of all files together, but at least the first and last of each."""
+
+
+def sampled_digest(file: Path, num_files: int = 1) -> str:
+    """A digest of a file's size and of pieces spread evenly over it; of all of it up to 1 MiB.
+
+    Reading streamed files whole to hash them would take as long as training on them. A change of
+    the same size between the pieces is not seen.
+
+    Args:
+        file: to be looked into.
+        num_files: of the stream; with many, fewer pieces of each are read.
+    """
+    size = file.stat().st_size
+    count = min(16, max(2, MOST_PIECES // num_files))
+    digest = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        for number in range(count):
+            opened.seek(max(size - PIECE_BYTES, 0) * number // (count - 1))
+            digest.update(opened.read(PIECE_BYTES))
+    return digest.hexdigest()
