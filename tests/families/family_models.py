@@ -20,7 +20,6 @@ FAMILIES = {
 MORE = {"ministral": "MinistralForCausalLM", "olmo2": "Olmo2ForCausalLM"}
 """Two that were never listed anywhere; the norms of olmo2 stand behind its blocks."""
 WINDOWED = {"mistral", "qwen2", "qwen3", "phi3", "ministral"}
-OFF = {"olmo2": {"add_rms_norm": "no addition is followed by a norm"}}
 """What cannot be on, and why."""
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,6 +61,14 @@ QWEN2_VL = {
     "vision_start_token_id": 122,
     "vision_end_token_id": 123,
 }
+
+
+NO_LAYER_NORM = {
+    "layer_norm": "the model has no LayerNorm",
+    "add_layer_norm": "no addition is followed by a LayerNorm",
+}
+OFF = {name: dict(NO_LAYER_NORM) for name in (*FAMILIES, *MORE)}
+OFF["olmo2"]["add_rms_norm"] = "no addition is followed by a norm"
 
 
 def make(name, *, dtype=torch.float32, seed=0, device=DEVICE, **overrides):

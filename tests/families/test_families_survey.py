@@ -6,6 +6,8 @@ from families.survey import survey
 OPS = {
     "n": "rms_norm",
     "a": "add_rms_norm",
+    "N": "layer_norm",
+    "A": "add_layer_norm",
     "r": "rope",
     "g": "swiglu",
     "l": "linear_cross_entropy",
@@ -16,10 +18,13 @@ TYPES = {
     "nrg": "exaone4 olmo2",
     "nar": "apertus arcee gpt_oss mixtral qwen3_moe",
     "nag": "jamba",
-    "rg": "cohere2 olmo",
-    "r": "codegen falcon gptj gpt_neox nemotron phi",
+    "NArg": "olmo",
+    "Nrg": "cohere2",
+    "Nr": "codegen falcon gptj phi",
+    "NAr": "gpt_neox nemotron",
     "n": "mamba2",
-    "": "biogpt bloom gpt2 gpt_bigcode opt bert",
+    "N": "bloom gpt2 gpt_bigcode opt",
+    "NA": "bert biogpt",
 }
 """By what is on besides the loss, which is on everywhere."""
 

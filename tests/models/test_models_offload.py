@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families.family_models import like_model, make, make_batch, run
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from trainkit.errors import PatchError
 from trainkit.models.recompute import offload
 from trainkit.models.recompute.layers import Recomputed, every
-from trainkit.train.recompute.callback import RecomputeLayers, Wanted
+from trainkit.train.recompute.callback import ALL, RecomputeLayers
 
 
 @pytest.fixture
@@ -197,27 +197,26 @@ def test_a_model_that_checkpoints_in_its_own_way(monkeypatch, setting):
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
     model = make("qwen2")  # nobody has switched its layers on
     model.config.hidden_size = 2048
-    callback = RecomputeLayers(model, Wanted(None, setting))
-    args = TrainingArguments(output_dir="unused", gradient_checkpointing=True, report_to=[])
+    callback = RecomputeLayers(ALL, setting)
     asked = (
         pytest.raises(PatchError, match="no layer") if setting is True else contextlib.nullcontext()
     )
     with asked:
-        callback.on_train_begin(args, TrainerState(), TrainerControl())
+        callback.begin(SimpleNamespace(model=model), None)
 
 
 def test_the_trainers_callback_offloads_while_training_lasts(journeys, monkeypatch):
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
     model = make("qwen2", num_hidden_layers=4)
     expected = run(model, make_batch("qwen2"), want_logits=False)
-    callback = RecomputeLayers(model, Wanted(None, True))
+    callback = RecomputeLayers(ALL, True)
     args = TrainingArguments(output_dir="unused", gradient_checkpointing=True, report_to=[])
     model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-    callback.on_train_begin(args, TrainerState(), TrainerControl())
+    callback.begin(SimpleNamespace(model=model), None)
     found = run(model, make_batch("qwen2"), want_logits=False)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     assert journeys == {"sent": 3, "fetched": 3}
-    callback.on_train_end(args, TrainerState(), TrainerControl())
+    callback.on_train_end(SimpleNamespace(model=model))
     run(model, make_batch("qwen2"), want_logits=False)
     assert journeys["sent"] == 3
 

@@ -13,6 +13,7 @@ from families.family_models import make
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rope
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -20,6 +21,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     rotate_half,
 )
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 from trainkit.models.loss.lazy_logits import LazyLogits, LogitsChange, LossCall
 from trainkit.models.patch import patch_kernels
@@ -28,6 +31,7 @@ from trainkit.models.proof.norms import find_norm
 from trainkit.models.proof.plan import plan_for
 from trainkit.models.proof.rotary import find_turn
 from trainkit.models.proof.source import join_linears, join_norms
+from trainkit.models.swap import subclass_of
 
 H = 64
 
@@ -126,7 +130,7 @@ NO_NORMS = {
 def test_norms_are_recognised(name):
     body, wanted = NORMS[name]
     found = found_norm(norm_of(body))
-    assert found.verdict == ("no kernel" if wanted == "LayerNorm" else "on")
+    assert found.verdict == "on"
     assert wanted in found.detail
 
 
@@ -143,6 +147,28 @@ def test_the_proof_of_a_norm_leaves_it_as_it_was():
     assert module.training
     assert torch.equal(module.weight, before)
     assert module.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "kind", [nn.LayerNorm, NemotronLayerNorm1P, CohereLayerNorm, OlmoLayerNorm]
+)
+def test_layer_norms_of_every_kind_are_recognised(kind):
+    found = found_norm(kind(H).train())
+    assert (found.op, found.verdict) == ("layer_norm", "on")
+    assert found.settings["made"].own_under_autocast == issubclass(kind, nn.LayerNorm)
+
+
+def test_a_layer_norm_rounds_as_torchs_does_under_autocast():
+    """torch keeps fp32 there and Nemotron's does not: the module's own lines decide."""
+    x = torch.randn(2, 7, H)
+    for kind in (nn.LayerNorm, NemotronLayerNorm1P):
+        module = kind(H).train()
+        found = found_norm(module)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            plain = module(x)
+            module.__class__ = subclass_of(kind, found.forward, found.settings)
+            assert module(x).dtype == plain.dtype
+            assert torch.equal(module(x), plain)
 
 
 def mlp_of(body=None, **modules):
@@ -342,6 +368,8 @@ def joined(body, join, names):
         "h = r + self.a(x)\nreturn self.norm(h)",
         "h = self.a(x) * 0.22 + r\nr = h\nh = self.norm(h)\nreturn r + h",
         "if flag:\n    h = r + x\n    return self.norm(h)",
+        "return self.norm(self.a(x) + r)",
+        "y = self.norm(x + r)\nreturn y",
     ],
 )
 def test_an_addition_and_its_norm_are_joined(body):
@@ -364,6 +392,10 @@ def test_an_addition_and_its_norm_are_joined(body):
         "h += x\nreturn self.norm(h)",
         "h = r + x\nreturn [self.norm(h) for _ in flag]",
         "h = r + x\nreturn self.norm(h, flag)",
+        "return self.norm(r - x)",
+        "return self.norm(x + r, flag)",
+        "return self.norm(x + r) if flag else x",
+        "return [self.norm(x + r) for _ in flag]",
     ],
 )
 def test_what_is_not_an_addition_right_before_its_norm_is_left_alone(body):
@@ -481,6 +513,8 @@ def test_layers_of_several_kinds_are_all_proved():
     assert {row.op: row.num_modules for row in report.rows} == {
         "rms_norm": 33,
         "add_rms_norm": 8,
+        "layer_norm": 0,
+        "add_layer_norm": 0,
         "rope": 8,
         "swiglu": 8,
         "linear_cross_entropy": 2,

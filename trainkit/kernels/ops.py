@@ -7,6 +7,7 @@ from trainkit.kernels.adamw.spec import ADAMW, SQUARE_SUM
 from trainkit.kernels.adamw_8bit.spec import ADAMW_8BIT
 from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
+from trainkit.kernels.experts.spec import MOE_MLP
 from trainkit.kernels.fp8.spec import (
     FP8_GATE,
     FP8_GATE_BACKWARD,
@@ -18,7 +19,7 @@ from trainkit.kernels.fp8.spec import (
     FP8_TRANSPOSE,
 )
 from trainkit.kernels.linear_cross_entropy.spec import LINEAR_CROSS_ENTROPY, LINEAR_TOKEN_LOSSES
-from trainkit.kernels.rms_norm.spec import ADD_RMS_NORM, RMS_NORM
+from trainkit.kernels.rms_norm.spec import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
 from trainkit.kernels.rope.spec import APPLY_ROPE
 from trainkit.kernels.row_reduce.spec import ROW_MAX, ROW_MIN
 from trainkit.kernels.swiglu.spec import GEGLU_TANH, SWIGLU, SWIGLU_PACKED
@@ -28,10 +29,13 @@ OPS: dict[str, OpSpec] = {
     for spec in (
         RMS_NORM,
         ADD_RMS_NORM,
+        LAYER_NORM,
+        ADD_LAYER_NORM,
         APPLY_ROPE,
         SWIGLU,
         GEGLU_TANH,
         SWIGLU_PACKED,
+        MOE_MLP,
         CROSS_ENTROPY,
         LINEAR_CROSS_ENTROPY,
         LINEAR_TOKEN_LOSSES,

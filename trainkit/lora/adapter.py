@@ -96,7 +96,11 @@ def attach(
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
         wrapped = get_peft_model(
-            model, config, adapter_name=adapter_name, autocast_adapter_dtype=in_float32
+            model,
+            config,
+            adapter_name=adapter_name,
+            autocast_adapter_dtype=in_float32,
+            revision=getattr(model.config, "_commit_hash", None),  # of a hub's base
         )
     except (ValueError, TypeError, NotImplementedError) as error:
         # peft refuses combinations of its options in these ways.
@@ -170,7 +174,8 @@ def load_adapter(
     except (TrainkitError, ImportError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # peft raises nearly anything on a file that is not its own
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        lines = str(error).strip().split("\n")
+        reason = next((each.strip() for each in lines if "size mismatch" in each), lines[0])
         raise CheckpointError(
             f"the adapter cannot be put over the model: {type(error).__name__}: {reason}",
             where=str(path),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import empty_model
 from trainkit.errors import RecipeError
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.lora.targets import expert_parameters
@@ -31,7 +31,9 @@ def refuse_unfit_device(quantize: str, device: torch.device) -> None:
         )
 
 
-def refuse_unpacked_experts(config: PreTrainedConfig, name: str, quantize: str = "nf4") -> None:
+def refuse_unpacked_experts(
+    config: PreTrainedConfig, name: str, quantize: str = "nf4", *, trust_remote_code: bool = False
+) -> None:
     """Refuse a packed base for a model whose experts would stay as they are.
 
     Linear layers are packed; experts are parameters of three dimensions in transformers 5,
@@ -41,12 +43,12 @@ def refuse_unpacked_experts(config: PreTrainedConfig, name: str, quantize: str =
         config: the model's.
         name: the model, for the message.
         quantize: what it is packed to.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         RecipeError: with what would be packed and what would not.
     """
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = empty_model(config, trust_remote_code=trust_remote_code)
     experts = sum(parameter.numel() for parameter in expert_parameters(model).values())
     if not experts:
         return

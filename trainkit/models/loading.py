@@ -266,7 +266,8 @@ def load_model(
         quantization = quantization or unpacked
         loader = auto_class(config)
         if source.init == "random":
-            model = _random(loader, config, dtype, attention, device, load_part)
+            trusted = source.trust_remote_code
+            model = _random(loader, config, dtype, attention, device, load_part, trusted)
         else:
 
             def load(model_class: Any, **more: Any) -> Any:
@@ -320,6 +321,7 @@ def _random(
     attention: str | None,
     device: torch.device | None,
     load_part: LoadPart | None,
+    trusted: bool,
 ) -> PreTrainedModel:
     """Random weights, of the whole model or of what this rank holds of it."""
     made = {
@@ -327,7 +329,7 @@ def _random(
         "attn_implementation": attention,
     }
     if load_part is None:
-        return random_model(loader, config, device, **made)
+        return random_model(loader, config, device, trust_remote_code=trusted, **made)
     place = device or torch.device("cpu")
 
     def draw(model_class: Any) -> Any:
@@ -423,6 +425,13 @@ def _explained(source: ModelOptions, part: str) -> Any:
         elif not isinstance(error, (OSError, ValueError)):
             first_line = f"{type(error).__name__}: {first_line}"
         is_local = local_path(source.name_or_path) is not None
+        if isinstance(error, ValueError) and "`trust_remote_code=True`" in str(error):
+            raise ModelError(
+                f"the {part} needs code that comes with it (auto_map)",
+                where=f"model.name_or_path: {source.name_or_path}",
+                fix="read that code; then a recipe lets it run with model.trust_remote_code: true, "
+                "and a command on a trained model with --trust-remote-code",
+            ) from None
         raise ModelError(
             f"the {part} cannot be loaded: {first_line}",
             where=f"model.name_or_path: {source.name_or_path}",

@@ -185,6 +185,7 @@ def patch_kernels(
 
 _USES = {
     "add_rms_norm": ("add_rms_norm",),
+    "add_layer_norm": ("add_layer_norm",),
     "rope": ("apply_rope",),
     "linear_cross_entropy": ("linear_cross_entropy",),
 }

@@ -20,7 +20,7 @@ def random_model(
         loader: an Auto class.
         config: of the model.
         device: where it is made; None leaves it to DeepSpeed, which shards while it makes it.
-        options: ``dtype`` and ``attn_implementation``.
+        options: ``dtype``, ``attn_implementation``, and ``trust_remote_code``.
     """
     with nullcontext() if device is None else torch.device(device):
         model: PreTrainedModel = loader.from_config(config, **options)

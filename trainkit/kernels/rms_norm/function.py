@@ -1,10 +1,11 @@
-"""RMSNorm and add + RMSNorm with their gradients."""
+"""RMSNorm and LayerNorm, each also of a sum, with their gradients."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.kernels.fp8.linear import carry_rows
@@ -45,6 +46,35 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, offset=offset, cast=cast), total
 
 
+def layer_norm_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, offset: float = 0.0
+) -> Tensor:
+    """``torch.nn.functional.layer_norm`` over the last axis, rounded once to x's dtype.
+
+    Weights of another dtype than x's, which torch does not take on a GPU, count as they are.
+    """
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    weight = weight if offset == 0.0 else weight + offset
+    y = functional.layer_norm(
+        x.to(wide), x.shape[-1:], weight.to(wide), None if bias is None else bias.to(wide), eps
+    )
+    return y.to(x.dtype)
+
+
+def add_layer_norm_reference(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``s = x + residual`` (rounded), then ``(layer_norm(s), s)``."""
+    total = x + residual
+    return layer_norm_reference(total, weight, bias, eps, offset=offset), total
+
+
 if HAS_TRITON:
     from trainkit.kernels.rms_norm import kernel
 
@@ -81,7 +111,7 @@ def rms_norm(
     if not runs_kernel(x, weight) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
         return rms_norm_reference(x, weight, eps, offset=offset, cast=cast)
     made: list[Tensor] | None = [] if fp8_rows and _takes_codes(x, weight) else None
-    y = _RMSNorm.apply(x, weight, (eps, offset, cast == "gemma"), made)
+    y = _Norm.apply(x, None, weight, None, (eps, offset, cast == "gemma", False), made)
     if made:
         carry_rows(y, *made)
     return y
@@ -116,16 +146,73 @@ def add_rms_norm(
     Raises:
         ValueError: shapes do not fit, or the cast is unknown.
     """
-    _check(x, weight, cast)
-    if x.shape != residual.shape:
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape")
+    _check(x, weight, cast, residual=residual)
     if not runs_kernel(x, residual, weight) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
         return add_rms_norm_reference(x, residual, weight, eps, offset=offset, cast=cast)
     made: list[Tensor] | None = [] if fp8_rows and _takes_codes(x, residual, weight) else None
-    settings = (eps, offset, cast == "gemma")
-    y, total = _AddRMSNorm.apply(x, residual, weight, settings, made)
+    settings = (eps, offset, cast == "gemma", False)
+    y, total = _Norm.apply(x, residual, weight, None, settings, made)
     if made:
         carry_rows(y, *made)
+    return y, total
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, offset: float = 0.0
+) -> Tensor:
+    """Layer normalisation over the last axis; computed in fp32, rounded once to x's dtype.
+
+    Args:
+        x: (..., H), any strides.
+        weight: (H,).
+        bias: (H,), or None.
+        eps: added to the variance.
+        offset: added to the weight (nemotron: 1).
+
+    Returns:
+        y, shaped as x.
+
+    Raises:
+        ValueError: weight or bias do not fit x.
+    """
+    _check(x, weight, bias=bias)
+    vectors = (weight,) if bias is None else (weight, bias)
+    if not runs_kernel(x, *vectors) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
+        return layer_norm_reference(x, weight, bias, eps, offset=offset)
+    y: Tensor = _Norm.apply(x, None, weight, bias, (eps, offset, True, True), None)
+    return y
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """``s = x + residual``, rounded to its dtype, and its layer normalisation, in one pass.
+
+    Args:
+        x: (..., H), any strides.
+        residual: shaped as x.
+        weight: (H,).
+        bias: (H,), or None.
+        eps: added to the variance.
+        offset: added to the weight (nemotron: 1).
+
+    Returns:
+        (layer_norm(s), s), both shaped as x.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    _check(x, weight, bias=bias, residual=residual)
+    vectors = (weight,) if bias is None else (weight, bias)
+    if not runs_kernel(x, residual, *vectors) or not 0 < x.shape[-1] <= kernel.MAX_HIDDEN:
+        return add_layer_norm_reference(x, residual, weight, bias, eps, offset=offset)
+    y, total = _Norm.apply(x, residual, weight, bias, (eps, offset, True, True), None)
     return y, total
 
 
@@ -135,78 +222,82 @@ def _takes_codes(*tensors: Tensor) -> bool:
     return same and why_no_fp8(tensors[0].device) is None
 
 
-def _check(x: Tensor, weight: Tensor, cast: str) -> None:
-    if weight.dim() != 1 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(f"weight {tuple(weight.shape)} does not fit rows of {x.shape[-1]}")
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    cast: str = "gemma",
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> None:
+    for name, vector in (("weight", weight), ("bias", weight if bias is None else bias)):
+        if vector.dim() != 1 or x.shape[-1] != vector.shape[0]:
+            raise ValueError(f"{name} {tuple(vector.shape)} does not fit rows of {x.shape[-1]}")
+    if residual is not None and x.shape != residual.shape:
+        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)} differ in shape")
     if cast not in ("llama", "gemma"):
         raise ValueError(f"cast is {cast!r}; it must be 'llama' or 'gemma'")
 
 
-class _RMSNorm(KernelFunction):
+class _Norm(KernelFunction):
+    """y, and the sum where there is a residual."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        residual: Tensor | None,
         weight: Tensor,
-        settings: tuple[float, float, bool],
+        bias: Tensor | None,
+        settings: tuple[float, float, bool, bool],
         made: list[Tensor] | None,
-    ) -> Tensor:
-        y, _, rstd = kernel.launch_forward(x, None, weight.contiguous(), *settings, made)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.offset = settings[1]
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        want_dx, want_dw = ctx.needs_input_grad[:2]
-        dx, dw = kernel.launch_backward(
-            x, weight.contiguous(), rstd, dy, None, ctx.offset, want_dx, want_dw
-        )
-        return dx, dw, None, None
-
-
-class _AddRMSNorm(KernelFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        settings: tuple[float, float, bool],
-        made: list[Tensor] | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        y, total, rstd = kernel.launch_forward(x, residual, weight.contiguous(), *settings, made)
+        y, total, rstd = kernel.launch_forward(
+            x,
+            residual,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            *settings,
+            made,
+        )
         ctx.save_for_backward(total, weight, rstd)
-        ctx.offset = settings[1]
-        ctx.dtypes = None if x.dtype is residual.dtype else (x.dtype, residual.dtype)
-        return y, total
+        ctx.settings = settings
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         total, weight, rstd = ctx.saved_tensors
-        want_x, want_residual, want_dw = ctx.needs_input_grad[:3]
-        if dy is None:  # only the sum was used
-            dsum, dw = dtotal, None
-        else:
-            dsum, dw = kernel.launch_backward(
+        want_x, want_residual, want_dw, want_db = ctx.needs_input_grad[:4]
+        dsum, dw, db = dtotal, None, None
+        if dy is not None:  # else only the sum was used
+            dsum, dw, db = kernel.launch_backward(
                 total,
                 weight.contiguous(),
                 rstd,
                 dy,
                 dtotal,
-                ctx.offset,
+                ctx.settings[1],
+                ctx.settings[3],
+                ctx.bias_dtype is not None,
                 want_x or want_residual,
-                want_dw,
+                want_dw or want_db,
             )
-        if dsum is None:
-            return None, None, dw, None, None
         # Both branches get the same tensor: none of our ops writes into a gradient it was given.
         dx = dresidual = dsum
-        if ctx.dtypes is not None:
-            x_dtype, residual_dtype = ctx.dtypes
-            dx, dresidual = dsum.to(x_dtype), dsum.to(residual_dtype)
-        return dx if want_x else None, dresidual if want_residual else None, dw, None, None
+        if dsum is not None and ctx.dtypes[0] is not ctx.dtypes[1]:
+            dx, dresidual = (dsum.to(dtype) for dtype in ctx.dtypes)
+        if db is not None and want_db:
+            db = db.to(ctx.bias_dtype)
+        return (
+            dx if want_x else None,
+            dresidual if want_residual else None,
+            dw if want_dw else None,
+            db if want_db else None,
+            None,
+            None,
+        )

@@ -1,10 +1,12 @@
-"""RMSNorm kernels. M rows, H hidden size, P programs of the backward pass.
+"""Norm kernels: RMSNorm, and LayerNorm, which takes a row's mean off first and may add a bias.
+
+M rows, H hidden size, P programs of the backward pass.
 
 Bytes a perfect kernel moves, in elements: forward 2MH (4MH with the addition), backward 3MH (4MH).
 The forward keeps whole rows in registers. The backward is persistent: P programs walk over the rows
 with the next tiles in flight, because a reduction along the row otherwise leaves the memory idle;
 each keeps its share of dw in registers and leaves one fp32 row of a (P, H) buffer, which a second
-kernel sums in a fixed order. So dw is the same bits in every run.
+kernel sums in a fixed order. So dw is the same bits in every run. So is db, next to it.
 """
 
 import torch
@@ -40,6 +42,7 @@ def _forward(
     x_ptr,
     residual_ptr,
     weight_ptr,
+    bias_ptr,
     y_ptr,
     total_ptr,
     rstd_ptr,
@@ -51,6 +54,8 @@ def _forward(
     eps: tl.constexpr,
     offset: tl.constexpr,
     GEMMA: tl.constexpr,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
     ADD: tl.constexpr,
     CODES: tl.constexpr,
     H: tl.constexpr,
@@ -73,12 +78,19 @@ def _forward(
         tl.store(total_ptr + rows[:, None] * H + cols[None, :], total, mask=mask)
         x = total.to(WIDE)
 
+    if CENTRE:
+        mean = tl.sum(x, axis=1) / H
+        tl.store(rstd_ptr + num_rows + rows, mean, mask=row_mask)
+        x = tl.where(mask, x - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / H + eps)
     tl.store(rstd_ptr + rows, rstd, mask=row_mask)
     normal = x * rstd[:, None]
     if not GEMMA:
         normal = normal.to(NARROW).to(WIDE)
-    y = (normal * weight[None, :]).to(y_ptr.dtype.element_ty)
+    y = normal * weight[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + cols, mask=cols < H, other=0.0).to(WIDE)[None, :]
+    y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + rows[:, None] * H + cols[None, :], y, mask=mask)
     if CODES:
         y = y.to(tl.float32)
@@ -103,6 +115,8 @@ def _backward(
     num_rows,
     num_programs,
     offset: tl.constexpr,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
     ADD: tl.constexpr,
     WANT_DX: tl.constexpr,
     WANT_DW: tl.constexpr,
@@ -118,6 +132,7 @@ def _backward(
     weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(WIDE) + offset
     if WANT_DW:
         dw = tl.zeros([BLOCK_ROWS, BLOCK_H], dtype=WIDE)
+        db = tl.zeros([BLOCK_ROWS, BLOCK_H] if BIAS else [1, 1], dtype=WIDE)
 
     num_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     for tile in tl.range(program, num_tiles, num_programs, num_stages=STAGES):
@@ -132,21 +147,30 @@ def _backward(
                 dtotal_ptr + at * dtotal_stride + cols[None, :], mask=mask, other=0.0
             ).to(WIDE)
         rstd = tl.load(rstd_ptr + rows, mask=row_mask, other=0.0)
+        if CENTRE:
+            x -= tl.load(rstd_ptr + num_rows + rows, mask=row_mask, other=0.0)[:, None]
         normal = x * rstd[:, None]
         if WANT_DX:
             # y = w * x * rstd(x), so with g = w * dy: dx = rstd * (g - normal * mean(g * normal)).
+            # Of a row without its mean, dx has none either: mean(normal) = 0, so g's comes off.
             g = dy * weight[None, :]
             mean = tl.sum(g * normal, axis=1) / H
+            if CENTRE:
+                g -= (tl.sum(g, axis=1) / H)[:, None]
             dx = (g - normal * mean[:, None]) * rstd[:, None]
             if ADD:
                 dx += dtotal
             tl.store(dx_ptr + at * H + cols[None, :], dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if WANT_DW:
             dw += dy * normal
+            if BIAS:
+                db += dy
 
     if WANT_DW:
-        share = tl.sum(dw, axis=0)
-        tl.store(partial_ptr + program.to(tl.int64) * H + cols, share, mask=col_mask)
+        place = partial_ptr + program.to(tl.int64) * (2 * H if BIAS else H) + cols
+        tl.store(place, tl.sum(dw, axis=0), mask=col_mask)
+        if BIAS:
+            tl.store(place + H, tl.sum(db, axis=0), mask=col_mask)
 
 
 @triton.jit(do_not_specialize=["num_partials"])
@@ -233,9 +257,11 @@ def launch_forward(
     x: Tensor,
     residual: Tensor | None,
     weight: Tensor,
+    bias: Tensor | None,
     eps: float,
     offset: float,
     gemma: bool,
+    centre: bool,
     made: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise the rows of x (..., H), or of x + residual.
@@ -244,13 +270,16 @@ def launch_forward(
         x: (..., H).
         residual: shaped as x, or None.
         weight: (H,).
+        bias: (H,), or None.
         eps: added to the mean square.
         offset: added to the weight.
         gemma: all in fp32, rounded once.
+        centre: the mean of a row comes off it first.
         made: gets y's rows in e4m3: codes (M, H) and scales (M, 1); None for no such.
 
     Returns:
-        y, contiguous; what was normalised (x itself, or the sum); rstd, one a row.
+        y, contiguous; what was normalised (x itself, or the sum); rstd, one a row, and behind
+        them the means.
     """
     rows, stride = row_layout(x)
     others, other_stride = (rows, stride) if residual is None else row_layout(residual)
@@ -258,7 +287,9 @@ def launch_forward(
     num_rows = x.numel() // hidden
     total = x if residual is None else empty_like(x, _promote(x.dtype, residual.dtype))
     y = empty_like(x, total.dtype if gemma else _promote(total.dtype, weight.dtype))
-    rstd = x.new_empty(num_rows, dtype=_WIDE if x.dtype is not torch.float64 else x.dtype)
+    rstd = x.new_empty(
+        num_rows * (1 + centre), dtype=_WIDE if x.dtype is not torch.float64 else x.dtype
+    )
     codes, scales = y, rstd
     if made is not None:
         codes = torch.empty((num_rows, hidden), dtype=FP8, device=x.device)
@@ -268,11 +299,12 @@ def launch_forward(
         block, block_rows, warps = forward_config(hidden)
         FORWARD.launch(
             -(-num_rows // block_rows),
-            (rows, others, weight, y, total, rstd, codes, scales),
+            (rows, others, weight, weight if bias is None else bias, y, total, rstd, codes, scales),
             (stride, other_stride),
             (num_rows,),
             (
-                *(eps, offset, gemma, residual is not None, made is not None),
+                *(eps, offset, gemma, centre, bias is not None),
+                *(residual is not None, made is not None),
                 *(hidden, block, block_rows),
             ),
             warps,
@@ -287,10 +319,12 @@ def launch_backward(
     dy: Tensor,
     dtotal: Tensor | None,
     offset: float,
+    centre: bool,
+    has_bias: bool,
     want_dx: bool,
     want_dw: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of what was normalised, x (..., H), and of the weight; None where not wanted."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of what was normalised, x (..., H), of weight and bias; None where not wanted."""
     rows, stride = row_layout(x)
     dy, dy_stride = row_layout(dy)
     others, other_stride = (rows, stride) if dtotal is None else row_layout(dtotal)
@@ -298,36 +332,41 @@ def launch_backward(
     num_rows = x.numel() // hidden
     dx = empty_like(x) if want_dx else None
     if not num_rows:
-        return dx, torch.zeros_like(weight) if want_dw else None
+        zeros = torch.zeros_like(weight) if want_dw else None
+        return dx, zeros, zeros if has_bias else None
     block, block_rows, warps, stages, per_multiprocessor = backward_config(hidden)
     width = rows.itemsize + dy.itemsize + (0 if dtotal is None else others.itemsize)
     block_rows, stages = fitting(block, block_rows, stages, width, shared_bytes(x))
     programs = min(num_multiprocessors(x) * per_multiprocessor, -(-num_rows // block_rows))
     partial = rstd
     if want_dw:
-        partial = rstd.new_empty((programs, hidden))
+        partial = rstd.new_empty((programs, hidden * (1 + has_bias)))
     BACKWARD.launch(
         programs,
         (rows, weight, rstd, dy, others, x if dx is None else dx, partial),
         (stride, dy_stride, other_stride),
         (num_rows, programs),
-        (offset, dtotal is not None, want_dx, want_dw, hidden, block, block_rows, stages),
+        (
+            *(offset, centre, has_bias, dtotal is not None, want_dx, want_dw),
+            *(hidden, block, block_rows, stages),
+        ),
         warps,
         stages,
     )
     if not want_dw:
-        return dx, None
-    dw = torch.empty_like(weight)
+        return dx, None, None
+    width = partial.shape[1]
+    sums = weight.new_empty(width)
     block_p, block_h, warps = SUM_CONFIG
     SUM_PARTIALS.launch(
-        -(-hidden // block_h),
-        (partial, dw),
+        -(-width // block_h),
+        (partial, sums),
         (),
         (programs,),
-        (hidden, block_p, block_h),
+        (width, block_p, block_h),
         warps,
     )
-    return dx, dw
+    return (dx, sums[:hidden], sums[hidden:]) if has_bias else (dx, sums, None)
 
 
 def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:

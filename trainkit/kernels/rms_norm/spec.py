@@ -1,4 +1,4 @@
-"""The contracts of rms_norm and add_rms_norm."""
+"""The contracts of rms_norm and layer_norm, each also of a sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,12 @@ from torch import Tensor
 
 from trainkit.kernels.contract import Draw, OpCase, OpSpec
 from trainkit.kernels.rms_norm.function import (
+    add_layer_norm,
+    add_layer_norm_reference,
     add_rms_norm,
     add_rms_norm_reference,
+    layer_norm,
+    layer_norm_reference,
     rms_norm,
     rms_norm_reference,
 )
@@ -49,11 +53,12 @@ def rms_norm_case(
     layout: Layout = dense,
     wide_weight: bool = False,
     residual: bool = False,
+    bias: bool = False,
     grads: tuple[str, ...] = ("x", "weight"),
     large: bool = False,
     **options: Any,
 ) -> OpCase:
-    """A call on x of the given shape; with a residual, a call of add_rms_norm."""
+    """A call on x of the given shape; with a residual, of the op that adds it."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         tensors = {"x": layout(draw, shape)}
@@ -61,8 +66,12 @@ def rms_norm_case(
             tensors["residual"] = draw.normal(*shape)
         weight = draw.normal(shape[-1])
         tensors["weight"] = weight.float() if wide_weight and weight.itemsize < 4 else weight
+        if bias:
+            tensors["bias"] = draw.normal(shape[-1]).to(weight.dtype)
         return tensors
 
+    if bias and "weight" in grads:
+        grads = (*grads, "bias")
     if residual and "x" in grads:
         grads = ("x", "residual", *grads[1:])
     return OpCase(label, inputs, grads, options, large)
@@ -121,4 +130,59 @@ ADD_RMS_NORM = OpSpec(
     outputs=("y", "sum"),
     cases=_cases(residual=True),
     tiny=rms_norm_case("tiny", (3, 5), residual=True),
+)
+
+
+def _layer_norm_cases(residual: bool) -> tuple[OpCase, ...]:
+    def case(label: str, shape: tuple[int, ...], **settings: Any) -> OpCase:
+        return rms_norm_case(label, shape, residual=residual, **{"bias": True, **settings})
+
+    return (
+        case("odd", (5, 7, 123)),
+        case("gpt2", (3, 11, 768)),
+        case("without bias", (5, 320), bias=False),
+        case("nemotron", (5, 320), offset=1.0),
+        case("one row", (1, 896)),
+        case("tiles", (300, 24)),
+        case("two columns", (7, 2)),
+        case("no rows", (0, 4, 896)),
+        case("heads", (2, 5, 4, 128)),
+        case("far from zero", (5, 320), layout=far),
+        case("sliced", (3, 5, 192), layout=sliced),
+        case("swapped", (3, 5, 2, 64), layout=swapped),
+        case("columns first", (6, 4, 48), layout=columns_first),
+        case("expanded", (6, 4, 48), layout=expanded),
+        case("frozen weight", (9, 256), grads=("x",)),
+        case("frozen input", (9, 256), grads=("weight",)),
+        case("eps", (9, 64), eps=1e-2),
+        case("tall", (16384, 768), large=True),
+        case("opt 2.7b", (4097, 2560), large=True),
+        case("8b", (4097, 4096), large=True),
+        case("70b", (2049, 8192), large=True),
+        case("wide", (513, 20000), large=True),
+        case("q norm", (65537, 128), large=True, bias=False),
+    )
+
+
+def far(draw: Draw, shape: tuple[int, ...]) -> Tensor:
+    """Rows whose mean is many times their spread: squares that are summed before it would drown."""
+    return (draw.normal(*shape).float() + 50.0).to(draw.dtype)
+
+
+LAYER_NORM = OpSpec(
+    name="layer_norm",
+    function=layer_norm,
+    reference=layer_norm_reference,
+    outputs=("y",),
+    cases=_layer_norm_cases(residual=False),
+    tiny=rms_norm_case("tiny", (3, 5), bias=True),
+)
+
+ADD_LAYER_NORM = OpSpec(
+    name="add_layer_norm",
+    function=add_layer_norm,
+    reference=add_layer_norm_reference,
+    outputs=("y", "sum"),
+    cases=_layer_norm_cases(residual=True),
+    tiny=rms_norm_case("tiny", (3, 5), residual=True, bias=True),
 )

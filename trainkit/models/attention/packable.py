@@ -5,13 +5,11 @@ none. What the layers are decides, not what the model is called.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import empty_model
 from trainkit.errors import ModelError
 
 _MIXES_BY_STATE = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"})
@@ -92,12 +90,13 @@ def _state_in_config(config: PreTrainedConfig) -> str | None:
 
 def skeleton_of(config: PreTrainedConfig) -> PreTrainedModel | None:
     """The model on the meta device: modules and shapes, no memory; None where that cannot be."""
-    options: dict[str, Any] = {"attn_implementation": "eager"}
     try:
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, **options)
+        model: PreTrainedModel = empty_model(
+            config, trust_remote_code=False, attn_implementation="eager"
+        )
     except (
         NotImplementedError, RuntimeError, ValueError, KeyError, AttributeError, TypeError,
         ImportError,
     ):  # fmt: skip
         return None  # its own code, a package of it, or values read while building: when loaded
+    return model

@@ -112,6 +112,8 @@ def self_check(
     if report.active:
         rows += _check_on_replica(model, report, tokens)
         rows.append(_check_model(model, report, tokens))
+    order = (*OPS, "replica", "model")
+    rows.sort(key=lambda row: order.index(row.op))
     results = [asdict(row) for row in rows]
     for row in rows:
         if row.status == "failed":

@@ -258,7 +258,10 @@ def decisions(subject: nn.Module | FunctionType) -> list[str]:
             continue
         found += _decisions_in(tree)
         for node in ast.walk(tree):
-            todo += [(owner, each) for each in _called_by(node, owner, function)]
+            if isinstance(node, ast.Name) and node.id == "maybe_autocast":  # transformers' own
+                found.append("torch.is_autocast_enabled()")
+            else:
+                todo += [(owner, each) for each in _called_by(node, owner, function)]
     return found
 
 

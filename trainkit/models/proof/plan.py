@@ -22,7 +22,7 @@ from trainkit.models.loss.loss_head import CausalLM, LossHead, head_at_work, why
 from trainkit.models.proof.compare import FAILURES, Wide, other_mode, relative
 from trainkit.models.proof.forward import Finding, KernelForward
 from trainkit.models.proof.gates import find_gate
-from trainkit.models.proof.norms import find_norm
+from trainkit.models.proof.norms import LayerNorm, RMSNorm, find_norm
 from trainkit.models.proof.replica import (
     Signature,
     code_signature,
@@ -136,7 +136,7 @@ class Plan:
             if plain_class(module) not in kinds:
                 continue
             # A norm that an addition takes in is computed there, whatever is bound to it.
-            joins = {"rms_norm"} if "add_rms_norm" in wanted else set()
+            joins = {op.removeprefix("add_") for op in wanted if op.startswith("add_")}
             if kinds[plain_class(module)] & (wanted | joins):
                 _refuse_bound(module)
             key = self.key_of(module) if signatures is None else signatures[module]
@@ -171,7 +171,7 @@ def _ops_of(
 ) -> Iterator[str]:
     """The ops that a module now runs; a rewritten one says for itself."""
     for op in {part.finding.op for part in parts if part.label not in dropped} & wanted:
-        if op == "add_rms_norm":
+        if op.startswith("add_"):
             if made.joined:
                 yield op
         elif any(p.finding.verdict == "on" and p.finding.op == op for p in parts):
@@ -240,8 +240,10 @@ def _make_plan(model: Any) -> Plan:
 
 
 WHY_NOTHING = {
-    "rms_norm": "the model has no norm",
+    "rms_norm": "the model has no RMSNorm",
     "add_rms_norm": "no addition is followed by a norm",
+    "layer_norm": "the model has no LayerNorm",
+    "add_layer_norm": "no addition is followed by a LayerNorm",
     "rope": "no function turns its queries and keys by cosines and sines",
     "swiglu": "the model has no gated feed-forward block outside of experts",
     "linear_cross_entropy": "the model has no output layer",
@@ -278,7 +280,7 @@ def _find(replica: Any, plan: Plan) -> None:
             continue
         found = _find_leaf(call)
         if found is not None:
-            if found.op == "rms_norm":
+            if found.forward in (RMSNorm, LayerNorm):
                 norms[key] = found
             plan.parts[key] = [Part(found, type(call.module).__name__, found.op)]
     turns: dict[object, Finding] = {}
@@ -403,27 +405,24 @@ def _turning_parts(
 
 
 def _joining_parts(module: nn.Module, norms: Mapping[Signature, Finding]) -> Iterator[Part]:
-    """A layer whose source adds and then calls one of its norms."""
-    joined = []
+    """A layer whose source adds and then calls one of its norms; all of them of one kind."""
+    joined: dict[str, list[JoinedNorm]] = {}
     for name, child in module.named_children():
         found = norms.get(signature(child))
-        if found is None or found.verdict != "on":
-            continue
-        made = found.settings
-        epsilon = made.get("eps_found", made["epsilon"])
-        joined.append(
-            JoinedNorm(
-                name, type(child), made["weight_name"], epsilon, made["offset"], made["cast"]
+        if found is not None and found.verdict == "on":
+            made = JoinedNorm(name, type(child), found.settings["made"])
+            joined.setdefault(f"add_{found.op}", []).append(made)
+    for op, those in joined.items():
+        settings = {"norms": tuple(those)}
+        made_class: Any = subclass_of(type(module), Rewritten, settings)
+        if made_class.joined:
+            detail = f"add, then {', '.join(made_class.joined)}"
+            yield Part(
+                Finding(op, "on", detail, None, None, Rewritten, settings),
+                type(module).__name__,
+                op,
             )
-        )
-    if not joined:
-        return
-    settings = {"norms": tuple(joined)}
-    made_class: Any = subclass_of(type(module), Rewritten, settings)
-    if made_class.joined:
-        detail = f"add, then {', '.join(made_class.joined)}"
-        found = Finding("add_rms_norm", "on", detail, None, None, Rewritten, settings)
-        yield Part(found, type(module).__name__, "add_rms_norm")
+            return
 
 
 # The whole step.

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from trainkit import kernels
 from trainkit.models.proof.forward import KernelForward
-from trainkit.models.proof.norms import Cast
+from trainkit.models.proof.norms import NormSettings
 from trainkit.models.proof.rotary import Turn, kernel_for, turning_functions
 from trainkit.models.proof.source import (
     edited,
@@ -38,18 +37,12 @@ class JoinedNorm(NamedTuple):
     Attributes:
         name: of the child.
         kind: its class.
-        weight_name: its weight's name.
-        epsilon: the attribute that holds it, or the number.
-        offset: added to the weight.
-        cast: where it rounds.
+        made: what it computes.
     """
 
     name: str
     kind: type[nn.Module]
-    weight_name: str
-    epsilon: str | float
-    offset: float
-    cast: Cast
+    made: NormSettings
 
 
 class Rewritten(KernelForward):
@@ -110,7 +103,11 @@ class Rewritten(KernelForward):
             elif used & names.keys():
                 setattr(cls, name, redirected(method, names))
         uses = ["apply_rope"] if names else []
-        cls.uses = (*uses, *(["add_rms_norm"] if cls.joined else []))
+        ops = {
+            norm.name: "add_layer_norm" if norm.made.centred else "add_rms_norm"
+            for norm in cls.norms
+        }
+        cls.uses = (*uses, *dict.fromkeys(ops[name] for name in cls.joined))
 
     def read_linears(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """The outputs of layers that share their input."""
@@ -119,18 +116,12 @@ class Rewritten(KernelForward):
     def add_norm(self, name: str, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of a sum, and the sum."""
         norm: Any = getattr(self, name)
-        made = self._norms[name]
+        joined = self._norms[name]
+        made = joined.made
         # peft's modules_to_save wraps a norm: its wrapper decides which weight counts.
-        if not isinstance(norm, made.kind) or x.shape != residual.shape or self.decodes(x):
+        is_other = not isinstance(norm, joined.kind) or x.shape != residual.shape
+        if is_other or self.decodes(x) or made.keeps_own(x):
             total = residual + x
             return norm(total), total
-        epsilon = made.epsilon
-        return kernels.add_rms_norm(
-            x,
-            residual,
-            getattr(norm, made.weight_name) if made.weight_name else x.new_ones(x.shape[-1]),
-            getattr(norm, epsilon) if isinstance(epsilon, str) else epsilon,
-            offset=made.offset,
-            cast=made.cast,
-            fp8_rows=getattr(norm, "feeds_fp8", False),
-        )
+        y, total = made.run(norm, x, residual)
+        return y, total

@@ -180,7 +180,8 @@ def _statement(text: str, like: ast.AST) -> ast.stmt:
 def join_norms(definition: ast.FunctionDef, norms: Collection[str]) -> tuple[str, ...]:
     """``h = r + x; ...; self.norm(h)`` becomes ``normed, h = self.add_norm("norm", x, r)``.
 
-    Between the two stand nothing but copies of variables. Either order, x any expression.
+    Between the two stand nothing but copies of variables. Either order, x any expression. And
+    ``self.norm(x + r)`` becomes the first of ``self.add_norm("norm", x, r)``.
 
     Returns:
         The norms that now take the addition in.
@@ -188,6 +189,15 @@ def join_norms(definition: ast.FunctionDef, norms: Collection[str]) -> tuple[str
     joined: list[str] = []
     for block in _blocks(definition):
         for number, statement in enumerate(block):
+            for node in _at_once(statement):
+                norm = _norm_of_sum(node, norms)
+                if norm is not None:
+                    call: Any = node
+                    made = f"self.add_norm({norm!r}, {ast.unparse(call.args[0].left)}, "
+                    made += f"{ast.unparse(call.args[0].right)})[0]"
+                    new: Any = _statement(made, call)
+                    _Replace({id(call): new.value}).visit(statement)
+                    joined.append(norm)
             parts = _addition(statement)
             if parts is None:
                 continue
@@ -212,6 +222,23 @@ def join_norms(definition: ast.FunctionDef, norms: Collection[str]) -> tuple[str
             block[number] = _statement(text, statement)
             joined.append(norm)
     return tuple(joined)
+
+
+def _norm_of_sum(node: ast.AST, norms: Collection[str]) -> str | None:
+    """The norm of ``self.norm(x + r)``."""
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+        and node.func.attr in norms
+        and len(node.args) == 1
+        and not node.keywords
+        and isinstance(node.args[0], ast.BinOp)
+        and isinstance(node.args[0].op, ast.Add)
+    ):
+        return node.func.attr
+    return None
 
 
 def _addition(statement: ast.stmt) -> tuple[str, ast.expr, ast.expr] | None:

@@ -1,0 +1,1 @@
+"""The feed-forward block of a mixture of experts: routing, grouped products, adapters on each."""

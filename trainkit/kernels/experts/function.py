@@ -1,0 +1,230 @@
+"""A mixture of experts' feed-forward block, with or without an adapter on each expert."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, next_power_of_2, runs_kernel
+
+if HAS_TRITON:
+    from trainkit.kernels.experts import kernel
+    from trainkit.kernels.experts.product_kernel import grouped_outer, grouped_product
+    from trainkit.kernels.experts.route_kernel import Route, route
+
+MAX_RANK = 128
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def moe_mlp_reference(
+    x: Tensor,
+    index: Tensor,
+    scale: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    scaling: tuple[float, float] = (1.0, 1.0),
+    activation: str = "silu",
+    transposed: bool = False,
+) -> Tensor:
+    """`moe_mlp` as transformers loops over experts, with peft's adapters added to the weights."""
+
+    def adapted(weight: Tensor, a: Tensor | None, b: Tensor | None, factor: float) -> Tensor:
+        if a is None or b is None:
+            return weight
+        delta = torch.bmm(b, a).to(weight.dtype)
+        return weight + factor * (delta.transpose(1, 2) if transposed else delta)
+
+    gate_up = adapted(gate_up, gate_up_a, gate_up_b, scaling[0])
+    down = adapted(down, down_a, down_b, scaling[1])
+    if transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    out = torch.zeros_like(x)
+    for expert in range(gate_up.shape[0]):
+        token, choice = torch.where(index == expert)
+        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        y = F.linear(act * up, down[expert]) * scale[token, choice, None]
+        out = out.index_add(0, token, y.to(out.dtype))
+    return out
+
+
+def why_no_kernel(x: Tensor, gate_up: Tensor, down: Tensor, rank: int = 0) -> str | None:
+    """Why the reference runs for such tensors; None where the kernels do."""
+    if not runs_kernel(x, gate_up, down):
+        return "no kernel runs on such tensors here"
+    if x.dtype == torch.float64:
+        return "matrix units take no fp64"
+    if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+        return f"weights in {gate_up.dtype} for tokens in {x.dtype}"
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        return "the weights are not contiguous"
+    unit = 16 // x.element_size()
+    if any(size % unit for weight in (gate_up, down) for size in weight.shape[1:]):
+        return f"sizes {tuple(gate_up.shape)} that are no multiples of {unit}"
+    if rank > MAX_RANK:
+        return f"a rank above {MAX_RANK}"
+    return None
+
+
+def moe_mlp(
+    x: Tensor,
+    index: Tensor,
+    scale: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
+    *,
+    scaling: tuple[float, float] = (1.0, 1.0),
+    activation: str = "silu",
+    transposed: bool = False,
+) -> Tensor:
+    """The sum over a token's experts of scale * down(act(gate) * up).
+
+    The weights are not changed nor copied for an adapter, and its backward pass runs through the
+    rank. Of the base x, the first product and the ranks' inputs are kept for it.
+
+    Args:
+        x: (T, H).
+        index: (T, K), integers: the experts of a token; numbers outside [0, E) count for nothing.
+        scale: (T, K), what an expert's result counts.
+        gate_up: (E, 2I, H), gate's rows first; (E, H, 2I) if ``transposed``.
+        down: (E, H, I); (E, I, H) if ``transposed``.
+        gate_up_a: (E, R, H) or None; with ``gate_up_b`` (E, 2I, R), any strides.
+        gate_up_b: see ``gate_up_a``.
+        down_a: (E, R, I) or None; with ``down_b`` (E, H, R).
+        down_b: see ``down_a``.
+        scaling: what the two low-rank products are multiplied by.
+        activation: one of `ACTIVATIONS`.
+        transposed: how the weights lie; the adapters' always lie as said.
+
+    Returns:
+        (T, H).
+    """
+    factors = (gate_up_a, gate_up_b, down_a, down_b)
+    rank = max((a.shape[1] for a in (gate_up_a, down_a) if a is not None), default=0)
+    if why_no_kernel(x, gate_up, down, rank):
+        return moe_mlp_reference(
+            x, index, scale, gate_up, down, *factors,
+            scaling=scaling, activation=activation, transposed=transposed,
+        )  # fmt: skip
+    return _Experts.apply(
+        x, index, scale, gate_up, down, *factors, scaling, activation == "gelu_tanh", transposed
+    )
+
+
+def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:
+    """(E, R, width) in the products' dtype, zero beyond the adapter's own rank."""
+    if not rank:
+        return None
+    if a is not None and a.shape[1] == rank:
+        return a.to(like.dtype, memory_format=torch.contiguous_format).contiguous()
+    padded = like.new_zeros((num, rank, width))
+    if a is not None:
+        padded[:, : a.shape[1]] = a
+    return padded
+
+
+class _Experts(KernelFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        index: Tensor,
+        scale: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_a: Tensor | None,
+        gate_up_b: Tensor | None,
+        down_a: Tensor | None,
+        down_b: Tensor | None,
+        scaling: tuple[float, float],
+        tanh_gelu: bool,
+        transposed: bool,
+    ) -> Tensor:
+        num_experts = gate_up.shape[0]
+        width = down.shape[1 if transposed else 2]
+        x, scale = x.contiguous(), scale.contiguous()
+        way = route(index, num_experts)
+        ranks = [0 if a is None else a.shape[1] for a in (gate_up_a, down_a)]
+        rank = max(16, next_power_of_2(max(ranks))) if any(ranks) else 0
+        b1 = None if gate_up_b is None else gate_up_b.transpose(1, 2)
+        b2 = None if down_b is None else down_b.transpose(1, 2)
+        a1, b1, a2, b2 = (
+            _factor(a, x, rank, num_experts, size)
+            for a, size in (
+                (gate_up_a, x.shape[1]),
+                (b1, 2 * width),
+                (down_a, width),
+                (b2, x.shape[1]),
+            )
+        )
+        rows, low = kernel.gather(x, way, a1, scaling[0])
+        u = grouped_product(rows, gate_up, way, transposed=not transposed, low_rank=(low, b1))
+        del rows
+        h = kernel.gate_forward(u, way, tanh_gelu)
+        h_low = kernel.inner(h, way, a2, scaling[1])
+        y = grouped_product(h, down, way, transposed=not transposed, low_rank=(h_low, b2))
+        del h
+        ctx.save_for_backward(x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, *way[:-1])
+        ctx.top_k, ctx.ranks, ctx.scaling = way.top_k, ranks, scaling
+        ctx.tanh_gelu, ctx.transposed = tanh_gelu, transposed
+        ctx.dtypes = [
+            None if a is None else a.dtype for a in (gate_up_a, gate_up_b, down_a, down_b)
+        ]
+        return kernel.combine(y, way, scale, x.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, *sorted_slots = ctx.saved_tensors
+        way = Route(*(*sorted_slots, ctx.top_k))
+        wants_x, _, wants_scale, wants_gate_up, wants_down, *wants = ctx.needs_input_grad[:9]
+        dy = dy.contiguous()
+        dy_rows, dh_low = kernel.gather(dy, way, b2, ctx.scaling[1])
+        dh = grouped_product(dy_rows, down, way, transposed=ctx.transposed, low_rank=(dh_low, a2))
+        du, h, dscale = kernel.gate_backward(u, dh, scale, way, ctx.tanh_gelu)
+        du_low = kernel.inner(du, way, b1, ctx.scaling[0])
+        del dh
+        dgate_up = ddown = None
+        if wants_down:
+            ddown = (
+                grouped_outer(h, dy_rows, way) if ctx.transposed else grouped_outer(dy_rows, h, way)
+            )
+        if wants_gate_up:
+            rows, _ = kernel.gather(x, way, None, 1.0)
+            dgate_up = (
+                grouped_outer(rows, du, way) if ctx.transposed else grouped_outer(du, rows, way)
+            )
+            del rows
+        grads: list[Tensor | None] = [None] * 4
+        if low is not None and h_low is not None and du_low is not None and dh_low is not None:
+            if wants[0]:
+                grads[0] = kernel.gram(du_low, x, way, gathered=True)[:, : ctx.ranks[0]]
+            if wants[1]:
+                grads[1] = kernel.gram(low, du, way)[:, : ctx.ranks[0]].transpose(1, 2)
+            if wants[2]:
+                grads[2] = kernel.gram(dh_low, h, way)[:, : ctx.ranks[1]]
+            if wants[3]:
+                db = kernel.gram(h_low, dy_rows, way, scale=scale)
+                grads[3] = db[:, : ctx.ranks[1]].transpose(1, 2)
+        del h, dy_rows
+        grads = [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
+        dx = None
+        if wants_x:
+            rows = grouped_product(
+                du, gate_up, way, transposed=ctx.transposed, low_rank=(du_low, a1)
+            )
+            dx = kernel.combine(rows, way, None, x.shape[0])
+        return (
+            dx, None, dscale if wants_scale else None, dgate_up, ddown, *grads, None, None, None
+        )  # fmt: skip
