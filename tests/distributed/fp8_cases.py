@@ -38,9 +38,9 @@ def train(root, stage=None, *, shard=None, resume=None, budget="all", **options)
         dtype="bfloat16",
         shard=shard or (zero_file(root, stage) if stage else "none"),
         prepare=prepare,
+        given={"hooks": [KeepFp8Codes()]},
         **options,
     )
-    trainer.add_callback(KeepFp8Codes(trainer.model))
     checkpoint = None if resume is None else str(Path(root) / name / resume)
     trainer.train(resume_from_checkpoint=checkpoint)
     rows = [row for row in trainer.state.log_history if "loss" in row]

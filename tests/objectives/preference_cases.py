@@ -60,7 +60,7 @@ def make_data(root, rows, *, source_format="auto", objective=PREFERENCE, **optio
 
     from trainkit.data.options import DataOptions
     from trainkit.options import Source
-    from trainkit.train.data.run_data import Feeding, prepare_run_data
+    from trainkit.train.data.run_data import prepare_run_data
 
     feeding = {name: options.pop(name) for name in ("packing", "stream_buffer") if name in options}
     source = Source(path=write(Path(root) / "pairs.jsonl", rows), format=source_format)
@@ -69,10 +69,10 @@ def make_data(root, rows, *, source_format="auto", objective=PREFERENCE, **optio
         [source],
         make_tokenizer(),
         DataOptions(**{"max_length": 256, "cache_dir": str(Path(root) / "cache"), **options}),
-        Feeding(**{"packing": False, **feeding}),
         ledger=Path(root) / "dropped.jsonl",
         progress=None,
         objective=objective,
+        **{"packing": False, **feeding},
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainkit.estimate.state import MATRIX_BYTES
+from trainkit.estimate.peak import MATRIX_BYTES
 from trainkit.evals.answers import _first_stop, after_thinking
 from trainkit.objectives.objective import Step
 from trainkit.options.parallel import ParallelOptions

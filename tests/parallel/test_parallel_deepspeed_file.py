@@ -10,7 +10,7 @@ from trainkit.parallel import STRATEGIES
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.zero.lint import lint_file, refuse_contradictions
 from trainkit.recipe import Recipe
-from trainkit.train.sections import layout_of
+from trainkit.train.prepare import layout_of
 
 ZERO = {"stage": 2}
 

@@ -18,6 +18,7 @@ from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.parallel.launch.hosts import OWN_LAUNCH, Hosts, first_host, free_port
 from trainkit.parallel.launch.processes import launch_command, threads_of_each
+from trainkit.processes import STARTER
 from trainkit.train.faults import torchrun
 
 ROOT = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def test_torchrun_is_given_only_what_the_oldest_one_knows(restarts, monkeypatch)
     monkeypatch.setattr(api, "LocalElasticAgent", api.LocalElasticAgent)
     monkeypatch.setattr(run, "main", given.extend)
     started = command(2, max_restarts=restarts)
-    assert torchrun.main(started[started.index(LAUNCHER) + 1 : started.index("-m", 3)]) == 0
+    assert torchrun.main(started[started.index(LAUNCHER) + 1 : started.index(STARTER, 2)]) == 0
     options = {word for word in given if word.startswith("--")}
     assert options <= OF_TORCH_2_11
     assert "--signals-to-handle" in options

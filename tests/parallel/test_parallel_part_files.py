@@ -20,16 +20,16 @@ class Hostile:
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    state = {"weights": {"a": torch.arange(6.0)}, "options": {"lr": 0.5, "betas": (0.9, 0.99)}}
+    state = {"model": {"a": torch.arange(6.0)}, "options": {"lr": 0.5, "betas": (0.9, 0.99)}}
     dcp.save(state, checkpoint_id=tmp_path / FOLDER, no_dist=True)
     return tmp_path
 
 
 def test_what_is_written_is_read(checkpoint):
     check_parts(checkpoint)
-    state = {"weights": {"a": torch.zeros(6)}, "options": {"lr": 0.0, "betas": (0.0, 0.0)}}
+    state = {"model": {"a": torch.zeros(6)}, "options": {"lr": 0.0, "betas": (0.0, 0.0)}}
     load_parts(state, checkpoint)
-    assert state["weights"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert state["model"]["a"].tolist() == [0, 1, 2, 3, 4, 5]
     assert state["options"] == {"lr": 0.5, "betas": (0.9, 0.99)}
 
 
@@ -73,7 +73,7 @@ def test_a_value_that_is_code_is_refused(checkpoint):
             info.relative_path, info.offset = "more.distcp", 0
             info.length = len(hostile.getvalue())
     (checkpoint / FOLDER / ".metadata").write_bytes(pickle.dumps(table))
-    state = {"options": {"lr": 0.0}}
+    state = {"model": {}, "options": {"lr": 0.0}}
     with pytest.raises((CheckpointError, dcp.api.CheckpointException), match="damaged or hostile"):
         load_parts(state, checkpoint)
     assert not (checkpoint / "hostile-code-ran").exists()

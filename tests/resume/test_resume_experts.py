@@ -5,7 +5,7 @@ from project import make_project
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from trainkit.train.saves import take_renamed
+from trainkit.train.checkpoints import take_renamed
 
 
 def make_experts(vocab_size=32):

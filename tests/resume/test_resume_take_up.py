@@ -10,12 +10,13 @@ from trainkit.objectives.batches import BatchCounts
 from trainkit.parallel.ranks import Ranks
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter
+from trainkit.train.faults.bad_numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.log.meter import Meter
 from trainkit.train.log.rows import Rows
 from trainkit.train.results.evaluations import Evaluations
 from trainkit.train.resume.changes import Change, Review
-from trainkit.train.resume.take_up import TakeUp, options_of
+from trainkit.train.resume.take_up import TakeUp
 
 
 def make_meter():
@@ -31,14 +32,16 @@ def make_trainer(tmp_path, groups=()):
         args=args,
         model=torch.nn.Linear(2, 2),
         meter=make_meter(),
-        group_options=options_of(groups),
+        group_options=[dict(group) for group in groups],
         checkpoints=CheckpointWriter(tmp_path, {}),
         evaluations=Evaluations(),
         stop=StopRequest(),
         state=TrainerState(global_step=6),
         ranks=Ranks(args),
         rows=Rows(),
+        run=SimpleNamespace(review=Review(), numbers=NumberPolicy(), console=SimpleNamespace()),
     )
+    found.hook = lambda kind: found.evaluations
     found.model.num_parameters = lambda **_: 6
     found.rows.begin(found, None)
     return found
@@ -75,10 +78,10 @@ def take_up(tmp_path, review=None):
     trainer.group_options[0]["initial_lr"] = 1e-2
     trainer.args.save_total_limit = 2
     trainer.args.eval_on_start = True
-    callback = TakeUp(trainer, review or Review(), tmp_path / "checkpoint-6", said.append)
-    control = None
-    state = TrainerState(max_steps=8, global_step=1)
-    callback.on_train_begin(trainer.args, state, control, optimizer=saved, lr_scheduler=schedule)
+    trainer.run.review, trainer.run.console.note = review or Review(), said.append
+    trainer.state = TrainerState(max_steps=8, global_step=1)
+    trainer.optimizer, trainer.scheduler = saved, schedule
+    TakeUp().begin(trainer, tmp_path / "checkpoint-6")
     return saved, schedule, said, trainer
 
 
@@ -126,10 +129,10 @@ def test_a_schedule_that_follows_the_loss_hears_an_evaluation_that_is_made_up_fo
     rows = [{"step": 2, "eval_loss": 1.0}] if was_evaluated else []
     state = TrainerState(max_steps=8, global_step=2, eval_steps=2, log_history=rows)
     state.compute_steps = lambda *_: None
-    callback = TakeUp(trainer, Review(), tmp_path / "checkpoint-2")
-    callback.on_train_begin(args, state, None, optimizer=optimizer, lr_scheduler=schedule)
+    trainer.state, trainer.optimizer, trainer.scheduler = state, optimizer, schedule
+    TakeUp().begin(trainer, tmp_path / "checkpoint-2")
     assert trainer.evaluations.makes_up is not was_evaluated
-    trainer.state, trainer.scheduler, trainer.follows_metric = state, schedule, True
+    trainer.follows_metric = True
     trainer.evaluations.measure = lambda loop: {"eval_loss": 1.0}
     trainer.evaluations.begin(trainer, tmp_path / "checkpoint-2")
     assert schedule.last_epoch == (0 if was_evaluated else 1)

@@ -2,7 +2,10 @@
 
 import pytest
 
+from trainkit.cli.app import main
+from trainkit.compare.runs import read_run
 from trainkit.errors import RunDirectoryError
+from trainkit.run.metrics import read_scores, say_damaged
 from trainkit.run.model_card import model_card
 from trainkit.run.report.html import render_report
 
@@ -36,6 +39,47 @@ def test_damaged_rows_stay_and_are_named_when_a_run_goes_on(trained_run, caplog)
     superseded = path.with_name("metrics.superseded.jsonl").read_bytes()
     assert b"no row\n" in superseded
     assert sorted([*kept, *superseded.split(b"\n")]) == sorted([*lines, b""])
+
+
+@pytest.mark.parametrize("command", ["runs", "show", "watch", "plot", "compare", "report"])
+def test_every_command_names_the_rows_that_it_leaves_out(command, trained_run, caplog, tmp_path):
+    """One in the middle of a block, rows of another shape, and one whose end is yet to come."""
+    lines = trained_run.metrics.read_text().split("\n")
+    lines[3], lines[7], lines[9] = '{"step": 4, "lo', '{"step": -8}', '{"step": 10, "loss": [1]}'
+    trained_run.metrics.write_text("\n".join(lines) + '{"step": 61, "torn')
+    say_damaged.cache_clear()
+    trained_run.write_status("done")
+    if command == "report":
+        render_report(trained_run)
+    else:
+        words = {
+            "runs": [trained_run.root.parent],
+            "plot": [trained_run.root, "-o", tmp_path / "picture.png"],
+            "compare": [trained_run.root, trained_run.root],
+        }
+        assert main([command, *map(str, words.get(command, [trained_run.root]))]) == 0
+    for number in (4, 8, 10):
+        assert caplog.text.count(f"{trained_run.metrics}:{number} is damaged") == 1
+    assert ":61" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["data.json", "environment.json", "generation_eval.json"])
+@pytest.mark.parametrize("text", ["{", "[3]", '{"rows": [5], "variables": 3}'])
+def test_a_comparison_names_damaged_records(name, text, trained_run, caplog):
+    if name == "data.json" and text.startswith('{"rows'):
+        return  # a record of no file is a record
+    (trained_run.root / name).write_text(text)
+    read_run(trained_run.root, {})
+    assert f"{name}:1 " in caplog.text
+
+
+@pytest.mark.parametrize("text", ["{", '{"scores": 3}', '{"scores": [{"task": "a"}]}'])
+def test_damaged_scores_are_named(text, trained_run, caplog):
+    path = trained_run.root / "eval" / "x" / "results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert read_scores(trained_run.root) == []
+    assert f"{path}:1 " in caplog.text
 
 
 def test_a_status_with_a_number_that_is_none(trained_run):

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from importlib import metadata
 
+from trainkit.processes import STARTER
 from trainkit.run import capture_environment, command_script
 
 
@@ -52,7 +53,7 @@ def test_a_process_of_a_launch_is_launched_again(tmp_path):
     script = command_script(argv, environ, tmp_path)
     assert script.splitlines()[-2:] == [
         "export OMP_NUM_THREADS=1",
-        "exec python -m trainkit launch --nproc_per_node 2 --max_restarts 3 "
+        f"exec python {STARTER} trainkit launch --nproc_per_node 2 --max_restarts 3 "
         "--config 'a b.yaml' \"$@\"",
     ]
 

@@ -19,8 +19,8 @@ from trainkit.options.data import read_tokens
 from trainkit.options.model import ModelOptions
 from trainkit.parallel.strategies import strategy_for
 from trainkit.places import local_path
-from trainkit.recipe.check.files import read_chat_template
-from trainkit.recipe.read.document import read_document
+from trainkit.recipe.document import read_document
+from trainkit.recipe.files import read_chat_template
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.listing import summarize

@@ -37,16 +37,16 @@ def sft_on_gpus(cwd, argv, memory_gib, peaks_gib):
     """``trainkit sft`` on ranks that pass for GPUs with so much memory and such peaks."""
     from dataclasses import replace
 
+    import torch
     from commands import run_command
 
     from trainkit.estimate.gpus import GPUS
-    from trainkit.train import memory
+    from trainkit.train.log import flops
 
     gpu = replace(GPUS["h100"], memory_gib=memory_gib)
     peak = int(peaks_gib[int(os.environ["RANK"])] * 2**30)
-    defaults = {**memory.MemoryRecord.__init__.__kwdefaults__, "read": lambda: peak}
     with (
-        mock.patch.object(memory, "this_gpu", return_value=gpu),
-        mock.patch.object(memory.MemoryRecord.__init__, "__kwdefaults__", defaults),
+        mock.patch.object(flops, "this_gpu", return_value=gpu),
+        mock.patch.object(torch.cuda, "max_memory_allocated", return_value=peak),
     ):
         return run_command(cwd, ["sft", *argv], pictures=False)

@@ -64,17 +64,16 @@ def make_trainer(
     root, *, kernels=False, packed=False, batch=8, accumulate=1, sources=NAMES, **training
 ):
     """Eight documents a step, whatever the cut; four steps are all of them."""
+    from lab import trainer_of
     from tiny import make_qwen2, make_tokenizer
 
     from trainkit.models import attention
     from trainkit.objectives import SFT
     from trainkit.parallel import STRATEGIES, Layout, ProcessRank
     from trainkit.patching import patch
-    from trainkit.recipe.fields.training import complete_training
+    from trainkit.recipe.training import complete_training
     from trainkit.train.arguments import training_arguments
     from trainkit.train.checkpoints import CheckpointWriter
-    from trainkit.train.faults.signals import StopRequest
-    from trainkit.train.loop import Loop
 
     values = {
         "per_device_train_batch_size": batch // 4 if packed else batch,
@@ -107,7 +106,7 @@ def make_trainer(
     if kernels:
         patch(model)
     (Path(root) / "run").mkdir(parents=True, exist_ok=True)
-    return Loop(
+    return trainer_of(
         objective=SFT,
         model=model,
         args=args,
@@ -116,7 +115,6 @@ def make_trainer(
         train_data=make_data(packed=packed, sources=sources),
         eval_data=make_data(packed=packed, sources=sources),
         checkpoints=CheckpointWriter(Path(root) / "run", {}),
-        stop=StopRequest(),
     )
 
 

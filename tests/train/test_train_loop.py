@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,9 @@ from transformers import GenerationConfig, TrainerCallback
 
 from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
-from trainkit.parallel import ProcessRank
 from trainkit.run import Console
 from trainkit.train.checkpoints import find_resume_point
-from trainkit.train.log.rows import KEPT_ROWS
+from trainkit.train.hooks import KEPT_ROWS
 from trainkit.train.optimizer.finite import NumberError
 from trainkit.train.results.finish import save_final
 
@@ -183,8 +183,8 @@ def test_a_continued_run_is_held_to_its_plan(lab):
     stream = io.StringIO()
 
     def resume(max_steps):
-        trainer = lab.trainer("run", max_steps=max_steps)
-        trainer.add_callback(KeepToThePlan(point, Console(stream=stream), ProcessRank(0, 0, 1)))
+        trainer = lab.trainer("run", max_steps=max_steps, given={"hooks": [KeepToThePlan()]})
+        trainer.run.console = Console(stream=stream)
         trainer.train(resume_from_checkpoint=str(point.checkpoint))
         return trainer.state.global_step
 
@@ -201,9 +201,8 @@ def test_the_final_model_of_a_continued_run_takes_the_place_of_the_old(lab):
     trainer.train()
     final = lab.root / "run" / "final"
     for step in (1, 2):
-        save_final(
-            trainer, final, tokenizer=lab.tokenizer, stop_token_ids=(), metadata={"step": step}
-        )
+        trainer.state.global_step = step
+        save_final(trainer, final)
     assert verify_directory(final).metadata["step"] == 2
 
 
@@ -212,7 +211,8 @@ def test_the_final_model_stops_at_the_trained_ends_and_caches(lab):
     trainer.model.generation_config.eos_token_id = 7
     trainer.model.config.use_cache = False
     final = lab.root / "run" / "final"
-    save_final(trainer, final, tokenizer=lab.tokenizer, stop_token_ids=(5, 6), metadata={})
+    trainer.run.data = replace(trainer.run.data, stop_token_ids=(5, 6))
+    save_final(trainer, final)
     assert GenerationConfig.from_pretrained(final).eos_token_id == [5, 6, 7]
     assert json.loads((final / "config.json").read_text())["use_cache"] is True
     assert trainer.model.config.use_cache is False

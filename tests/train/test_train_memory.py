@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from trainkit.estimate.shape import find_shape
 from trainkit.run import Console
 from trainkit.train import memory
 from trainkit.train.faults import shortage
+from trainkit.train.log import flops
 from trainkit.train.loop import Loop
 
 RECIPE = """\
@@ -46,7 +48,7 @@ def project(tmp_path, tiny_qwen2, monkeypatch):
 
 def _has(monkeypatch, gib):
     gpu = replace(GPUS["h100"], memory_gib=gib)
-    monkeypatch.setattr(memory, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(flops, "this_gpu", lambda: gpu)
 
 
 def test_what_cannot_fit_is_refused_before_the_run_directory(project, monkeypatch, capsys):
@@ -87,33 +89,33 @@ def test_what_the_refusal_suggests_is_taken(project, monkeypatch, capsys):
         (9.0, False, "may run out of memory"),
     ],
 )
-def test_the_first_step_is_held_against_a_first_step(share, is_continued, said):
+def test_the_first_step_is_held_against_a_first_step(share, is_continued, said, monkeypatch):
     """AdamW makes its states at its end: 8 bytes a weight less until then, and nothing is wrong."""
     plan = Plan(find_shape("qwen2-0.5b"), 4, 2048)
     found = estimate(plan, GPUS["h100"])
     first = peak(plan, is_first=True).gib
     assert first < found.peak.gib - 3
     told = io.StringIO()
-    record = memory.MemoryRecord(
-        found,
-        None,
-        Console(stream=told, interactive=False),
-        SimpleNamespace(world_size=1, is_main=False),
-        is_exact=True,
-        is_continued=is_continued,
-        read=lambda: int(share * (found.peak.gib if is_continued else first) * 2**30),
+    size = int(share * (found.peak.gib if is_continued else first) * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: size)
+    run = SimpleNamespace(
+        expected=found,
+        recipe=SimpleNamespace(data=SimpleNamespace(packing=True)),
+        process=SimpleNamespace(world_size=1, is_main=False),
+        console=Console(stream=told, interactive=False),
+        directory=None,
     )
-    record.on_step_end(None, None, None)
+    loop = SimpleNamespace(run=run)
+    record = memory.MemoryRecord()
+    record.begin(loop, Path("checkpoint") if is_continued else None)
+    record.on_step_end(loop)
     text = " ".join(told.getvalue().split())
     assert said in text if said else not text
 
 
 def test_force_goes_on_and_the_run_keeps_estimate_and_measurement(project, monkeypatch, capsys):
     _has(monkeypatch, 0.01)
-    plain = memory.MemoryRecord.__init__.__kwdefaults__
-    monkeypatch.setattr(
-        memory.MemoryRecord.__init__, "__kwdefaults__", {**plain, "read": lambda: 3 * 2**30}
-    )
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**30)
     assert main(["sft", "small.yaml", "--output-dir", "run", "--force"]) == 0
     said = capsys.readouterr().err
     kept = json.loads((project / "run" / "memory.json").read_text())

@@ -24,6 +24,17 @@ class Listener:
         self.rows.append(row)
 
 
+def run_of(console, directory=None, step=None):
+    """A run that goes on from a step, or begins."""
+    point = None if step is None else SimpleNamespace(step=step)
+    options = SimpleNamespace(resume=None)
+    return SimpleNamespace(console=console, directory=directory, point=point, options=options)
+
+
+def at(step):
+    return SimpleNamespace(state=SimpleNamespace(global_step=step))
+
+
 @pytest.fixture(autouse=True)
 def no_curves(monkeypatch):
     monkeypatch.setattr(
@@ -35,8 +46,8 @@ def no_curves(monkeypatch):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.5])
 def test_an_evaluation_loss_that_is_no_number_is_told(value):
     console = Listener()
-    recorder = RunRecorder(None, console, resume_step=None, begin=lambda args: None)
-    recorder.on_log(None, SimpleNamespace(global_step=4), None, {"eval_loss": value})
+    recorder = RunRecorder(run_of(console))
+    recorder.on_log(at(4), {"eval_loss": value})
     assert console.rows
     assert bool(console.warned) == (value != 1.5)
     if console.warned:
@@ -49,11 +60,11 @@ def test_an_evaluation_loss_that_is_no_number_is_told(value):
 def test_each_pass_over_streamed_data_is_told_once(resume_step, told):
     """The mean over the shards; a run that goes on knows of the passes before it."""
     console = Listener()
-    recorder = RunRecorder(None, console, resume_step=resume_step, begin=lambda args: None)
+    recorder = RunRecorder(run_of(console, step=resume_step))
     passes = [0.0, 0.0, 0.25, 1.0, 1.5, 2.0]
     for step, number in list(enumerate(passes, 1))[2 if resume_step else 0 :]:
         row = {"loss": 1.0, "num_passes": number}
-        recorder.on_log(None, SimpleNamespace(global_step=step), None, row)
+        recorder.on_log(at(step), row)
     assert len(console.notes) == len(told)
     assert all(text in note for text, note in zip(told, console.notes, strict=True))
 
@@ -81,10 +92,12 @@ def test_few_steps_that_nobody_asked_for_are_told(asked, steps, told, monkeypatc
     monkeypatch.setattr("trainkit.train.callbacks.read_metrics", lambda path: [])
     console, run = Listener(), Record()
     console.start = lambda total, first_step, due: None
-    recorder = RunRecorder(run, console, resume_step=None, begin=lambda args: None)
+    monkeypatch.setattr("trainkit.train.callbacks.write_start", lambda run: None)
+    recorder = RunRecorder(run_of(console, run))
     arguments = {"max_steps": asked, "eval_strategy": "no", "save_strategy": "no"}
     state = {"max_steps": steps, "global_step": 0, "num_train_epochs": 1}
     state |= {"eval_steps": 0, "save_steps": 0}
-    recorder.on_train_begin(SimpleNamespace(**arguments), SimpleNamespace(**state), None)
+    args, state = SimpleNamespace(**arguments), SimpleNamespace(**state)
+    recorder.begin(SimpleNamespace(args=args, state=state, run=None), None)
     assert run.total_steps == steps
     assert [f"make {steps} optimizer steps" in text for text in console.warned] == [True] * told

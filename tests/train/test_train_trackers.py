@@ -30,8 +30,15 @@ def run(tmp_path, monkeypatch):
     return RunDirectory.create_at(tmp_path / "run")
 
 
+def remember(run, names):
+    loop = SimpleNamespace(
+        run=SimpleNamespace(directory=run), args=SimpleNamespace(report_to=names)
+    )
+    RememberTrackers().begin(loop, None)
+
+
 def test_every_tracker_is_gone_on_with(run):
-    RememberTrackers(run).on_train_begin(SimpleNamespace(report_to=list(TRACKERS)), None, None)
+    remember(run, list(TRACKERS))
     assert json.loads((run.root / FILE).read_text()) == {
         "wandb": "w1",
         "mlflow": "m1",
@@ -55,7 +62,7 @@ def test_what_the_environment_says_wins(run, monkeypatch):
 
 
 def test_trackers_that_are_not_asked_for_are_left_alone(run):
-    RememberTrackers(run).on_train_begin(SimpleNamespace(report_to=["tensorboard"]), None, None)
+    remember(run, ["tensorboard"])
     assert not (run.root / FILE).exists()
 
 

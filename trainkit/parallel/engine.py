@@ -21,6 +21,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.parallel.optimizer_state import refuse_unfit_state
 from trainkit.parallel.parameters import all_ranks
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.ranks import Ranks
@@ -413,9 +415,13 @@ class Engine:
             # Of one process through the host, whose memory is the larger one.
             is_alone = self.ranks.num_processes == 1 or self.args.device.type == "cpu"
             place = "cpu" if is_alone else self.args.device
-            self._optimizer.load_state_dict(torch.load(path, map_location=place, weights_only=True))
+            saved = torch.load(path, map_location=place, weights_only=True)
+            with taking_up(path):
+                refuse_unfit_state(self.model, self._optimizer, saved, path)
+                self._optimizer.load_state_dict(saved)
         if self.scaler is not None and (folder / SCALER).is_file():
-            self.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+            with taking_up(folder / SCALER):
+                self.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """The weights of another checkpoint of the run; ``read`` reads them from whole files."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from trainkit.checkpoint.weights.contents import refuse_unfit
 from trainkit.parallel.part_files import FOLDER, read_table
 
 KEY = "optimizer"
@@ -64,6 +65,39 @@ def take_up(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
         first = last
     state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
     inner.load_state_dict({"state": state, "param_groups": groups})
+
+
+_LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+
+
+def refuse_unfit_state(model: nn.Module, optimizer: Any, saved: Any, path: Path) -> None:
+    """Before ``load_state_dict``, which casts what it is given, and looks at no shape.
+
+    States that are smaller than their parameter (projected, factored, 8 bits) have other entries
+    besides, and those torch's optimizers make are all as their parameter is.
+
+    Raises:
+        CheckpointError: naming the parameter and its entry.
+    """
+    inner, names = innermost(optimizer), _names(model, optimizer)
+    own = [each for group in inner.param_groups for each in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    is_torchs = type(getattr(inner, "inner", inner)).__module__.startswith("torch.optim")
+    found, wanted = {}, {}
+    for number, parameter in zip(numbers, own, strict=True):
+        entries = saved["state"].get(number, {})
+        if not entries.keys() <= {"step", *_LIKE_THE_PARAMETER}:
+            continue
+        for key in entries.keys() - {"step"}:
+            like = inner.state.get(parameter, {}).get(key, parameter)
+            of_dtype = like.dtype if is_torchs or like is not parameter else entries[key].dtype
+            name = f"{names.get(parameter, number)}: {key}"
+            found[name] = entries[key]
+            wanted[name] = torch.empty(parameter.shape, dtype=of_dtype, device="meta")
+    for number, master in enumerate(saved.get("masters", ())):
+        found[f"masters.{number}"] = master
+        wanted[f"masters.{number}"] = torch.empty_like(master, dtype=torch.float32, device="meta")
+    refuse_unfit(path, found, wanted)
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from trainkit.checkpoint.weights.contents import refuse_unfit
 from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
 from trainkit.errors import CheckpointError
 
@@ -128,4 +130,20 @@ def load_parts(state: dict[str, Any], checkpoint: Path) -> None:
         CheckpointError: a file is damaged, or would run code.
     """
     folder = checkpoint / FOLDER
-    dcp.load(state, checkpoint_id=folder, storage_reader=_Reader(folder), planner=_Planner())
+    table = read_table(folder).state_dict_metadata
+    saved = {
+        name: torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+        for name, about in table.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    wanted = {f"model.{name}": each for name, each in state["model"].items()}
+    refuse_unfit(folder, saved, wanted)
+    try:
+        dcp.load(state, checkpoint_id=folder, storage_reader=_Reader(folder), planner=_Planner())
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, CheckpointError):
+            raise first from None
+        raise CheckpointError(
+            f"it does not hold what this run saves there: {first}", where=str(folder), fix=_FIX
+        ) from error

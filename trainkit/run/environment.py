@@ -16,7 +16,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import Any
 
-from trainkit.processes import LAUNCHER
+from trainkit.processes import LAUNCHER, STARTER
 from trainkit.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
 from trainkit.run.git import repository_state
 from trainkit.version import __version__
@@ -118,7 +118,7 @@ def _started_again(arguments: Sequence[str], environ: Mapping[str, str]) -> list
         restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
         words += [] if restarts == "0" else ["--max_restarts", restarts]
         options = arguments[arguments.index("sft") + 1 :]
-        return [arguments[0], "-m", "trainkit", "launch", *words, *options]
+        return [arguments[0], STARTER, "trainkit", "launch", *words, *options]
     # The child's own command line starts with its interpreter.
     return ["torchrun", *words, "--no_python", *arguments]
 

@@ -9,9 +9,9 @@ import logging
 import math
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainkit.errors import RunDirectoryError
 from trainkit.places import fsync_directory, regular
@@ -21,6 +21,8 @@ _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class DiskFullError(RunDirectoryError):
@@ -116,6 +118,24 @@ def read_json(path: Path) -> Any:
         line = getattr(error, "lineno", 1)
         logger.warning("%s:%d is damaged and is left out: %s", path, line, error)
         return None
+
+
+def read_record(path: Path, read: Callable[[Any], T], default: T) -> T:
+    """What ``read`` makes of a JSON file; ``default`` without it, and with a word if it is damaged.
+
+    Args:
+        path: the file.
+        read: of its content, which may be anything.
+        default: where there is nothing to read.
+    """
+    content = read_json(path)
+    if content is None:
+        return default
+    try:
+        return read(content)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        logger.warning("%s:1 does not hold what a run writes there, and is left out", path)
+        return default
 
 
 def jsonable(value: Any) -> Any:

@@ -6,13 +6,14 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.places import regular
-from trainkit.run.files import explain_os_errors, jsonable, write_bytes_atomic
+from trainkit.run.files import explain_os_errors, jsonable, read_record, write_bytes_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ METRIC_KEYS = (
 )
 """The keys of a training row, in the order they are written; ``eval_*`` and others follow."""
 
+
+_MOST_NAMED = 5
 
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
@@ -138,25 +141,47 @@ def _supersede_rows(path: Path, resume_step: int) -> None:
 
 
 def decode_row(line: str) -> dict[str, Any] | None:
-    """One row, or None for a line that a crash tore."""
+    """One row of plain values, or None for a line that is damaged."""
     try:
         row, end = _scan(line, 0)  # what json.loads takes most of its time for is around it
     except (StopIteration, ValueError, RecursionError):  # a number of thousands of digits, too
         return None
-    if line[end:].strip() or not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return None
-    return row
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
+    is_flat = is_row and not any(isinstance(value, dict | list) for value in row.values())
+    return row if is_flat and not line[end:].strip() else None
 
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` in file order; torn lines are skipped, none if it is missing.
+    """The rows of a ``metrics.jsonl`` in file order; none if it is missing.
 
-    Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
+    Damaged ones are named and left out. A last line without an end is of a run that goes on, or
+    that was killed. Non-finite values stay the strings that ``MetricsWriter`` wrote (``"NaN"``).
     """
     if not regular(path, RunDirectoryError).exists():
         return
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as stream:
-        yield from (row for row in map(decode_row, stream) if row is not None)
+    damaged = []
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            row = decode_row(line.decode("utf-8", "replace"))
+            if row is not None:
+                yield row
+            elif is_whole(line):
+                damaged.append(number)
+    say_damaged(path, tuple(damaged))
+
+
+def is_whole(line: bytes) -> bool:
+    """Whether it holds something and its end was written."""
+    return bool(line.strip()) and line.endswith(b"\n")
+
+
+@lru_cache(maxsize=64)  # once: a report reads its rows several times, `watch` for ever
+def say_damaged(path: Path, numbers: tuple[int, ...]) -> None:
+    """Name the first rows that nothing is drawn of, and how many there are."""
+    for number in numbers[:_MOST_NAMED]:
+        logger.warning("%s:%d is damaged and is left out", path, number)
+    if len(numbers) > _MOST_NAMED:
+        logger.warning("%s: %d more rows are damaged", path, len(numbers) - _MOST_NAMED)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -168,21 +193,23 @@ RESULTS = "results.json"
 
 
 def read_scores(run: Path) -> list[dict[str, Any]]:
-    """The newest score of each figure, without the parts of groups; damaged files are passed over.
+    """The newest score of each figure, without the parts of groups.
 
     Returns:
         Rows of ``results.json``, each with the ``directory`` that it is from.
     """
     newest: dict[tuple[str, str], dict[str, Any]] = {}
     for path in sorted(run.glob(f"eval/[!.]*/{RESULTS}")):
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8"))["scores"]
-            for row in rows:
-                if not row["is_part"]:
-                    newest[row["task"], row["metric"]] = {**row, "directory": str(path.parent)}
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+        newest |= read_record(path, partial(_scores, str(path.parent)), dict(newest))
     return list(newest.values())
+
+
+def _scores(folder: str, content: Any) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (row["task"], row["metric"]): {**row, "directory": folder}
+        for row in content["scores"]
+        if not row["is_part"]
+    }
 
 
 def read_verdicts(score: dict[str, Any]) -> dict[str, bool]:

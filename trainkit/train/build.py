@@ -8,68 +8,102 @@ import contextlib
 import logging
 import os
 import shlex
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import gather_object
-from transformers import TrainingArguments, set_seed
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from transformers import set_seed
 
-from trainkit.estimate.estimate import Estimate
+from trainkit.errors import CheckpointError, StoppedError
 from trainkit.lora.report import merge_warning
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.checks.self_check import SelfCheckError
-from trainkit.parallel import Layout, ProcessRank
+from trainkit.objectives.step_loss import accepts_num_items
+from trainkit.options import Fp8Options
+from trainkit.parallel import ProcessRank
 from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
 from trainkit.parallel.launch.hosts import Hosts
 from trainkit.parallel.launch.processes import count_local_gpus, launch_command
-from trainkit.recipe import (
-    LoadedRecipe,
-    Recipe,
-    SftOptions,
-)
-from trainkit.run import (
-    Console,
-    RunDirectory,
-    start_rank_log,
-    stop_rank_log,
-)
+from trainkit.recipe import LoadedRecipe, SftOptions
+from trainkit.run import Console, RunDirectory, start_rank_log, stop_rank_log
+from trainkit.run.going_on import resume_command
 from trainkit.run.lock import locked
+from trainkit.run.metrics import read_metrics
 from trainkit.run.report.redraw import reported_at_an_early_end
 from trainkit.run.stages import Stages
-from trainkit.train.dry_run import describe_dry_run, run_one_step
-from trainkit.train.faults.signals import hold_back, not_in_between, record_if_stuck
-from trainkit.train.faults.smaller_batch import BatchFinder
+from trainkit.run.starts import passed_over
+from trainkit.train.callbacks import (
+    KeepFp8Codes,
+    KeepToThePlan,
+    LeakTest,
+    MarkProgress,
+    RowTest,
+    RunRecorder,
+    StopOnRequest,
+    TimeStart,
+)
+from trainkit.train.checkpoints import CheckpointWriter, written_together
+from trainkit.train.faults.bad_batch import WEIGHTS, folder_of
+from trainkit.train.faults.bad_numbers import NumberPolicy
+from trainkit.train.faults.disk import checkpoint_bytes, refuse_small_disk
+from trainkit.train.faults.shortage import MemoryShortageError, is_shortage, out_of_memory
+from trainkit.train.faults.signals import (
+    StopRequest,
+    hold_back,
+    not_in_between,
+    record_if_stuck,
+    saving_on_signals,
+)
+from trainkit.train.faults.smaller_batch import (
+    TryLongestBatch,
+    can_try,
+    for_resuming,
+    goes_back,
+    overrides_for,
+    size_after,
+)
+from trainkit.train.faults.watch import Watch
+from trainkit.train.hooks import KEPT_ROWS, Hook
+from trainkit.train.log import flops
 from trainkit.train.log.quiet import quieten_libraries
-from trainkit.train.memory import expect
+from trainkit.train.log.rows import Rows
+from trainkit.train.log.trackers import RememberTrackers, go_on_with
+from trainkit.train.loop import Loop
 from trainkit.train.model import BuiltModel, build_model
-from trainkit.train.prepare import Invocation, Prepared, prepare
-from trainkit.train.results.finish import AfterTraining
-from trainkit.train.resume.back import go_back
+from trainkit.train.optimizer.finite import NumberError
+from trainkit.train.optimizer.noise import EmbeddingNoise
+from trainkit.train.optimizer.watched import Numbers
+from trainkit.train.prepare import prepare
+from trainkit.train.refusals import settings_refused_by
+from trainkit.train.results.evaluations import Evaluations, StopEarly
+from trainkit.train.results.finish import finish
 from trainkit.train.resume.begin import (
+    FP8,
     find_resumption,
+    go_back,
     open_run_directory,
     refuse_other_hosts,
     review_built,
 )
-from trainkit.train.resume.record import Resumption, write_record, write_start
-from trainkit.train.resume.settings import settings_of
-from trainkit.train.sections import (
-    fp8_setup,
-    machine,
-    number_policy,
-    optimizer_plan,
-    recompute_wanted,
-)
-from trainkit.train.session import Session
+from trainkit.train.resume.hosts import settings_of
+from trainkit.train.resume.record import write_record
+from trainkit.train.resume.take_up import TakeUp
+from trainkit.train.run import Run
+from trainkit.train.saves import Saves, save_model
 from trainkit.train.surroundings import refuse_contradicting_start
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from trainkit.models.fp8.decide import Fp8Setup
+    from trainkit.train.dry_run import OneStep
 
-FP8 = "fp8"
-"""Where a checkpoint's record keeps the products that run in fp8."""
+logger = logging.getLogger(__name__)
 
 
 def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
@@ -92,174 +126,304 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
     quieten_libraries()
     process = ProcessRank.from_environment()
     console = Console(dist_rank=process.dist_rank, rows=options.rows)
-    stages = Stages(options.began)
-    stages.end("imports")
-    start = Invocation(loaded, options, process, console, stages)
+    run = Run(loaded, options, process, console, Stages(options.began))
+    run.stages.end("imports")
     with contextlib.ExitStack() as scratch:
         scratch.callback(console.stop)
         temporary = Path(scratch.enter_context(tempfile.TemporaryDirectory()))
-        prepared = prepare(start, temporary / "dropped.jsonl")
-        stages.end("data")
-        refuse_other_hosts(start, prepared)
-        expected = expect(start, prepared)
-        resumption = find_resumption(start, prepared)
+        prepare(run, temporary / "dropped.jsonl")
+        run.stages.end("data")
+        refuse_other_hosts(run)
+        if not run.recipe.training.get("use_cpu") and (gpu := flops.this_gpu()) is not None:
+            from trainkit.train.memory import expect
+
+            run.expected = expect(run, gpu)
+        find_resumption(run)
         if options.dry_run:
-            _dry_run(start, prepared, resumption.fingerprint, temporary, expected)
+            run.directory = RunDirectory.create_at(temporary / "run")
+            run.args.output_dir = str(run.root)
+            run.point = None
+            _dry_run(run)
             return None
         with not_in_between():  # from the first moment there is somebody to say how the run ended
-            run = _open_run(start, resumption, scratch)
-        if process.is_main and resumption.point is None:
-            write_record(run, loaded, prepared.data, prepared.tokenizer, options, machine(process))
-            if run.dropped.exists():
-                console.note(f"each dropped row has its line in {run.dropped}")
-        prepared.args.output_dir = str(run.root)
-        stages.end("record")
-        session = _session(start, prepared, run, resumption, expected)
-        while (bad := session.train(resumption.point)) is not None:
-            overrides = session.batch.after(bad)
-            del session
-            start, prepared, resumption = go_back(start, prepared, run, bad, overrides)
-            session = _session(start, prepared, run, resumption, expected)
+            _open(run, scratch)
+        if process.is_main and run.point is None:
+            write_record(run)
+            if run.directory.dropped.exists():
+                console.note(f"each dropped row has its line in {run.directory.dropped}")
+        run.args.output_dir = str(run.root)
+        run.stages.end("record")
+        while (bad := _attempt(run)) is not None:
+            size = size_after(run, bad) if isinstance(bad, MemoryShortageError) else None
+            del run.built, run.checkpoints  # which hold the model
+            go_back(run, bad, () if size is None else overrides_for(run, size))
     return run.root if process.is_main else None
 
 
-def _open_run(
-    start: Invocation, resumption: Resumption, scratch: contextlib.ExitStack
-) -> RunDirectory:
+def _open(run: Run, scratch: contextlib.ExitStack) -> None:
     """Make or open the run directory, lock it, and keep its status and logs until the end."""
-    process = start.process
-    known = start.options.resume if resumption.point is None else resumption.point.run
+
+    def lock(directory: RunDirectory) -> None:
+        """Keep other starts of this run out; one rank does, and all hear of it."""
+        decided_by_main(run.process, lambda: scratch.enter_context(locked(directory)))
+
+    known = run.options.resume if run.point is None else run.point.run
     if known is not None:
-        _lock(RunDirectory(known), process, scratch)
-    run = open_run_directory(start, resumption)
+        lock(RunDirectory(known))
+    run.directory = directory = open_run_directory(run)
     if known is None:
-        _lock(run, process, scratch)
-    if process.is_main:
-        scratch.enter_context(reported_at_an_early_end(run))  # when its status is written
-        scratch.enter_context(run.recording_status())
-        record_if_stuck(lambda reason: run.write_status("interrupted", reason=reason))
-    log = start_rank_log(run.rank_log(process.dist_rank), process.dist_rank)
-    scratch.callback(stop_rank_log, log)
-    return run
+        lock(directory)
+    if run.process.is_main:
+        scratch.enter_context(reported_at_an_early_end(directory))  # when its status is written
+        scratch.enter_context(directory.recording_status())
+        record_if_stuck(lambda reason: directory.write_status("interrupted", reason=reason))
+    dist_rank = run.process.dist_rank
+    scratch.callback(stop_rank_log, start_rank_log(directory.rank_log(dist_rank), dist_rank))
 
 
-def _lock(run: RunDirectory, process: ProcessRank, scratch: contextlib.ExitStack) -> None:
-    """Keep other starts of this run out; one rank does, and all hear of it."""
-    decided_by_main(process, lambda: scratch.enter_context(locked(run)))
+def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
+    """Build the model, train, from the beginning or from a checkpoint, and write what is left.
+
+    Returns:
+        None when the run is done; else what is bad in a step that it must go back behind.
+
+    Raises:
+        MemoryShortageError: a step does not fit, and nothing smaller is to be tried.
+        NumberError: a step is bad, and the recipe says to stop.
+        StoppedError: the run was asked to stop; a checkpoint is written.
+        ResumeRefusedError: the checkpoint is beyond the recipe's last step.
+    """
+    _build(run)
+    is_main, point = run.process.is_main, run.point
+    with settings_refused_by("the loop", "training"):
+        loop = Loop(run, hooks_of(run))
+    if is_main and run.args.report_to:
+        for note in go_on_with(run.directory, run.args, goes_on=point is not None):
+            run.console.note(note)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # loading and checking the model is another matter
+    decided_by_main(run.process, lambda: refuse_small_disk(loop, run.root))
+    run.checkpoints.needed = lambda: checkpoint_bytes(loop)
+    run.watch = _watch(run)
+    with run.watch.watching():
+        started = time.perf_counter()
+        bad = _trained(loop)
+        seconds = time.perf_counter() - started
+        if is_main:
+            loop.hook(RunRecorder).finish()
+        if bad is not None:
+            return bad
+        run.watch.stop_timing()
+        if is_main:
+            rows, kept = loop.state.log_history, run.directory
+            # Of a long run the state has the last rows only.
+            whole = rows if len(rows) <= KEPT_ROWS else read_metrics(kept.metrics)
+            kept.write_json(kept.log_history, whole)
+        if run.stop.has_saved:
+            run.console.stop()
+            run.console.note(f"continue with: {resume_command(run.root)}")
+            raise StoppedError(run.stop.agreed, run.stop.why)
+        finish(loop, seconds)
+    return None
 
 
-def _session(
-    start: Invocation,
-    prepared: Prepared,
-    run: RunDirectory,
-    resumption: Resumption,
-    expected: Estimate | None,
-) -> Session:
-    """Build the model and everything that training needs around it."""
-    recipe, process = start.recipe, start.process
-    point = resumption.point
-    built = _build(recipe, prepared, None if point is None else point.fingerprint.get(FP8))
-    start.stages.end("model")
-    refuse_disagreement(process, {"kernels": built.runs})
-    resumption = review_built(start, resumption, built.runs)
+def _trained(loop: Loop) -> NumberError | MemoryShortageError | None:
+    """Train; a step that the run goes back behind is returned, and any other error raised."""
+    run = loop.run
+    with saving_on_signals(run.stop, run.console.note):
+        try:
+            loop.train(None if run.point is None else run.point.checkpoint)
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+            shortage = out_of_memory(loop, error)
+            if not goes_back(run, shortage):
+                raise for_resuming(run, shortage) from error
+            return shortage
+        except MemoryShortageError as error:
+            if not goes_back(run, error):
+                raise
+            return error.with_traceback(None)  # which would keep the model alive
+        except NumberError as error:
+            if run.numbers.goes_back and not run.stop.is_wanted:
+                return error.with_traceback(None)
+            if run.process.is_main:
+                loop.hook(RunRecorder).finish()
+            _keep_weights(loop, error)
+            raise
+    return None
+
+
+def _keep_weights(loop: Loop, error: NumberError) -> None:
+    """Write down the weights that met a bad step, for `trainkit diagnose`; all ranks are here.
+
+    What cannot be written must not hide what happened.
+    """
+    target = folder_of(loop.run.root, error.step) / WEIGHTS
     try:
-        record = built.check_kernels(prepared.data.train.one_batch())
+        with written_together(target, loop.ranks, {"step": error.step}, replace=True) as inner:
+            save_model(loop, inner)
+    except CheckpointError as problem:
+        loop.run.console.warn(f"the weights of the step could not be kept: {problem.what}")
+
+
+def _build(run: Run) -> None:
+    """The model, held against the plain one, and what is new with each attempt."""
+    recipe, args, layout, console = run.recipe, run.args, run.layout, run.console
+    set_seed(args.seed)
+    run.built = built = _built(run)
+    run.stages.end("model")
+    refuse_disagreement(run.process, {"kernels": built.runs})
+    review_built(run)
+    try:
+        record = built.check_kernels(run.data.train.one_batch())
     except (AttentionProofError, SelfCheckError) as error:
-        if process.is_main:
-            run.write_json(run.kernels, {error.part: error.rows})
+        if run.process.is_main:
+            run.directory.write_json(run.directory.kernels, {error.part: error.rows})
         raise
-    if process.is_main:
-        run.write_json(run.kernels, record)
-        start.console.note(built.describe())
+    if run.process.is_main:
+        run.directory.write_json(run.directory.kernels, record)
+        console.note(built.describe())
         if built.adapters is not None and (warning := merge_warning(built.adapters)):
-            start.console.warn(warning)
+            console.warn(warning)
     for row in record.get("self_check", ()):
         if row["status"] == "skipped" and row["op"] == "replica":
-            start.console.warn(f"the kernels were not checked op by op: {row['detail']}")
-    start.stages.end("kernels")
-    return Session(
-        run=run,
-        console=start.console,
-        args=prepared.args,
-        layout=prepared.layout,
-        tokenizer=prepared.tokenizer,
-        data=prepared.data,
-        built=built,
-        fingerprint=_with_choice(resumption.fingerprint, built),
-        settings=settings_of(start.loaded),
-        begin=lambda args: write_start(
-            run, start.loaded, start.options, machine(process), resumption, args, built.attention
-        ),
-        review=resumption.review,
-        begins_again=resumption.point is None and start.options.resume is not None,
-        recompute=recompute_wanted(recipe),
-        max_length=recipe.data.max_length,
-        is_packed=recipe.data.packing,
-        optimizer_plan=optimizer_plan(recipe),
-        is_main=process.is_main,
-        numbers=number_policy(recipe, run),
-        step_timeout=recipe.faults.step_timeout,
-        expected=expected,
-        stages=start.stages,
-        batch=_batch_finder(recipe, prepared.args, prepared.layout, run, expected),
-        after=AfterTraining(
-            base_model=recipe.model.name_or_path,
-            questions=prepared.questions,
-        ),
+            console.warn(f"the kernels were not checked op by op: {row['detail']}")
+    run.stages.end("kernels")
+    config, faults = built.model.config, recipe.faults
+    run.stop = stop = StopRequest()
+    run.numbers = NumberPolicy(
+        on_bad=faults.on_bad_numbers,
+        max_skips=faults.max_skips,
+        max_rollbacks=faults.max_rollbacks,
+        spike=faults.spike,
+        window=faults.spike_window,
+        passed_over=passed_over(run.directory),
     )
-
-
-def _batch_finder(
-    recipe: Recipe,
-    args: TrainingArguments,
-    layout: Layout,
-    run: RunDirectory,
-    expected: Estimate | None,
-) -> BatchFinder:
-    """What finds the micro-batch; the estimate knows what the optimizer and gradients will take."""
-
-    def agree(size: int) -> int:
-        return int(min(gather_object([size]))) if layout.process.world_size > 1 else size
-
-    owners = {} if expected is None else expected.peak.by_owner
-    return BatchFinder(
-        is_on=bool(recipe.training.get("auto_find_batch_size")),
-        args=args,
-        keeps_global=recipe.global_batch_size is not None
-        and "gradient_accumulation_steps" not in recipe.training,
-        layout=layout,
-        run=run,
-        to_come_gib=owners.get("optimizer", 0.0) + owners.get("gradients", 0.0) / 2,
-        agree=agree,
+    run.checkpoints = CheckpointWriter(
+        run.root,
+        run.fingerprint,
+        settings_of(run.loaded),
+        committed=lambda path: console.note(f"saved {path}"),
+        failed=stop.fail,
     )
+    if args.ddp_find_unused_parameters is None:
+        # Only a tower next to the text model has weights that no text reaches; looking for such
+        # weights costs a walk of the graph every step.
+        args.ddp_find_unused_parameters = config.get_text_config() is not config
+    if layout.rows is not None:
+        from trainkit.models.checks.row_test import refuse_unsplittable
+
+        base = built.model.get_base_model() if isinstance(built.model, PeftModel) else built.model
+        takes = accepts_num_items(built.model)
+        name = built.attention.name
+        refuse_unsplittable(base, layout.rows, attention=name, takes_num_items=takes)
 
 
-def _with_choice(fingerprint: Mapping[str, Any], built: BuiltModel) -> Mapping[str, Any]:
-    """The fingerprint with the products that run in fp8: a continued run takes them from there."""
-    choice = built.fp8_choice
-    return fingerprint if choice is None else {**fingerprint, FP8: choice.to_dict()}
-
-
-def _build(
-    recipe: Recipe, prepared: Prepared, chosen_before: Mapping[str, Any] | None
-) -> BuiltModel:
+def _built(run: Run) -> BuiltModel:
     """Load the model with its adapters and kernels."""
-    args = prepared.args
-    set_seed(args.seed)
-    keywords: Mapping[str, Any] = args.gradient_checkpointing_kwargs or {}
+    recipe, args, engine = run.recipe, run.args, run.layout.engine
+    keywords = args.gradient_checkpointing_kwargs or {}
     return build_model(
-        prepared.source,
+        recipe.model,
         attention=recipe.model.attn_implementation,
         packing=recipe.data.packing,
         lora=recipe.lora,
         quantize=recipe.lora.quantize if recipe.lora else None,
         kernels=recipe.kernels,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
-        device=prepared.layout.engine.loading_device(args.device),
-        fp8=fp8_setup(recipe, prepared.data, prepared.layout, args, chosen_before),
-        loading_whole=prepared.layout.engine.loading_whole,
-        load_part=prepared.layout.engine.load_part,
-        reads_parts=prepared.layout.engine.reads_parts(args.device),
+        device=engine.loading_device(args.device),
+        fp8=_fp8_setup(run),
+        loading_whole=engine.loading_whole,
+        load_part=engine.load_part,
+        reads_parts=engine.reads_parts(args.device),
+    )
+
+
+def _fp8_setup(run: Run) -> "Fp8Setup | None":
+    """How the products that run in fp8 are chosen; None where the recipe has none.
+
+    A base in fp8 without a choice of its own gets the default budget.
+    """
+    recipe = run.recipe
+    options = Fp8Options.of(recipe.model.fp8 or bool(recipe.lora and recipe.lora.quantize == FP8))
+    if options is None:
+        return None
+    from trainkit.models.fp8.decide import Fp8Setup
+
+    def agree(value: Any) -> Any:
+        return broadcast_object_list([value])[0] if run.process.world_size > 1 else value
+
+    return Fp8Setup(
+        options,
+        run.data.train.first_samples(),
+        run.args.per_device_train_batch_size * recipe.data.max_length,
+        None if run.point is None else run.point.fingerprint.get(FP8),
+        agree,
+        run.layout.engine.gathering,
+    )
+
+
+def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
+    """All that happens around the steps, in the order in which it is asked."""
+    recipe, args, early = run.recipe, run.args, run.recipe.early_stopping
+    hooks: list[Hook] = []
+    if early is not None:
+        hooks.append(StopEarly(early.patience, early.min_delta))
+    if args.gradient_checkpointing or recipe.recompute is not None:
+        from trainkit.train.recompute.callback import recompute_hook
+
+        hook = recompute_hook(recipe, is_on=bool(args.gradient_checkpointing))
+        hooks += [] if hook is None else [hook]
+    hooks += [KeepFp8Codes()] if run.built.fp8 is not None else []
+    hooks += [RowTest()] if run.layout.rows is not None else []
+    hooks += [LeakTest()] if recipe.data.packing else []
+    if dry is None:
+        hooks += [KeepToThePlan(), TakeUp()] if run.point is not None else []
+        if run.process.is_main:
+            hooks += [RunRecorder(run), TimeStart()]
+            hooks += [RememberTrackers()] if args.report_to else []
+        if run.expected is not None:
+            from trainkit.train.memory import MemoryRecord
+
+            hooks.append(MemoryRecord())
+        hooks += [TryLongestBatch()] if can_try(run) else []  # after the record of this start
+        hooks.append(MarkProgress())
+    hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
+    measured = []
+    if recipe.generation_eval is not None or recipe.eval_tasks is not None:
+        from trainkit.train.results.questions import measurements
+
+        measured = measurements(run)
+    saves, kind = Saves(), Evaluations
+    if args.push_to_hub and run.process.is_main:
+        from trainkit.train.results.hub import Hub
+
+        saves.hub = Hub(args, is_dry=run.options.dry_run)
+    if dry is not None:
+        from trainkit.train.dry_run import LongestEvaluation
+
+        kind = LongestEvaluation
+    hooks += [Numbers(), Rows(), kind(measured), StopOnRequest(), saves]
+    return hooks if dry is None else [*hooks, dry]
+
+
+def _watch(run: Run) -> Watch:
+    """The ranks' watch over one another; all of them make it together."""
+    folder, process = run.directory.logs / "ranks", run.process
+    launch = [""]
+    if process.is_main:
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+        launch[0] = uuid.uuid4().hex
+    if process.world_size > 1:
+        broadcast_object_list(launch)
+    return Watch(
+        folder,
+        dist_rank=process.dist_rank,
+        world_size=process.world_size,
+        launch=launch[0],
+        step_timeout=run.recipe.faults.step_timeout,
+        record=lambda reason: run.directory.write_status("failed", reason=reason),
     )
 
 
@@ -277,17 +441,25 @@ def _relaunch_on_all_gpus(options: SftOptions) -> None:
     os.execv(command[0], command)
 
 
-def _dry_run(
-    start: Invocation,
-    prepared: Prepared,
-    fingerprint: Mapping[str, Any],
-    scratch: Path,
-    expected: Estimate | None,
-) -> None:
-    """Train one step in a directory that is thrown away, and report what it cost."""
-    run = RunDirectory.create_at(scratch / "run")
-    prepared.args.output_dir = str(run.root)
-    session = _session(start, prepared, run, Resumption(fingerprint), expected)
-    verdict = run_one_step(session)
-    figures = describe_dry_run(verdict, prepared.data, prepared.args, prepared.layout.data_size)
-    start.console.finish(figures, title="dry run: ready to train")
+def _dry_run(run: Run) -> None:
+    """Train one step in a directory that is thrown away, and report what it cost.
+
+    Raises:
+        RecipeError: the model, the optimizer or the schedule refuses the settings.
+        TrainkitError: out of memory (naming the sizes), or a figure is NaN or infinite.
+    """
+    from trainkit.train.dry_run import OneStep, describe
+
+    _build(run)
+    step = OneStep()
+    with settings_refused_by("the loop", "training"):
+        loop = Loop(run, hooks_of(run, step))
+    if run.args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        loop.train()
+    except (RuntimeError, MemoryError) as error:
+        if not is_shortage(error):
+            raise
+        raise out_of_memory(loop, error) from error
+    run.console.finish(describe(run, step), title="dry run: ready to train")

@@ -5,19 +5,26 @@ ranks write into one staging directory; only after a barrier does rank 0 put the
 rename. So DeepSpeed's ``latest`` file can never point at half a checkpoint.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerState
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, TrainerState
 
+from trainkit.auto_class import is_own_code
 from trainkit.checkpoint.weights.base_fingerprint import write_fingerprint
 from trainkit.checkpoint.weights.companions import carry_record, copy_processors, stored_at
-from trainkit.checkpoint.weights.contents import check_contents
+from trainkit.checkpoint.weights.contents import ANOTHER, check_contents, refuse_unfit
+from trainkit.checkpoint.weights.reader import SafetensorsFile, TensorInfo
 from trainkit.checkpoint.whole.atomic import (
     commit,
     discard,
@@ -28,12 +35,14 @@ from trainkit.checkpoint.whole.atomic import (
 )
 from trainkit.checkpoint.whole.manifest import FileEntry, Manifest, verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.models.loading import load_model
+from trainkit.options import ModelOptions
 from trainkit.parallel.part_files import check_parts
 from trainkit.parallel.ranks import Ranks
 from trainkit.places import checkpoints_in, step_of
 from trainkit.train.background import Background, Notes, Save
 
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 BASE = "base"
 """Where a checkpoint's record keeps the digests of the base's files, by name."""
 
@@ -354,7 +363,7 @@ def _resume_point(
     step, run, settings = known.get("step"), known.get("run", {}), known.get("settings", {})
     is_own = step_of(path) in (-1, step)  # one that was renamed has no step in its name
     if (
-        not isinstance(step, int)
+        type(step) is not int
         or step < 0
         or not is_own
         or not isinstance(run, dict)
@@ -365,6 +374,69 @@ def _resume_point(
             where=str(path),
             fix="give another checkpoint of the run, or start a new one",
         )
-    check_contents(path, state_file=TRAINER_STATE)
+    check_contents(path, state_file=TRAINER_STATE, step=step)
     check_parts(path)
     return ResumePoint(path.parent, path, step, run, settings, skipped)
+
+
+def read_weights(model: Any, folder: Path) -> None:
+    """Take up the weights of a checkpoint, or of a saved model, from the files of a whole model."""
+    if isinstance(model, PeftModel):
+        file = folder / ADAPTER_NAME
+        own = get_peft_model_state_dict(model, save_embedding_layers=False)
+        refuse_unfit(file, _tensors_in(file), own)
+        _refuse_missing(file, [*(own.keys() - _tensors_in(file).keys())])
+        set_peft_model_state_dict(model, load_file(file))
+        return
+    own = model.state_dict()
+    found: set[str] = set()
+    for part in sorted(folder.glob("model*.safetensors")):
+        refuse_unfit(part, _tensors_in(part), own)
+        found |= _tensors_in(part).keys()
+        model.load_state_dict(load_file(part), strict=False)
+    held = {own[name].data_ptr() for name in found & own.keys()}  # one of those that are tied
+    trained = [name for name, each in model.named_parameters() if each.requires_grad]
+    missing = [name for name in trained if name in own and own[name].data_ptr() not in held]
+    if found <= own.keys():  # else they have other names there
+        _refuse_missing(folder, missing)
+    take_renamed(model, folder)
+
+
+def _refuse_missing(where: Path, names: Sequence[str]) -> None:
+    if names:
+        raise CheckpointError(f"{names[0]} is not in it", where=str(where), fix=ANOTHER)
+
+
+def _tensors_in(file: Path) -> dict[str, TensorInfo]:
+    opened = SafetensorsFile(file)
+    opened.close()
+    return opened.tensors
+
+
+def take_renamed(model: Any, folder: Path) -> None:
+    """Take up saved weights whose names in the files are not the model's.
+
+    transformers saves some classes under other names than they run with, experts one by one: a
+    continued run would go on, and a best model be saved, with experts of another step.
+
+    Args:
+        model: as it trains.
+        folder: a checkpoint, or a saved model.
+    """
+    files = sorted(folder.glob("model*.safetensors"))
+    own = model.state_dict() if isinstance(model, PreTrainedModel) else {}
+    if all(name in own for file in files for name in names_in(file)) or not own:
+        return
+    place = ModelOptions(
+        name_or_path=str(folder), dtype="auto", trust_remote_code=is_own_code(model)
+    )
+    saved = load_model(place, attention="eager").state_dict()
+    with torch.no_grad():
+        for name, value in own.items():
+            value.copy_(saved[name])
+
+
+def names_in(file: Path) -> list[str]:
+    """Of the tensors in a file."""
+    with safe_open(file, "pt") as opened:
+        return list(opened.keys())

@@ -1,41 +1,228 @@
-"""What happens around the steps of a run."""
+"""What happens around the steps of a run, and what it sees of the loop."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
+from transformers import TrainerControl, TrainerState, enable_full_determinism, set_seed
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
+from transformers.utils import logging as transformers_logging
 
-from trainkit.objectives.batches import BatchCounts
-from trainkit.train.background import Save
+from trainkit.objectives.batches import BatchCounts, take_counts
+from trainkit.objectives.objective import LossSetup
+from trainkit.objectives.step_loss import accepts_num_items
+from trainkit.parallel.ranks import Ranks
+from trainkit.train.data.loaders import Batches, EpochPlan, stream_state
+from trainkit.train.log.flops import peak_flops, training_flops_per_token
+from trainkit.train.log.meter import Meter
+from trainkit.train.optimizer.finite import guard_of
+from trainkit.train.run import Run
+
+if TYPE_CHECKING:
+    from trainkit.train.background import Save
+
+KEPT_ROWS = 1000
+"""Logged rows that the run's state keeps, so that a save does not grow with the run."""
 
 
 class Hook:
-    """One part of it; all are asked in the order of the loop's list, on every rank.
+    """What happens around the steps; all are asked in the order of the loop's list, on every rank.
 
-    ``loop`` is the `trainkit.train.loop.Loop`, which imports its hooks.
+    What begins with ``on_`` is told behind transformers' callbacks, at the same moment.
     """
 
-    def begin(self, loop: Any, checkpoint: Path | None) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """All is made, and what a checkpoint holds is loaded."""
 
     def before_step(
         self,
-        loop: Any,
+        loop: LoopState,
         micro: Sequence[dict[str, Any]],
         counts: Sequence[BatchCounts],
         seconds: float,
     ) -> None:
         """These micro-batches are a step; fetching them took so long."""
 
-    def stepped(self, loop: Any, losses: Sequence[torch.Tensor]) -> None:
+    def on_step_begin(self, loop: LoopState) -> None:
+        """The first micro-batch is about to be computed."""
+
+    def on_substep_end(self, loop: LoopState) -> None:
+        """Behind a micro-batch that is not the last."""
+
+    def on_pre_optimizer_step(self, loop: LoopState) -> None:
+        """The gradients are complete."""
+
+    def stepped(self, loop: LoopState, losses: Sequence[torch.Tensor]) -> None:
         """The update is made, and counted."""
 
-    def due(self, loop: Any) -> None:
+    def on_step_end(self, loop: LoopState) -> None:
+        """``loop.control`` says what is due; a hook may change it."""
+
+    def on_epoch_end(self, loop: LoopState) -> None:
+        """Likewise."""
+
+    def due(self, loop: LoopState) -> None:
         """Behind each step, and each epoch: do what ``loop.control`` says is due."""
 
-    def save(self, loop: Any, save: Save) -> None:
+    def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
+        """A row of figures is logged."""
+
+    def on_evaluate(self, loop: LoopState, row: dict[str, Any]) -> None:
+        """An evaluation has come to these figures."""
+
+    def save(self, loop: LoopState, save: Save) -> None:
         """Its own part of a checkpoint: small files."""
 
-    def end(self, loop: Any) -> None:
+    def on_save(self, loop: LoopState) -> None:
+        """A checkpoint is on its way."""
+
+    def end(self, loop: LoopState) -> None:
         """Behind the last step."""
+
+    def on_train_end(self, loop: LoopState) -> None:
+        """Nothing follows."""
+
+
+Kind = TypeVar("Kind", bound=Hook)
+
+
+class LoopState:
+    """What a loop trains, how far it is, and who is told.
+
+    Args:
+        run: its model, data and arguments.
+        hooks: what happens around the steps.
+
+    Attributes:
+        wrapped: the model as it is called in training.
+        group_options: what the recipe gives the optimizer's groups, whatever a checkpoint brought.
+        norm: of the last step's gradients, before clipping.
+        rate: of the last step.
+        latest_batch: the micro-batch that was begun last.
+    """
+
+    loader: Batches
+    epochs: EpochPlan
+    follows_metric: bool
+    group_options: list[dict[str, Any]]
+    norm: torch.Tensor | float | None
+    rate: float
+
+    def __init__(self, run: Run, hooks: Sequence[Hook]) -> None:
+        args, model, layout = run.args, run.built.model, run.layout
+        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        transformers_logging.set_verbosity(args.get_process_log_level())
+        self.run, self.hooks = run, list(hooks)
+        self.model, self.args, self.layout, self.engine = model, args, layout, layout.engine
+        self.tokenizer, self.checkpoints, self.stop = run.tokenizer, run.checkpoints, run.stop
+        self.train_data, self.eval_data = run.data.train, run.data.eval
+        self.ranks = Ranks(args)
+        self.engine.receive(model, args)
+        model.config.use_cache = args.use_cache
+        self.wrapped: nn.Module = model
+        self.optimizer: Any = None
+        self.scheduler: Any = None
+        self.latest_batch: dict[str, Any] | None = None
+        self.takes_num_items = accepts_num_items(model)
+        self.loss = run.data.objective.loss(
+            LossSetup(
+                model,
+                takes_num_items=self.takes_num_items,
+                label_smoothing=args.label_smoothing_factor,
+                chunk_tokens=run.recipe.model.loss_chunk_tokens,
+                keeps_gradient=not run.recipe.optim_in_backward,
+                train_sources=self.train_data.sources,
+                eval_sources=self.eval_data.sources if self.eval_data else (),
+            )
+        )
+        self.stream = stream_state(self.train_data, args, layout)
+        peak = peak_flops()
+        self.meter = Meter(
+            self.ranks,
+            counts_rows=layout.counts_rows,
+            counts_losses=layout.counts_losses,
+            own=self.loss.train_metrics,
+            stream=self.stream,
+            flops_per_token=peak and training_flops_per_token(model, run.recipe.data.max_length),
+            peak_flops=peak,
+        )
+        self.guard = guard_of(run, self.ranks)
+        trackers = get_reporting_integration_callbacks(args.report_to)
+        self.callbacks = CallbackHandler(
+            [DefaultFlowCallback, *trackers], model, run.tokenizer, None, None
+        )
+        for tracker in trackers if run.options.dry_run else ():
+            self.callbacks.remove_callback(tracker)  # made, to see that it can be; told nothing
+        self.control = TrainerControl()
+        self.state = self.new_state()
+        self.event("on_init_end")
+
+    def event(self, name: str, *given: Any) -> None:
+        """Tell transformers' callbacks, then our hooks."""
+        self.control = getattr(self.callbacks, name)(self.args, self.state, self.control, *given)
+        self.tell(name, *given)
+
+    def tell(self, name: str, *given: Any) -> None:
+        """Ask our hooks, in order: those that do something then."""
+        for hook in self.hooks:
+            if getattr(type(hook), name, None) is not getattr(Hook, name, None):
+                getattr(hook, name)(self, *given)
+
+    def hook(self, kind: type[Kind]) -> Kind:
+        """The one of this kind."""
+        return next(hook for hook in self.hooks if isinstance(hook, kind))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Keep a row of figures, and tell of it; metrics.jsonl has all rows, the state the last."""
+        state = self.state
+        if state.epoch is not None:
+            row["epoch"] = state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            row["num_input_tokens_seen"] = state.num_input_tokens_seen
+        rows = state.log_history
+        rows.append({**row, "step": state.global_step})
+        self.event("on_log", row)
+        if len(rows) > 2 * KEPT_ROWS:
+            del rows[1:-KEPT_ROWS]
+
+    def loss_of(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The loss of a batch by itself, counts included; nothing is logged or watched."""
+        batch = {name: value for name, value in batch.items() if name != "source_ids"}
+        counts = take_counts(batch, self.loss.num_items)
+        with self.sharing():
+            return self.loss.evaluate(self.model, self.prepare(batch), counts.num_items).loss_sum
+
+    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Copy a batch to the device without waiting for the device to finish its work."""
+        if self.run.watch is not None:
+            self.run.watch.mark("training" if self.model.training else "evaluating")
+        self.latest_batch, rows, device = batch, self.layout.rows, self.args.device
+        inputs = batch if rows is None else rows.part(batch)
+        return {
+            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+            for name, value in inputs.items()
+        }
+
+    def sharing(self) -> AbstractContextManager[Any]:
+        """Within, attention knows where ranks have a part of each row."""
+        return nullcontext() if self.layout.rows is None else self.layout.rows.at_work()
+
+    def exported(self) -> list[ExportableState]:
+        """Callbacks whose state is saved."""
+        every = [*self.callbacks.callbacks, self.control]
+        return [each for each in every if isinstance(each, ExportableState)]
+
+    def new_state(self) -> TrainerState:
+        state = TrainerState(
+            stateful_callbacks=self.exported(),
+            is_local_process_zero=self.args.local_process_index == 0,
+            is_world_process_zero=self.ranks.is_main_process,
+        )
+        state.train_batch_size = self.args.train_batch_size
+        return state

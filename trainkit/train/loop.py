@@ -5,158 +5,37 @@ strategies of spreading a run over processes is the engine's. transformers' call
 its Trainer tells them; a test holds each figure and weight against that Trainer's.
 """
 
+from __future__ import annotations
+
 import inspect
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    enable_full_determinism,
-    get_scheduler,
-    set_seed,
-)
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
-from transformers.utils import logging as transformers_logging
+from transformers import TrainerState, get_scheduler
 
-from trainkit.errors import TrainkitError
-from trainkit.objectives.batches import BatchCounts, TrainingData, take_counts, take_sample_ids
-from trainkit.objectives.objective import LossSetup, Objective, Step
-from trainkit.objectives.step_loss import accepts_num_items
-from trainkit.parallel import Layout
+from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.objectives.batches import BatchCounts, take_counts, take_sample_ids
+from trainkit.objectives.objective import Step
 from trainkit.parallel.engine import Training
-from trainkit.parallel.ranks import Ranks
-from trainkit.train.checkpoints import TRAINER_STATE, CheckpointWriter
-from trainkit.train.data.epochs import EpochPlan
-from trainkit.train.data.loaders import sample_loader, stream_loader, stream_state
-from trainkit.train.faults.bad_numbers import NumberPolicy
-from trainkit.train.faults.signals import StopRequest
-from trainkit.train.faults.watch import Watch
-from trainkit.train.hooks import Hook
-from trainkit.train.log.meter import Meter
-from trainkit.train.log.rows import Rows
+from trainkit.train.checkpoints import SCHEDULER, TRAINER_STATE, read_weights
+from trainkit.train.data.loaders import EpochPlan, train_loader
+from trainkit.train.hooks import LoopState
 from trainkit.train.model import prepare_to_train
 from trainkit.train.optimizer.finite import hold_back
-from trainkit.train.optimizer.make import OptimizerPlan, make_optimizer
-from trainkit.train.optimizer.noise import EmbeddingNoise
+from trainkit.train.optimizer.make import averages_gradients, make_optimizer
 from trainkit.train.optimizer.optim import needs_master_weights, refuse_float16
-from trainkit.train.optimizer.watched import Numbers
 from trainkit.train.refusals import settings_refused_by
-from trainkit.train.results.evaluations import Evaluations
-from trainkit.train.results.hub import Hub
 from trainkit.train.resume.random_state import load_random_state
-from trainkit.train.resume.take_up import options_of
-from trainkit.train.saves import SCHEDULER, Saves, read_weights
 
 
-class Loop:
-    """Trains a causal language model on prepared samples, as an objective says.
-
-    Args:
-        model: the model, patched and with adapters attached.
-        args: transformers' arguments; ``output_dir`` is the run directory.
-        layout: how the run is spread over processes.
-        tokenizer: saved with every checkpoint.
-        train_data: what to train on.
-        eval_data: what ``eval_loss`` is measured on, or None.
-        checkpoints: writes checkpoints atomically.
-        stop: set from outside to end the run at the next step that all ranks share.
-        objective: what is optimised.
-        numbers: what to do about a step whose numbers are bad; stop by default.
-        warn: tells the user what the run goes on without.
-        optimizer_plan: what the recipe says of the optimizer besides ``args``.
-        flops_per_token: of one training step, for ``mfu``; None when the peak is unknown.
-        peak_flops: of one device.
-    """
-
-    hub_kind = Hub
-    watch: Watch | None = None
-    """Hears how far this rank has come."""
-
-    def __init__(
-        self,
-        *,
-        model: Any,
-        args: TrainingArguments,
-        layout: Layout,
-        tokenizer: PreTrainedTokenizerBase,
-        train_data: TrainingData,
-        eval_data: TrainingData | None,
-        checkpoints: CheckpointWriter,
-        stop: StopRequest,
-        objective: Objective,
-        numbers: NumberPolicy | None = None,
-        warn: Callable[[str], None] = lambda _: None,
-        optimizer_plan: OptimizerPlan | None = None,
-        flops_per_token: float | None = None,
-        peak_flops: float | None = None,
-    ) -> None:
-        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
-        transformers_logging.set_verbosity(args.get_process_log_level())
-        self.model, self.args, self.layout, self.tokenizer = model, args, layout, tokenizer
-        self.train_data, self.eval_data = train_data, eval_data
-        self.checkpoints, self.stop = checkpoints, stop
-        self.plan, self.engine, self.ranks = (
-            optimizer_plan or OptimizerPlan(),
-            layout.engine,
-            Ranks(args),
-        )
-        self.engine.receive(model, args)
-        model.config.use_cache = args.use_cache
-        self.wrapped = model
-        self.optimizer: Any = None
-        self.scheduler: Any = None
-        self.latest_batch: dict[str, Any] | None = None
-        self.takes_num_items = accepts_num_items(model)
-        self.loss = objective.loss(
-            LossSetup(
-                model,
-                takes_num_items=self.takes_num_items,
-                label_smoothing=args.label_smoothing_factor,
-                chunk_tokens=self.plan.loss_chunk_tokens,
-                keeps_gradient=not self.plan.in_backward,
-                train_sources=train_data.sources,
-                eval_sources=eval_data.sources if eval_data else (),
-            )
-        )
-        self.stream = stream_state(train_data, args, layout)
-        self.meter = Meter(
-            self.ranks,
-            counts_rows=layout.counts_rows,
-            counts_losses=layout.counts_losses,
-            own=self.loss.train_metrics,
-            stream=self.stream,
-            flops_per_token=flops_per_token,
-            peak_flops=peak_flops,
-        )
-        self.numbers = Numbers(self, numbers or NumberPolicy(), warn)
-        self.guard = self.numbers.guard
-        self.rows, self.evaluations, self.saves = Rows(), Evaluations(), Saves()
-        self.hub = self.hub_kind(args, is_main=self.ranks.is_main_process)
-        self.hooks: list[Hook] = [
-            EmbeddingNoise(), self.numbers, self.rows, self.evaluations, self.saves
-        ]  # fmt: skip
-        trackers = get_reporting_integration_callbacks(args.report_to)
-        self.callbacks = CallbackHandler(
-            [DefaultFlowCallback, *trackers], model, tokenizer, None, None
-        )
-        self.add_callback, self.remove_callback = (
-            self.callbacks.add_callback,
-            self.callbacks.remove_callback,
-        )
-        self.control = TrainerControl()
-        self.state = self._new_state()
-        self.event("on_init_end")
+class Loop(LoopState):
+    """Trains a causal language model on prepared samples, as an objective says."""
 
     # -- the algorithm ----------------------------------------------------------------------------
 
@@ -208,7 +87,7 @@ class Loop:
         micro = self.take(batches)
         seconds = time.perf_counter() - started
         samples = [take_sample_ids(batch) for batch in micro]
-        counts = [self.take_counts(batch) for batch in micro]
+        counts = [take_counts(batch, self.loss.num_items) for batch in micro]
         self.guard.begin(samples, micro, step=state.global_step + 1)
         self.tell("before_step", micro, counts, seconds)
         loss = partial(self.micro_loss, num_items=self._num_items(counts), parts=len(micro))
@@ -275,30 +154,11 @@ class Loop:
         """The micro-batches of the next step; the last one of an epoch may have fewer."""
         return list(itertools.islice(batches, self.args.gradient_accumulation_steps))
 
-    def take_counts(self, batch: dict[str, Any]) -> BatchCounts:
-        """What is in a batch, which is the model's then."""
-        return take_counts(batch, self.loss.num_items)
-
     def _prepared(self, micro: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for number, batch in enumerate(micro):
             if number:
                 self.event("on_substep_end")
             yield self.prepare(batch)
-
-    def prepare(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Copy a batch to the device without waiting for the device to finish its work."""
-        if self.watch is not None:
-            self.watch.mark("training" if self.model.training else "evaluating")
-        self.latest_batch, rows, device = batch, self.layout.rows, self.args.device
-        inputs = batch if rows is None else rows.part(batch)
-        return {
-            name: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-            for name, value in inputs.items()
-        }
-
-    def sharing(self) -> Any:
-        """Within, attention knows where ranks have a part of each row."""
-        return nullcontext() if self.layout.rows is None else self.layout.rows.at_work()
 
     def _num_items(self, counts: Sequence[BatchCounts]) -> torch.Tensor:
         """What a step's losses are divided by: the items of its rows, those of all data ranks."""
@@ -326,7 +186,7 @@ class Loop:
     def _watch_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Tell the guard, and optimizers that step in the backward pass."""
         factor = self.guard.add_loss(loss)
-        if self.plan.in_backward:
+        if self.run.recipe.optim_in_backward:
             self.optimizer.block(~(loss if factor is None else loss * factor).isfinite())
         return factor
 
@@ -345,41 +205,19 @@ class Loop:
 
     # -- before the first step --------------------------------------------------------------------
 
-    def train_batches(self) -> Any:
-        """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
-        args, size = self.args, self.args.train_batch_size
-        if self.stream is not None:
-            return stream_loader(self.train_data, self.stream, args, size)
-        return sample_loader(
-            self.train_data,
-            args,
-            self.layout,
-            size,
-            drop_last=args.dataloader_drop_last,
-            group_by_length=args.train_sampling_strategy == "group_by_length",
-        )
-
-    def eval_batches(self) -> Any:
-        """Every evaluation sample once, dealt out over the ranks."""
-        if self.eval_data is None:
-            raise TrainkitError(
-                "there is nothing to evaluate on", where="data.eval", fix="name a file there"
-            )
-        return sample_loader(self.eval_data, self.args, self.layout, self.args.eval_batch_size)
-
     def _make(self, checkpoint: Path | None) -> None:
         """Weights, placement, optimizer, schedule, state: in this order."""
         args, engine, model = self.args, self.engine, self.model
         if self.stream is not None and checkpoint is not None:
             self.stream.load(checkpoint)
-        self.loader = self.train_batches()
+        self.loader = train_loader(self.train_data, self.stream, args, self.layout)
         self.epochs = EpochPlan.of(self.loader, args, is_equal=self.train_data.has_equal_epochs)
         max_steps = self.epochs.max_steps
         prepare_to_train(model, self.tokenizer, args)
         if checkpoint is not None:
             engine.load_weights(model, partial(read_weights, model, checkpoint))
         self.create_optimizer()
-        averages = self.plan.reduces_gradients(str(args.optim))
+        averages = averages_gradients(str(args.optim), self.run.recipe.optim_in_backward)
         self.wrapped = engine.set_up(
             Training(model, self.optimizer, args, self.ranks, max_steps, averages)
         )
@@ -394,14 +232,18 @@ class Loop:
             )
         self.follows_metric = "metrics" in inspect.signature(self.scheduler.step).parameters
         # What the recipe gives the optimizer; a checkpoint's values take its place.
-        self.group_options = options_of(self.optimizer.param_groups)
-        self.state = self._new_state()
+        self.group_options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        self.state = self.new_state()
         if checkpoint is not None:
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
             engine.load_state(checkpoint)
             if (checkpoint / SCHEDULER).is_file():
                 schedule = torch.load(checkpoint / SCHEDULER, weights_only=True)
-                self.scheduler.load_state_dict(schedule)
+                with taking_up(checkpoint / SCHEDULER):
+                    self.scheduler.load_state_dict(schedule)
         self.state.compute_steps(args, max_steps)  # the recipe's intervals, not the checkpoint's
         self.state.max_steps, self.state.num_train_epochs = max_steps, self.epochs.num_epochs
         self.state.is_world_process_zero = self.ranks.is_main_process
@@ -413,69 +255,17 @@ class Loop:
     @settings_refused_by("the optimizer", "training.optim")
     def create_optimizer(self) -> torch.optim.Optimizer:
         """Spread the model, and make the optimizer, with masters where nobody else keeps them."""
-        model, engine = self.model, self.engine
+        model, engine, recipe = self.model, self.engine, self.run.recipe
         engine.place(model, self.args.device)
         if not engine.keeps_masters and needs_master_weights(model) and not self.args.fp16:
             refuse_float16(model)
         self.optimizer = make_optimizer(
             model,
             self.args,
-            self.plan,
+            lora_plus_ratio=recipe.lora.lora_plus_ratio if recipe.lora else None,
+            in_backward=recipe.optim_in_backward,
+            keeps_masters=recipe.model.master_weights,
             engine_keeps_masters=engine.keeps_masters,
             num_ranks=self.ranks.num_processes,
         )
         return self.optimizer
-
-    def exported(self) -> list[Any]:
-        """Callbacks whose state is saved."""
-        every = [*self.callbacks.callbacks, self.control]
-        return [each for each in every if isinstance(each, ExportableState)]
-
-    def _new_state(self) -> TrainerState:
-        state = TrainerState(
-            stateful_callbacks=self.exported(),
-            is_local_process_zero=self.args.local_process_index == 0,
-            is_world_process_zero=self.ranks.is_main_process,
-        )
-        state.train_batch_size = self.args.train_batch_size
-        return state
-
-    # -- what others ask --------------------------------------------------------------------------
-
-    def event(self, name: str, *given: Any) -> None:
-        """Tell transformers' callbacks."""
-        self.control = getattr(self.callbacks, name)(self.args, self.state, self.control, *given)
-
-    def tell(self, name: str, *given: Any) -> None:
-        """Ask our hooks, in order."""
-        for hook in self.hooks:
-            getattr(hook, name)(self, *given)
-
-    def log(self, row: dict[str, float]) -> None:
-        """Keep a row of figures, and tell of it."""
-        self.rows.log(self, row)
-
-    def evaluate(self) -> dict[str, float]:
-        """What is due to be measured; all ranks call it."""
-        return self.evaluations.measure(self)
-
-    def save_model(self, folder: str | Path) -> None:
-        """Write the model as ``from_pretrained`` reads it; all ranks call it."""
-        self.saves.save_model(self, Path(folder))
-
-    def loss_of(self, batch: dict[str, Any]) -> torch.Tensor:
-        """The loss of a batch by itself, counts included; nothing is logged or watched."""
-        batch = {name: value for name, value in batch.items() if name != "source_ids"}
-        counts = self.take_counts(batch)
-        with self.sharing():
-            return self.loss.evaluate(self.model, self.prepare(batch), counts.num_items).loss_sum
-
-    @property
-    def latest_rows(self) -> list[str]:
-        """The rows, by name, of the micro-batch that was begun last."""
-        return self.guard.rows_of(self.latest_batch)
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether half-precision weights that train have fp32 copies."""
-        return self.engine.keeps_masters or self.plan.keeps_masters

@@ -3,76 +3,58 @@
 ``memory.json`` keeps both. On a CPU there is nothing to hold it against.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.estimate import MEMORY_BAND, Estimate, estimate
-from trainkit.estimate.gpus import GPUS, Gpu, gpu_named
+from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.peak import CONTEXT_GIB, GIB, RESERVED, peak
 from trainkit.estimate.recipe import plan_of, replanning, uncounted
 from trainkit.parallel.agreement import largest_of
-from trainkit.parallel.process import ProcessRank
-from trainkit.run import Console, RunDirectory
-from trainkit.train.prepare import Invocation, Prepared
-
-_UNKNOWN_GPU = "a100-80g"
-"""Whose speed is taken for a GPU that the table does not have."""
+from trainkit.train.hooks import Hook, LoopState
+from trainkit.train.run import Run
 
 
-def this_gpu() -> Gpu | None:
-    """This process's GPU with the memory that it really has; None without one."""
-    if not torch.cuda.is_available():
-        return None
-    name = torch.cuda.get_device_name()
-    row = gpu_named(name) or replace(GPUS[_UNKNOWN_GPU], name=name)
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return replace(row, memory_gib=total / GIB)
-
-
-def expect(start: Invocation, prepared: Prepared) -> Estimate | None:
-    """The estimate of a run on this process's GPU; None where there is none, or nobody can say.
+def expect(run: Run, gpu: Gpu) -> Estimate | None:
+    """The estimate of a run on this process's GPU; None where nobody can say.
 
     Raises:
         TrainkitError: the run cannot fit, and nobody insists.
     """
-    gpu = None if start.recipe.training.get("use_cpu") else this_gpu()
-    if gpu is None:
-        return None
     try:
-        plan = plan_of(start.recipe, start.process.world_size)
+        plan = plan_of(run.recipe, run.process.world_size)
     except ModelError as error:
-        start.console.note(f"memory: {error.what}")
+        run.console.note(f"memory: {error.what}")
         return None
-    lengths = getattr(prepared.data.train.samples, "lengths", None)
-    if not start.recipe.data.packing and lengths is not None and len(lengths):
+    lengths = getattr(run.data.train.samples, "lengths", None)
+    if not run.recipe.data.packing and lengths is not None and len(lengths):
         plan = replace(plan, length=min(plan.length, int(lengths.max())))
-    replan = replanning(start.loaded, start.process.world_size)
-    found = estimate(plan, gpu, notes=uncounted(start.recipe, plan.shape), replan=replan)
-    _judge(found, start)
+    replan = replanning(run.loaded, run.process.world_size)
+    found = estimate(plan, gpu, notes=uncounted(run.recipe, plan.shape), replan=replan)
+    _judge(found, run)
     return found
 
 
-def _judge(found: Estimate, start: Invocation) -> None:
+def _judge(found: Estimate, run: Run) -> None:
     """Refuse what cannot fit, warn of what may not."""
     gpu, needed = found.gpu, found.peak
     text = f"about {needed.gib:.1f} GiB of {gpu.memory_gib:.1f} GiB ({gpu.name}) at the peak"
     if found.fits:
-        start.console.note(f"memory: {text}; about {found.tokens_per_second:,.0f} tokens/s")
+        run.console.note(f"memory: {text}; about {found.tokens_per_second:,.0f} tokens/s")
         return
     largest = max(needed.by_owner, key=lambda owner: needed.by_owner[owner])
     what = f"the run takes {text}, {needed.by_owner[largest]:.1f} GiB of it {largest}"
     too_large = needed.gib * (1 - MEMORY_BAND[1]) + CONTEXT_GIB > gpu.memory_gib
     # With a part that nobody has counted it may fit all the same.
-    if too_large and not (found.notes or start.options.force or start.options.dry_run):
+    if too_large and not (found.notes or run.options.force or run.options.dry_run):
         raise TrainkitError(
             what, where="training.per_device_train_batch_size", fix=cures(found, or_force=True)
         )
-    start.console.warn(f"{what}; it may run out of memory. {cures(found)}")
+    run.console.warn(f"{what}; it may run out of memory. {cures(found)}")
 
 
 def cures(found: Estimate, *, or_force: bool = False) -> str:
@@ -85,54 +67,30 @@ def cures(found: Estimate, *, or_force: bool = False) -> str:
     return f"{text}; or --force, to try all the same" if or_force else text
 
 
-class MemoryRecord(TrainerCallback):
-    """Writes the estimate, and what was measured; says so after the first step where they differ.
+class MemoryRecord(Hook):
+    """Writes the estimate and what was measured; says after the first step where they differ."""
 
-    Args:
-        found: the estimate.
-        run: where ``memory.json`` is; the first rank writes it.
-        console: speaks.
-        process: which of the run's processes this is; all of them measure.
-        is_exact: every batch has the estimate's size; else it is the largest there may be.
-        is_continued: the optimizer has its states before the first step of this start.
-        read: the peak so far, in bytes.
-    """
+    _found: Estimate
+    _first: float
 
-    def __init__(
-        self,
-        found: Estimate,
-        run: RunDirectory,
-        console: Console,
-        process: ProcessRank,
-        *,
-        is_exact: bool,
-        is_continued: bool = False,
-        read: Callable[[], int] = torch.cuda.max_memory_allocated,
-    ) -> None:
-        self._found = found
-        self._run = run
-        self._console = console
-        self._process = process
-        # A budget is found in the first steps, which take less.
-        self._is_exact = is_exact and not found.plan.recompute_first
-        self._first = peak(found.plan, is_first=not is_continued).gib
-        self._read = read
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        """Keep the estimate."""
+        assert loop.run.expected is not None
+        self._found = found = loop.run.expected
+        # A budget is found in the first steps, which take less; other batches may be smaller.
+        self._is_exact = loop.run.recipe.data.packing and not found.plan.recompute_first
+        # A continued run's optimizer has its states before the first step.
+        self._first = peak(found.plan, is_first=checkpoint is None).gib
         self._measured: dict[str, Any] = {}
         self._seconds: list[float] = []
+        self._write(loop)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Keep the estimate."""
-        self._write()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, loop: LoopState) -> None:
         """After the first step of this start: compare it with what it should have taken."""
         if self._measured:
             return
-        measured, said = largest_of(self._process, self._read()) / GIB, self._first
+        console, gpu = loop.run.console, self._found.gpu
+        measured, said = self._peak(loop), self._first
         self._measured["first_step_gib"] = round(measured, 3)
         self._measured["over_estimate"] = round(measured / said, 4)
         low, high = MEMORY_BAND
@@ -143,41 +101,35 @@ class MemoryRecord(TrainerCallback):
             note = (
                 f"memory: {measured:.1f} GiB measured in the first step, {said:.1f} GiB estimated "
                 f"for it; corrected by that, the run's peak is {corrected:.1f} GiB and it needs "
-                f"{needed:.1f} of {self._found.gpu.memory_gib:.1f} GiB"
+                f"{needed:.1f} of {gpu.memory_gib:.1f} GiB"
             )
-            gpu = self._found.gpu
             if needed <= gpu.memory_gib or measured <= said:  # the start has warned of what it said
-                self._console.note(note)
+                console.note(note)
             else:  # what fits a GPU that is smaller by as much as the estimate was too low
                 less = replace(gpu, memory_gib=gpu.memory_gib * said / measured)
                 corrected_too = estimate(self._found.plan, less, replan=self._found.replan)
-                self._console.warn(f"{note}; it may run out of memory. {cures(corrected_too)}")
-        self._write()
+                console.warn(f"{note}; it may run out of memory. {cures(corrected_too)}")
+        self._write(loop)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
         """Keep the time of a step."""
-        if logs and "step_seconds" in logs:
-            self._seconds.append(logs["step_seconds"])
+        if "step_seconds" in row:
+            self._seconds.append(row["step_seconds"])
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, loop: LoopState) -> None:
         """Keep the peak of all steps and the median time of one."""
-        self._measured["peak_gib"] = round(largest_of(self._process, self._read()) / GIB, 3)
+        self._measured["peak_gib"] = round(self._peak(loop), 3)
         settled = sorted(self._seconds[2:] or self._seconds)
         if settled:
             self._measured["step_seconds"] = round(settled[len(settled) // 2], 5)
-        self._write()
+        self._write(loop)
 
-    def _write(self) -> None:
-        if not self._process.is_main:
-            return
-        said = self._found.to_dict()
-        self._run.write_json(self._run.memory, {"estimated": said, "measured": self._measured})
+    def _peak(self, loop: LoopState) -> float:
+        """GiB of the rank that took the most."""
+        return largest_of(loop.run.process, torch.cuda.max_memory_allocated()) / GIB
+
+    def _write(self, loop: LoopState) -> None:
+        directory = loop.run.directory
+        if loop.run.process.is_main:
+            said = self._found.to_dict()
+            directory.write_json(directory.memory, {"estimated": said, "measured": self._measured})

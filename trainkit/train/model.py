@@ -245,7 +245,8 @@ def _refuse_unfit_base(
         raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
     refuse_unfit_device(quantize, device or _device_of_ranks())
     with loading_whole():
-        refuse_unpacked_experts(load_config(source), source.name_or_path, quantize)
+        trusted, config = source.trust_remote_code, load_config(source)
+        refuse_unpacked_experts(config, source.name_or_path, quantize, trust_remote_code=trusted)
 
 
 def _freeze(model: PreTrainedModel, patterns: Sequence[str], reentrant: bool) -> tuple[int, int]:

@@ -1,163 +1,140 @@
 """What a run has before it has a directory or a model: tokenizer, data, arguments.
 
-What can fail cheaply fails here.
+What can fail cheaply fails here. With ``build.py`` the only reader of recipe fields.
 """
 
+import contextlib
 import math
-from dataclasses import dataclass, field
+import os
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import TrainingArguments
 
-from trainkit.data.read.messages import Conversation
-from trainkit.errors import RecipeError
-from trainkit.lora.quant import refuse_unfit_device
+from trainkit.data.options import DataOptions
+from trainkit.data.serve.streaming import BUFFER
+from trainkit.errors import ModelError, RecipeError
 from trainkit.models.files import context_warning
-from trainkit.models.fp8.decide import refuse_unfit
-from trainkit.models.loading import check_exists, load_config, load_tokenizer, new_tokens
-from trainkit.models.vocabulary import describe_new_tokens
+from trainkit.models.loading import (
+    check_exists,
+    from_pretrained_arguments,
+    load_config,
+    load_tokenizer,
+    new_tokens,
+    stop_token_ids,
+)
 from trainkit.objectives import OBJECTIVES
-from trainkit.options import ModelOptions
-from trainkit.parallel import Layout, ProcessRank
+from trainkit.parallel import Layout, ProcessRank, strategy_for
 from trainkit.recipe import (
-    LoadedRecipe,
     Recipe,
-    SftOptions,
     default_of,
     read_chat_template,
+    recompute_of,
     resolve_accumulation,
 )
-from trainkit.recipe.check.optimizer import late_warmup
-from trainkit.recipe.measured import metric_of
-from trainkit.run import (
-    Console,
-)
-from trainkit.run.stages import Stages
+from trainkit.recipe.rules import accumulates_in_backward, late_warmup, metric_of
 from trainkit.terminal import visible
-from trainkit.train.data.run_data import RunData, prepare_run_data, read_conversations
+from trainkit.train.arguments import training_arguments
+from trainkit.train.data.run_data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
 from trainkit.train.log.quiet import tokenisation_progress
-from trainkit.train.optimizer.refuse import refuse_micro_batches, refuse_unfit_optimizer
-from trainkit.train.results.questions import Questions, load_questions
-from trainkit.train.sections import (
-    data_options,
-    feeding,
-    layout_of,
-    trainer_arguments,
-)
+from trainkit.train.optimizer.refuse import refuse_unfit_optimizer
+from trainkit.train.resume.given import RUNS
+from trainkit.train.run import Run
 
 
-@dataclass(frozen=True)
-class Invocation:
-    """One ``trainkit sft`` as this process sees it.
-
-    Attributes:
-        loaded: the recipe with the origin of every value.
-        options: what the command line says about this start.
-        process: which of the run's processes this is.
-        console: speaks on rank 0.
-        stages: times the way to the first step.
-    """
-
-    loaded: LoadedRecipe
-    options: SftOptions
-    process: ProcessRank
-    console: Console
-    stages: Stages = field(default_factory=Stages)
-
-    @property
-    def recipe(self) -> Recipe:
-        """The values."""
-        return self.loaded.recipe
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What is known before a run directory exists."""
-
-    source: ModelOptions
-    tokenizer: PreTrainedTokenizerBase
-    data: RunData
-    questions: Questions
-    layout: Layout
-    args: TrainingArguments
-
-
-def prepare(start: Invocation, ledger: Path) -> Prepared:
+def prepare(run: Run, ledger: Path) -> None:
     """Tokenizer, data, arguments: in this order, since the last one starts the process group.
 
     Args:
-        start: what was typed, and where it runs.
+        run: gets them.
         ledger: the file for rows that are dropped, cut or repaired.
 
     Raises:
         TrainkitError: the model, the data or the settings cannot be trained as they are.
     """
-    recipe, console = start.recipe, start.console
-    layout = layout_of(recipe, start.process)
-    source = recipe.model
-    check_exists(source)
-    config = load_config(source)
+    recipe, console = run.recipe, run.console
+    training = recipe.training
+    run.layout = layout = layout_of(recipe, run.process)
+    check_exists(recipe.model)
+    config = load_config(recipe.model)
     refuse_unfit_model(
         config,
         packing=recipe.data.packing,
         kernels=recipe.kernels,
         lora=recipe.lora,
-        fp8=source.fp8,
-        projected=recipe.training.get("optim_target_modules"),
+        fp8=recipe.model.fp8,
+        projected=training.get("optim_target_modules"),
     )
-    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu")
-    device = torch.device("cuda" if on_gpu else "cpu")
-    refuse_unfit_optimizer(recipe.training.get("optim"), on_gpu=on_gpu)
-    if recipe.optim_in_backward:
-        refuse_micro_batches(resolve_accumulation(recipe, layout.data_size))
-    if recipe.model.fp8:
-        refuse_unfit(device)
-    if recipe.lora is not None and recipe.lora.quantize is not None:
-        refuse_unfit_device(recipe.lora.quantize, device)
+    _refuse_unfit_device(recipe, layout)
     layout.engine.refuse_model(config)
     warning = context_warning(config, recipe.data.max_length)
     if warning is not None:
         console.warn(warning)
-    tokenizer = load_tokenizer(source)
-    if source.adds_tokens:
+    run.tokenizer = load_tokenizer(recipe.model)
+    if recipe.model.adds_tokens:
+        from trainkit.models.vocabulary import describe_new_tokens
+
         rows = getattr(config.get_text_config(), "vocab_size", None)
-        console.note(visible(describe_new_tokens(new_tokens(source), rows)))
+        console.note(visible(describe_new_tokens(new_tokens(recipe.model), rows)))
     # Set on the tokenizer, so that the held-out answers and final/ have it as well.
-    tokenizer.chat_template = read_chat_template(recipe.data.chat_template) or (
-        tokenizer.chat_template
-    )
-    with tokenisation_progress(console) as progress:
-        data = prepare_run_data(
-            recipe.data.with_format(recipe.data.train),
-            recipe.data.with_format(recipe.data.eval_sources),
-            tokenizer,
-            data_options(recipe, cache_dir=str(ledger.parent) if start.options.dry_run else None),
-            feeding(recipe, layout.data_size),
-            ledger=ledger,
-            progress=progress,
-            objective=OBJECTIVES[recipe.objective],
-            held_out=recipe.data.eval_part,
-        )
+    template = read_chat_template(recipe.data.chat_template) or run.tokenizer.chat_template
+    run.tokenizer.chat_template = template
+    run.data = data = _read_data(run, ledger)
     _refuse_no_batch(recipe, data, layout)
     for note in (data.headline, *data.notes):
         console.note(visible(note))
     for warning in (*data.warnings, *_noise_warning(recipe, data)):
         console.warn(visible(warning))
-    held_out = _held_out(recipe, ledger, console)
-    questions = load_questions(
-        held_out=held_out,
-        generation=recipe.generation_eval,
-        tasks=recipe.eval_tasks,
-        early=recipe.early_stopping,
-        options=data_options(recipe, cache_dir=None),
-        layout=layout,
-        metric=metric_of(recipe.training),
-    )
-    args = trainer_arguments(recipe, layout)
-    _refuse_late_warmup(data, args, layout)
-    return Prepared(source, tokenizer, data, questions, layout, args)
+    if recipe.generation_eval is not None or recipe.eval_tasks is not None:
+        from trainkit.train.results.questions import load_questions
+
+        load_questions(run, ledger)
+    run.args = trainer_arguments(recipe, layout)
+    _refuse_late_warmup(data, run.args, layout)
+
+
+def _read_data(run: Run, ledger: Path) -> RunData:
+    recipe, data, training = run.recipe, run.recipe.data, run.recipe.training
+    workers = max(int(training.get("dataloader_num_workers", 0)), 1)
+    cache_dir = str(ledger.parent) if run.options.dry_run else None
+    run.data_options = data_options(recipe, cache_dir=cache_dir)
+    with tokenisation_progress(run.console) as progress:
+        return prepare_run_data(
+            data.with_format(data.train),
+            data.with_format(data.eval_sources),
+            run.tokenizer,
+            run.data_options,
+            ledger=ledger,
+            progress=progress,
+            objective=OBJECTIVES[recipe.objective],
+            packing=data.packing,
+            shuffle=training.get("train_sampling_strategy") != "sequential",
+            per_source_loss=data.per_source_loss,
+            stream_buffer=BUFFER if data.streaming is True else int(data.streaming),
+            num_shards=run.layout.data_size * workers,
+            row_parts=recipe.parallel.sequence,
+            held_out=data.eval_part,
+        )
+
+
+def _refuse_unfit_device(recipe: Recipe, layout: Layout) -> None:
+    on_gpu = torch.cuda.is_available() and not recipe.training.get("use_cpu")
+    device = torch.device("cuda" if on_gpu else "cpu")
+    refuse_unfit_optimizer(recipe.training.get("optim"), on_gpu=on_gpu)
+    if recipe.optim_in_backward:
+        broken = accumulates_in_backward(resolve_accumulation(recipe, layout.data_size))
+        if broken is not None:
+            key, what, fix = broken
+            raise RecipeError(what, where=key, fix=fix)
+    if recipe.model.fp8:
+        from trainkit.models.fp8.decide import refuse_unfit
+
+        refuse_unfit(device)
+    if recipe.lora is not None and recipe.lora.quantize is not None:
+        from trainkit.lora.quant import refuse_unfit_device
+
+        refuse_unfit_device(recipe.lora.quantize, device)
 
 
 def _refuse_no_batch(recipe: Recipe, data: RunData, layout: Layout) -> None:
@@ -206,13 +183,63 @@ def _noise_warning(recipe: Recipe, data: RunData) -> list[str]:
     ]
 
 
-def _held_out(recipe: Recipe, ledger: Path, console: Console) -> list[Conversation]:
-    """The conversations to be answered after training; read now, since bad rows are found now."""
-    held_out_eval = recipe.generation_eval
-    if held_out_eval is None:
-        return []
-    sources = recipe.data.with_format(held_out_eval.data)
-    conversations, num_dropped = read_conversations(sources, ledger)
-    if num_dropped:
-        console.warn(f"{num_dropped} held-out rows are not conversations and were skipped")
-    return conversations[: held_out_eval.max_samples]
+# -- what several sections of a recipe decide together -------------------------------------------
+
+
+def data_options(recipe: Recipe, *, cache_dir: str | None) -> DataOptions:
+    """The recipe's data section with what no recipe says; ``cache_dir`` wins over its own."""
+    data, training = recipe.data, recipe.training
+    seed = training.get("data_seed")
+    # A GGUF file is slow to read for its configuration, and brings the tokenizer it was made with.
+    is_gguf = "gguf_file" in from_pretrained_arguments(recipe.model)[1]
+    text = None
+    if not is_gguf:
+        # A tokenizer alone is enough to look at data; a run reads the configuration again.
+        with contextlib.suppress(ModelError):
+            text = load_config(recipe.model).get_text_config()
+    return DataOptions(
+        **data.sample_options(),
+        stop_token_ids=stop_token_ids(recipe.model),
+        # Tokens that the recipe adds get rows.
+        num_embeddings=None if recipe.model.adds_tokens else getattr(text, "vocab_size", None),
+        num_workers=data.num_workers if data.num_workers is not None else os.cpu_count() or 1,
+        cache_dir=cache_dir or data.cache_dir,
+        seed=int(seed if seed is not None else training.get("seed", 42)),
+    )
+
+
+def layout_of(recipe: Recipe, process: ProcessRank) -> Layout:
+    """How the run is spread over processes; what its engine's own file says is checked."""
+    layout = Layout.of(strategy_for(recipe.parallel.shard), process, recipe.parallel)
+    sizes = ("per_device_train_batch_size", "max_grad_norm")
+    given = {name: recipe.training.get(name, default_of(f"training.{name}")) for name in sizes}
+    given["gradient_accumulation_steps"] = resolve_accumulation(recipe, layout.data_size)
+    given |= _precision(recipe)
+    layout.engine.refuse_contradictions(given, world_size=layout.data_size)
+    return layout
+
+
+def _precision(recipe: Recipe) -> dict[str, bool | None]:
+    """Whether an engine that reads it computes in half precision; None: the model's files say."""
+    dtypes = {"bf16": "bfloat16", "fp16": "float16"}
+    if recipe.training.keys() & dtypes.keys():
+        return {name: bool(recipe.training.get(name)) for name in dtypes}
+    said = recipe.model.dtype
+    return {name: None if said == "auto" else said == dtype for name, dtype in dtypes.items()}
+
+
+def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
+    """Transformers' TrainingArguments; with several ranks the process group exists after this."""
+    return training_arguments(
+        recipe.training,
+        output_dir=RUNS,  # replaced when the run directory is known to all ranks
+        model_dtype=recipe.model.dtype,
+        layout=layout,
+        has_adapters=recipe.lora is not None,
+        has_eval=bool(recipe.data.eval),
+        measured_every=recipe.measured().every(metric_of(recipe.training)),
+        stops_early=recipe.early_stopping is not None,
+        gradient_accumulation_steps=resolve_accumulation(recipe, layout.data_size),
+        is_streaming=bool(recipe.data.streaming),
+        recompute=recompute_of(recipe),
+    )

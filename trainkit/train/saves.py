@@ -11,29 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, set_peft_model_state_dict
-from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
-from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
-from trainkit.models.loading import load_model
-from trainkit.options import ModelOptions
 from trainkit.parallel.snapshot import pin_ahead, snapshot
 from trainkit.train.background import Save
-from trainkit.train.checkpoints import BASE, TRAINER_STATE, folder_name, remember_origin
-from trainkit.train.hooks import Hook
+from trainkit.train.checkpoints import (
+    BASE,
+    SCHEDULER,
+    TRAINER_STATE,
+    folder_name,
+    read_weights,
+    remember_origin,
+)
+from trainkit.train.hooks import Hook, LoopState
+from trainkit.train.optimizer.watched import Numbers
+from trainkit.train.results.hub import Hub
 from trainkit.train.resume.random_state import random_file, random_state
-
-SCHEDULER = "scheduler.pt"
 
 
 class Saves(Hook):
     """``checkpoint-N``, when it is due; the best of them at the end, where that is wanted."""
 
     _has_pinned = False
+    hub: Hub | None = None
+    """Gets each of them, where that is wanted."""
 
-    def due(self, loop: Any) -> None:
+    def due(self, loop: LoopState) -> None:
         """Save, if it is."""
         if not self._has_pinned and loop.args.save_strategy != "no":
             # The optimizer has its states now; pinned for the first save alone, it takes seconds.
@@ -41,13 +43,13 @@ class Saves(Hook):
         self._has_pinned = True
         if not loop.control.should_save:
             return
-        loop.numbers.check(loop, folder_name(loop.state.global_step))
-        slowly = nullcontext() if loop.watch is None else loop.watch.slow("saving")
-        with slowly:
+        loop.hook(Numbers).check(loop, folder_name(loop.state.global_step))
+        watch = loop.run.watch
+        with nullcontext() if watch is None else watch.slow("saving"):
             self.save_checkpoint(loop)
         loop.event("on_save")
 
-    def save_checkpoint(self, loop: Any) -> None:
+    def save_checkpoint(self, loop: LoopState) -> None:
         """Copy what makes it, and let it appear whole when it is written."""
         args, state, writer = loop.args, loop.state, loop.checkpoints
         saving = writer.saving(
@@ -55,10 +57,10 @@ class Saves(Hook):
             loop.ranks,
             state,
             limit=args.save_total_limit,
-            keep=loop.hub.uploading,
+            keep=None if self.hub is None else self.hub.uploading,
         )
         with saving as save:
-            self._write_weights(loop, save)
+            _write_weights(loop, save)
             if not args.save_only_model:
                 loop.engine.save_state(save)
                 save_small(save, random_file(save.directory, args), random_state(args))
@@ -81,26 +83,11 @@ class Saves(Hook):
                 save.attempt(partial(state.save_to_json, str(path)))
         if args.push_to_hub:
             writer.wait()
-            loop.hub.push_checkpoint(
-                writer.root / folder_name(state.global_step), state.global_step
-            )
+            if self.hub is not None:
+                target = writer.root / folder_name(state.global_step)
+                self.hub.push_checkpoint(target, state.global_step)
 
-    def save_model(self, loop: Any, folder: Path) -> None:
-        """Write the model alone, at once; all ranks call it."""
-        save = Save(folder, at_once=True)
-        self._write_weights(loop, save)
-        save.finish(records=False)
-
-    def _write_weights(self, loop: Any, save: Save) -> None:
-        def write(weights: Mapping[str, Any]) -> None:
-            loop.model.save_pretrained(save.directory, state_dict=weights)
-            loop.tokenizer.save_pretrained(save.directory)
-            base = Path(loop.model.config.name_or_path)
-            remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE))
-
-        loop.engine.save_weights(save, write)
-
-    def end(self, loop: Any) -> None:
+    def end(self, loop: LoopState) -> None:
         """A run that was asked to stop will go on: from its last checkpoint, not from the best."""
         loop.checkpoints.wait()
         args, best = loop.args, loop.state.best_model_checkpoint
@@ -113,44 +100,23 @@ class Saves(Hook):
             loop.checkpoints.thin_out(1, {folder})
 
 
+def save_model(loop: LoopState, folder: Path) -> None:
+    """Write the model alone, at once; all ranks call it."""
+    save = Save(folder, at_once=True)
+    _write_weights(loop, save)
+    save.finish(records=False)
+
+
+def _write_weights(loop: LoopState, save: Save) -> None:
+    def write(weights: Mapping[str, Any]) -> None:
+        loop.model.save_pretrained(save.directory, state_dict=weights)
+        loop.tokenizer.save_pretrained(save.directory)
+        base = Path(loop.model.config.name_or_path)
+        remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE))
+
+    loop.engine.save_weights(save, write)
+
+
 def save_small(save: Save, path: Path, state: Any) -> None:
     """Into a file of its own, later: few numbers, which nothing changes any more."""
     save.defer(path, partial(torch.save, state, path))
-
-
-def read_weights(model: Any, folder: Path) -> None:
-    """Take up the weights of a checkpoint, or of a saved model, from the files of a whole model."""
-    if isinstance(model, PeftModel):
-        set_peft_model_state_dict(model, load_file(folder / ADAPTER_NAME))
-        return
-    for part in sorted(folder.glob("model*.safetensors")):
-        model.load_state_dict(load_file(part), strict=False)
-    take_renamed(model, folder)
-
-
-def take_renamed(model: Any, folder: Path) -> None:
-    """Take up saved weights whose names in the files are not the model's.
-
-    transformers saves some classes under other names than they run with, experts one by one: a
-    continued run would go on, and a best model be saved, with experts of another step.
-
-    Args:
-        model: as it trains.
-        folder: a checkpoint, or a saved model.
-    """
-    files = sorted(folder.glob("model*.safetensors"))
-    own = model.state_dict() if isinstance(model, PreTrainedModel) else {}
-    if all(name in own for file in files for name in names_in(file)) or not own:
-        return
-    saved = load_model(
-        ModelOptions(name_or_path=str(folder), dtype="auto"), attention="eager"
-    ).state_dict()
-    with torch.no_grad():
-        for name, value in own.items():
-            value.copy_(saved[name])
-
-
-def names_in(file: Path) -> list[str]:
-    """Of the tensors in a file."""
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())

@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.data import DataOptions, Source
 from trainkit.objectives.table import OBJECTIVES
-from trainkit.train.data.run_data import Feeding, prepare_run_data
+from trainkit.train.data.run_data import prepare_run_data
 
 
 @pytest.mark.parametrize("buffer", [0, 30], ids=["prepared", "streamed"])
@@ -24,7 +24,8 @@ def test_files_that_are_trained_and_evaluated_are_named(tmp_path, tiny_tokenizer
             [Source(str(tmp_path / f"{name}.jsonl")) for name in evaluated],
             tiny_tokenizer,
             DataOptions(max_length=128, cache_dir=str(tmp_path / "cache")),
-            Feeding(packing=False, stream_buffer=buffer),
+            packing=False,
+            stream_buffer=buffer,
             ledger=tmp_path / f"dropped-{next(numbers)}.jsonl",
             progress=None,
             objective=OBJECTIVES["sft"],

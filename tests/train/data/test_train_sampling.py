@@ -5,7 +5,7 @@ import pytest
 import torch
 from lab import ShuffledSamples
 
-from trainkit.train.data.sampling import LENGTH_BLOCK, FillingDataset, RankBatchSampler
+from trainkit.train.data.loaders import LENGTH_BLOCK, FillingDataset, RankBatchSampler, train_loader
 
 
 def make(lengths):
@@ -101,5 +101,6 @@ def test_reading_batches_moves_no_random_number_of_the_model(lab):
     """Else a run with dropout that is continued in an epoch would be another."""
     trainer = lab.trainer("run", batch=4)
     before = torch.random.get_rng_state()
-    assert len(list(trainer.train_batches())) == 10
+    loader = train_loader(trainer.train_data, None, trainer.args, trainer.layout)
+    assert len(list(loader.epoch(0))) == 10
     assert torch.equal(torch.random.get_rng_state(), before)

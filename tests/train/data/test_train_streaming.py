@@ -11,7 +11,7 @@ from trainkit.data import DataOptions, Source
 from trainkit.data.serve.collator import PackingCollator
 from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import CheckpointError, DataError
-from trainkit.train.data.streaming import StreamLoader, StreamState
+from trainkit.train.data.loaders import StreamLoader, StreamState
 
 
 def conversation(number):
@@ -118,7 +118,7 @@ def test_positions_fit_the_number_of_processes(make, tmp_path):
 def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monkeypatch):
     import source_loss_cases
 
-    from trainkit.data.look.first_look import FirstRows
+    from trainkit.data.serve.streaming import FirstRows
     from trainkit.objectives.batches import CountingCollator, TrainingData
 
     state, _ = make()

@@ -1,12 +1,21 @@
 """A model with weights of every kind, and its optimizer, driven as the Trainer drives them."""
 
 import io
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from trainkit.options.optimizers import DEFAULT, OPTIMIZERS, OURS
 from trainkit.train.optimizer.make import make_optimizer
+
+
+class Plan(NamedTuple):
+    """What a recipe says of the optimizer besides ``training``."""
+
+    lora_plus_ratio: float | None = None
+    in_backward: bool = False
+    keeps_masters: bool = True
 
 
 class Tiny(nn.Module):
@@ -52,7 +61,7 @@ class Run:
         torch.manual_seed(0)
         self.model = Tiny().to(device, dtype)
         self.optimizer = make_optimizer(
-            self.model, arguments(name, folder, **settings), plan,
+            self.model, arguments(name, folder, **settings), **plan._asdict(),
             engine_keeps_masters=False,
         )  # fmt: skip
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 1 / (n + 1))

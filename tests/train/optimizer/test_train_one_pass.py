@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from optimizer_cases import Run
+from optimizer_cases import Plan, Run
 
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.reference import dequantize_reference
 from trainkit.options.optimizers import SERVED, optimizer_row
 from trainkit.train.optimizer import paged
-from trainkit.train.optimizer.make import OptimizerPlan
 from trainkit.train.optimizer.one_pass import one_pass_of
 
-ROUNDED = OptimizerPlan(in_backward=True, keeps_masters=False)
+ROUNDED = Plan(in_backward=True, keeps_masters=False)
 BLOCKWISE = [n for n in SERVED if (p := optimizer_row(n).package) and p.module == "bitsandbytes"]
 
 
@@ -43,7 +42,7 @@ def test_the_steps_are_those_of_bitsandbytes(name, in_backward, tmp_path):
     Either has the nearest code of nearly the same number, and does it twice: a step of the map is
     at most 0.9 / 64 of a signed scale, 0.9 / 128 of one without a sign, and half of it is lost.
     """
-    plan = OptimizerPlan(in_backward=in_backward, keeps_masters=False)
+    plan = Plan(in_backward=in_backward, keeps_masters=False)
     ours, theirs = (Run(name, tmp_path, plan) for _ in range(2))
     theirs.optimizer._one_pass = None
     ours.optimizer.inner.step = lambda: pytest.fail("the step of bitsandbytes is not asked for")
@@ -65,7 +64,7 @@ def test_the_steps_are_those_of_bitsandbytes(name, in_backward, tmp_path):
 def test_weights_are_as_near_to_those_with_masters_as_bitsandbytes_own_are(tmp_path):
     """Ten steps from the same weights: what differs is chance, over 15,000 weights."""
     ours, theirs = (Run("adamw_8bit", tmp_path, ROUNDED) for _ in range(2))
-    exact = Run("adamw_8bit", tmp_path, OptimizerPlan())
+    exact = Run("adamw_8bit", tmp_path, Plan())
     theirs.optimizer._one_pass = None
     for number in range(10):
         for run in (ours, theirs, exact):

@@ -6,7 +6,6 @@ from torch import nn
 
 from trainkit.errors import ModelError
 from trainkit.train.optimizer.groups import parameter_groups
-from trainkit.train.optimizer.make import OptimizerPlan
 from trainkit.train.optimizer.optim import MasterWeightOptimizer, needs_master_weights
 
 
@@ -166,8 +165,8 @@ def test_float16_weights_without_a_scaler_are_refused(lab):
 @pytest.mark.parametrize("lora_plus_ratio", [None, 4.0])
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_norms_and_biases_do_not_decay(lab, dtype, lora_plus_ratio):
-    trainer = lab.trainer("run", dtype=dtype, weight_decay=0.1)
-    trainer.plan = OptimizerPlan(lora_plus_ratio=lora_plus_ratio)
+    lora = None if lora_plus_ratio is None else {"lora_plus_ratio": lora_plus_ratio}
+    trainer = lab.trainer("run", dtype=dtype, weight_decay=0.1, given={"lora": lora})
     optimizer = trainer.create_optimizer()
     pairs = [] if dtype is None else optimizer._pairs
     names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}

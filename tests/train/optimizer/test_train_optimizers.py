@@ -7,21 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from optimizer_cases import Run
+from optimizer_cases import Plan, Run
 
 from trainkit.errors import RecipeError
 from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
 from trainkit.parallel.snapshot import snapshot
-from trainkit.recipe.check.optimizer import accumulates_in_backward
+from trainkit.recipe.rules import accumulates_in_backward
 from trainkit.train.optimizer import finite_weights
-from trainkit.train.optimizer.make import OptimizerPlan
 from trainkit.train.optimizer.refuse import refuse_unfit_optimizer
 
 WAYS = {
-    "masters": OptimizerPlan(lora_plus_ratio=4.0),
-    "rounded": OptimizerPlan(keeps_masters=False),
-    "in backward": OptimizerPlan(in_backward=True),
-    "rounded in backward": OptimizerPlan(in_backward=True, keeps_masters=False),
+    "masters": Plan(lora_plus_ratio=4.0),
+    "rounded": Plan(keeps_masters=False),
+    "in backward": Plan(in_backward=True),
+    "rounded in backward": Plan(in_backward=True, keeps_masters=False),
 }
 
 
@@ -104,9 +103,7 @@ def test_a_resumed_run_has_the_same_bytes(row, way, tmp_path):
     ids=lambda row: row.name,
 )
 def test_a_step_in_the_backward_pass_is_the_same_step(row, dtype, tmp_path):
-    plain, early = (
-        Run(row.name, tmp_path, OptimizerPlan(in_backward=way), dtype) for way in (False, True)
-    )
+    plain, early = (Run(row.name, tmp_path, Plan(in_backward=way), dtype) for way in (False, True))
     for number in range(3):
         plain.step(number)
         early.step(number)
@@ -120,8 +117,8 @@ def test_a_step_in_the_backward_pass_is_the_same_step(row, dtype, tmp_path):
 
 
 def test_the_norm_is_that_of_all_gradients(tmp_path):
-    run = Run("sgd", tmp_path, OptimizerPlan(in_backward=True), torch.float32)
-    twin = Run("sgd", tmp_path, OptimizerPlan(), torch.float32)
+    run = Run("sgd", tmp_path, Plan(in_backward=True), torch.float32)
+    twin = Run("sgd", tmp_path, Plan(), torch.float32)
     for each in (run, twin):
         each.optimizer.step = lambda: None
         each.model.zero_grad = lambda: None
@@ -132,7 +129,7 @@ def test_the_norm_is_that_of_all_gradients(tmp_path):
 
 @pytest.mark.parametrize("keeps_masters", [True, False])
 def test_a_bad_gradient_takes_no_step_and_lets_none_follow(keeps_masters, tmp_path):
-    run = Run("adamw_8bit", tmp_path, OptimizerPlan(in_backward=True, keeps_masters=keeps_masters))
+    run = Run("adamw_8bit", tmp_path, Plan(in_backward=True, keeps_masters=keeps_masters))
     run.step(0)
     before = dict(zip(dict(run.model.named_parameters()), run.weights(), strict=True))
     run.model.norm.weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -205,7 +202,7 @@ OTHER = {float: "0.37", int: "6", bool: "true", str: ""}
 
 def told(name, folder, **settings):
     """What an optimizer and its parts were told: of their groups, and for all."""
-    optimizer = Run(name, folder, OptimizerPlan(), torch.float32, **settings).optimizer
+    optimizer = Run(name, folder, Plan(), torch.float32, **settings).optimizer
     parts = [optimizer, *(getattr(optimizer, part, None) for part in ("_muon", "_adamw", "args"))]
     said = []
     for part in filter(None, parts):

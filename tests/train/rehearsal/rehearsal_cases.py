@@ -13,8 +13,8 @@ def start(cwd, words, environment, forgets=False):
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     os.environ.update(environment)
     import trainkit.run.report.html
+    import trainkit.train.build
     import trainkit.train.loop
-    import trainkit.train.session
     from trainkit.cli.killed import main
 
     trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []

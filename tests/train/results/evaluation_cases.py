@@ -1,5 +1,6 @@
 """A training with measurements on the way, and one without; on one rank or several."""
 
+from dataclasses import replace
 from pathlib import Path
 
 
@@ -10,11 +11,12 @@ def curves(root, data):
     from tiny import make_tokenizer
     from transformers import TrainerCallback
 
+    from trainkit.data import DataOptions
     from trainkit.data.render.prompt import conversation_of
+    from trainkit.evals.metrics import answer_metrics
     from trainkit.evals.tasks import TaskChoice, load_tasks
-    from trainkit.options import GenerationOptions, TaskOptions
-    from trainkit.train.results.evaluations import Measurement, Measurements
-    from trainkit.train.results.questions import Questions, load_questions
+    from trainkit.train.results.evaluations import Measurement
+    from trainkit.train.results.questions import measurements
 
     tokenizer = make_tokenizer()
     rows = [
@@ -37,25 +39,28 @@ def curves(root, data):
         def on_log(self, args, state, control, logs=None, **_):
             self.rows.append({"step": state.global_step, **logs})
 
+    def ask(run):
+        run.data_options = DataOptions()
+        run.data = replace(run.data, stop_token_ids=(tokenizer.eos_token_id,))
+        run.held_out = [conversation_of(row) for row in rows]
+        run.metrics = answer_metrics(["exact_match"])
+        run.tasks = load_tasks(TaskChoice(["boolq", "gsm8k"], data=data, shots=0))
+
+    asked_for = {
+        "generation_eval": {"data": ["x"], "every": 2, "max_new_tokens": 4},
+        "eval_tasks": {"tasks": ["boolq", "gsm8k"], "every": 2, "limit": 3, "shots": 0},
+    }
     found = []
     for name in ("plain", "measured"):
         lab = Lab(tokenizer, Path(root))
-        trainer = lab.trainer(name, dropout=0.3, max_steps=5, save_strategy="no")
+        given = {} if name == "plain" else {**asked_for, "change": ask}
+        trainer = lab.trainer(name, dropout=0.3, max_steps=5, save_strategy="no", given=given)
         trainer.model.model.layers[0].mlp.eval()  # a part that somebody keeps out of training
         seen = Rows()
         trainer.add_callback(seen)
         if name == "measured":
-            questions = Questions(
-                [conversation_of(row) for row in rows],
-                GenerationOptions(data=["x"], every=2, max_new_tokens=4),
-                load_questions.__globals__["answer_metrics"](["exact_match"]),
-                TaskOptions(tasks=["boolq", "gsm8k"], every=2, limit=3, shots=0),
-                load_tasks(TaskChoice(["boolq", "gsm8k"], data=data, shots=0)),
-            )
-            measurements = questions.measurements(tokenizer, [tokenizer.eos_token_id])
-            measurements.append(Measurement(1, greedy_consumer))
-            trainer.evaluations.measurements = Measurements(measurements)
-            trainer.add_callback(trainer.evaluations.measurements)
+            mine = Measurement(1, greedy_consumer)
+            trainer.evaluations.measurements = (*measurements(trainer.run), mine)
         trainer.train()
         weights = torch.cat([each.detach().flatten() for each in trainer.model.parameters()])
         modes = [module.training for module in trainer.model.modules()]

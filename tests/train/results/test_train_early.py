@@ -6,7 +6,7 @@ import pytest
 from lab import Lab
 from transformers import TrainerCallback
 
-from trainkit.train.log import rows
+from trainkit.train import hooks
 from trainkit.train.results.evaluations import StopEarly
 
 PATIENCE, EVERY = 8, 3
@@ -16,10 +16,11 @@ def early(tiny_tokenizer, root, name, *, losses=None, patience=PATIENCE, **train
     """A trainer that is evaluated every three steps; its evaluations may be given."""
     values = {"eval_strategy": "steps", "eval_steps": EVERY, "max_steps": 60, "save_steps": 5}
     trainer = Lab(tiny_tokenizer, root, 4).trainer(
-        name, batch=1, layers=1, learning_rate=0.0, **{**values, **training}
-    )
+        name, batch=1, layers=1, learning_rate=0.0, given={"hooks": [StopEarly(patience, 0.0)]},
+        **{**values, **training},
+    )  # fmt: skip
     trainer.said = []
-    trainer.add_callback(StopEarly(patience, 0.0, trainer.said.append))
+    trainer.run.console.note = trainer.said.append
     if losses is not None:
         given = iter(losses)
         plain = trainer.evaluations._loss
@@ -41,7 +42,7 @@ def test_a_run_that_was_broken_off_ends_where_the_unbroken_one_does(
     stopped_at, tiny_tokenizer, tmp_path, monkeypatch
 ):
     """The log keeps the last rows only: here of 5 steps, as 1000 of a run of thousands."""
-    monkeypatch.setattr(rows, "KEPT_ROWS", 5)
+    monkeypatch.setattr(hooks, "KEPT_ROWS", 5)
     whole = early(tiny_tokenizer, tmp_path, "whole")
     whole.train()
     assert whole.state.global_step == (1 + PATIENCE) * EVERY

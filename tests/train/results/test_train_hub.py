@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.train.saves import Saves
+
 PRIVATE = ("command.sh", "environment.json", "dropped.jsonl", "recipe.yaml", "log.txt")
 
 
@@ -52,7 +54,7 @@ def test_only_the_model_is_uploaded(strategy, lab, hub):
         (root / name).write_text("private")
     trainer = lab.trainer("run", push_to_hub=True, hub_strategy=strategy, hub_token="hf_secret")
     trainer.train()
-    trainer.hub.push_final(root / "checkpoint-8")
+    trainer.hook(Saves).hub.push_final(root / "checkpoint-8")
     saves = [] if strategy == "end" else ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
     assert [name for name, place, _ in hub.sent if place is None] == [*saves, "checkpoint-8"]
     for _, place, names in hub.sent:

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.parallel.engine import Engine, Saving, Training
 from trainkit.parallel.fsdp.slices import fill, names_in_files
@@ -152,7 +153,8 @@ class Fsdp2(Engine):
         """Take both up again; any number of ranks may have written them."""
         saved = empty_state(self.model, self.optimizer, folder)
         load_parts({"model": dict(_trained(self.model)), KEY: saved}, folder)
-        take_up(self.model, self.optimizer, saved)
+        with taking_up(folder):
+            take_up(self.model, self.optimizer, saved)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """The trained weights alone."""

@@ -4,12 +4,12 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 
 from trainkit.errors import RecipeError
 from trainkit.parallel.launch.hosts import Hosts
 from trainkit.parallel.process import Machine, whole_number
+from trainkit.processes import module_command
 
 _COUNTED_BY_TORCHRUN = ("auto", "gpu", "cpu", "xpu")
 
@@ -56,15 +56,15 @@ def launch_command(
     wanted = os.environ.get("NPROC_PER_NODE") or str(num_processes)
     if wanted not in _COUNTED_BY_TORCHRUN:
         wanted = str(whole_number(os.environ, "NPROC_PER_NODE", num_processes, at_least=1))
-    program = ["-m", "trainkit.cli.app", *arguments]
+    program = module_command("trainkit.cli.app", *arguments)
     if wanted == "1" and num_processes == 1 and hosts.is_one and not max_restarts:
-        return [sys.executable, *program]
-    command = [sys.executable, "-m", "trainkit.train.faults.torchrun"]
+        return program
+    command = module_command("trainkit.train.faults.torchrun")
     command += ["--nnodes", hosts.number, "--nproc_per_node", wanted]
     if not max_restarts:
         command += ["--node_rank", str(hosts.rank)]
         command += ["--master_addr", hosts.address, "--master_port", str(hosts.port)]
-        return [*command, *program]
+        return [*command, *program[1:]]
     if hosts.job is None:
         raise RecipeError(
             "with --max-restarts, hosts find the run that they go on with by the name of the job, "
@@ -76,7 +76,7 @@ def launch_command(
     command += ["--max-restarts", str(max_restarts), "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"{hosts.address}:{hosts.port}", "--rdzv-id", hosts.job]
     command += ["--rdzv-conf", f"is_host={int(hosts.rank == 0)}"]
-    return [*command, "--local-addr", hosts.own_address(), *program]
+    return [*command, "--local-addr", hosts.own_address(), *program[1:]]
 
 
 def threads_of_each(command: Sequence[str], num_gpus: int) -> str | None:

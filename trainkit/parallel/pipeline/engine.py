@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import ModelError
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.engine import Batch, Engine, LoadPart, Saving, Training, autocast_of
@@ -391,7 +392,8 @@ class Pipeline(Engine):
         weights = _trained(self.model, self.optimizer)
         load_parts({"model": weights, KEY: saved}, folder)
         _round(self.model, weights)
-        take_up(self.model, self.optimizer, saved)
+        with taking_up(folder):
+            take_up(self.model, self.optimizer, saved)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """The trained weights alone."""

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, RecipeError
 from trainkit.parallel.engine import Engine, Saving, Training
 from trainkit.parallel.launch.hosts import free_port
@@ -218,7 +219,8 @@ class DeepSpeed(Engine):
         from peft import PeftModel
 
         strict = not isinstance(self.model, PeftModel)
-        read, _ = self.wrapped.load_checkpoint(str(folder), load_module_strict=strict)
+        with taking_up(folder):
+            read, _ = self.wrapped.load_checkpoint(str(folder), load_module_strict=strict)
         if read is None:
             raise CheckpointError(
                 "there is nothing of DeepSpeed in this checkpoint",

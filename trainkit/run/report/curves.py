@@ -18,7 +18,7 @@ from typing import Any
 from trainkit.errors import RunDirectoryError
 from trainkit.places import regular
 from trainkit.run.format import as_float
-from trainkit.run.metrics import decode_row, read_metrics
+from trainkit.run.metrics import decode_row, is_whole, read_metrics, say_damaged
 
 Row = Mapping[str, Any]
 
@@ -112,21 +112,29 @@ class History:
 
     @classmethod
     def read(cls, metrics: Path) -> History:
-        """A ``metrics.jsonl``; torn lines are skipped, and one that is missing has no rows."""
-        history = cls()
+        """A ``metrics.jsonl``; damaged lines are named, and one that is missing has no rows."""
+        history, damaged = cls(), list[int]()
         if regular(metrics, RunDirectoryError).exists():
             with metrics.open("rb") as stream:
+                number = 1
                 while lines := stream.readlines(_BLOCK_BYTES):
-                    history._take(lines)
+                    damaged += history._take(lines, number)
+                    number += len(lines)
+        say_damaged(metrics, tuple(damaged))
         return history
 
-    def _take(self, lines: list[bytes]) -> None:
+    def _take(self, lines: list[bytes], first: int) -> list[int]:
+        """Take lines up, of which the first has this number; the numbers of damaged ones."""
+        damaged = []
         ends = [decode_row(line.decode("utf-8", "replace")) for line in (lines[0], lines[-1])]
         if self._take_numbers(ends[0] or {}, lines):
             rows = [row for row in ends if row is not None]
         else:
-            text = (line.decode("utf-8", "replace") for line in lines)
-            rows = [row for row in map(decode_row, text) if row is not None]
+            read = [decode_row(line.decode("utf-8", "replace")) for line in lines]
+            rows = [row for row in read if row is not None]
+            for number, (row, line) in enumerate(zip(read, lines, strict=True), first):
+                if row is None and is_whole(line):
+                    damaged.append(number)
             self.columns.add(rows)
         for row in rows:
             if "loss" in row:
@@ -134,6 +142,7 @@ class History:
             if any(key.startswith("eval_") for key in row):
                 self.evaluations.append(row)
             self.last_step = max(self.last_step, row["step"])
+        return damaged
 
     def _take_numbers(self, like: Row, lines: list[bytes]) -> bool:
         """Take lines that have the form of their first one, and no more than its numbers.

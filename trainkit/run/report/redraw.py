@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.errors import ResumeRefusedError
+from trainkit.processes import module_command
 from trainkit.run.directory import RunDirectory
 from trainkit.run.report.curves import History
 from trainkit.run.report.html import write_report
@@ -54,7 +55,7 @@ class CurveRefresher:
         if is_busy or time.monotonic() - self._started < interval:
             return False
         self._started = time.monotonic()
-        command = [sys.executable, "-m", "trainkit.run.report.redraw", str(self._run.root)]
+        command = module_command("trainkit.run.report.redraw", str(self._run.root))
         # A machine that cannot start one more process must not lose a run for a picture.
         with contextlib.suppress(OSError):
             self._process = subprocess.Popen(

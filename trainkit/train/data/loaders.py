@@ -1,18 +1,446 @@
-"""What a run's samples are, and the loaders that deal them out over ranks and micro-batches."""
+"""What a process trains on, and when: loaders of prepared and of streamed samples.
 
+The order of an epoch belongs to the dataset and is a pure function of (seed, epoch), independent
+of how many processes there are and of how a global batch is cut into micro-batches. So 1 x 8, 8 x 1
+and 2 ranks x 4 train on the same samples in every step, and a resumed run counts to its place.
+
+Every streamed batch carries the position behind it, so the position of the run is that of the last
+batch it has trained on, however far the loading processes are ahead. Each rank saves its own next
+to the weights. The ledger is cut back to its length at the checkpoint when a run goes on from
+there, so it names each row once.
+
+Sources shown in part make epochs unequal. Were the first epoch's number of micro-batches that of
+all, a longer epoch would leave rows untrained, and a shorter one would end amid an optimizer step,
+whose gradients would leak into the next.
+"""
+
+import itertools
+import json
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from transformers import TrainingArguments
 
-from trainkit.objectives.batches import TrainingData
+from trainkit.data.build.ledger import CHANGED, Entry, Ledger
+from trainkit.data.serve.streaming import Position, SampleStream
+from trainkit.errors import CheckpointError, DataError, TrainkitError
+from trainkit.objectives.batches import EpochDataset, TrainingData
 from trainkit.parallel import Layout
-from trainkit.train.data.sampling import (
-    EpochDataLoader,
-    FillingDataset,
-    RankBatchSampler,
-)
-from trainkit.train.data.streaming import StreamLoader, StreamState
+
+_MAX_EMPTY = 1000
+"""Epochs without a row before we stop looking for the next one that has some."""
+
+
+@runtime_checkable
+class SizedByEpoch(Protocol):
+    """A loader whose length is that of the chosen epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass
+class EpochPlan:
+    """The epochs of a run, counted as far as anybody asks.
+
+    Attributes:
+        count: micro-batches of an epoch, on every rank.
+        accumulation: micro-batches per optimizer step.
+        is_equal: every epoch has as many as the first one.
+        max_steps: of the run.
+        num_epochs: that they reach into.
+    """
+
+    count: Callable[[int], int]
+    accumulation: int
+    is_equal: bool = False
+    max_steps: int = 0
+    num_epochs: int = 0
+    _counted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, loader: Any, args: TrainingArguments, *, is_equal: bool = False) -> "EpochPlan":
+        """Ask the loader, and leave it at its first epoch; a stream is one epoch of all steps."""
+        accumulation = args.gradient_accumulation_steps
+
+        def count(epoch: int) -> int:
+            if not isinstance(loader, SizedByEpoch):
+                return args.max_steps * accumulation
+            loader.set_epoch(epoch)
+            size = len(loader)
+            loader.set_epoch(0)
+            return size
+
+        plan = cls(count, accumulation, is_equal)
+        plan.max_steps = args.max_steps
+        if args.max_steps <= 0:
+            plan.max_steps = plan.steps_in(args.num_train_epochs)
+        plan.num_epochs = plan.place_of(plan.max_steps - 1)[0] + 1
+        return plan
+
+    def num_batches(self, epoch: int) -> int:
+        """Micro-batches of an epoch."""
+        if self.is_equal:
+            epoch = 0
+        while len(self._counted) <= epoch:
+            self._counted.append(self.count(len(self._counted)))
+        return self._counted[epoch]
+
+    def num_steps(self, epoch: int) -> int:
+        """Optimizer steps of an epoch; the last one may have fewer micro-batches."""
+        return -(-self.num_batches(epoch) // self.accumulation)
+
+    def steps_in(self, num_epochs: float) -> int:
+        """Optimizer steps of so many epochs; of a part of one, rounded up as transformers does."""
+        if self.is_equal:
+            return math.ceil(num_epochs * self.num_steps(0))
+        whole = int(num_epochs)
+        steps = sum(self.num_steps(epoch) for epoch in range(whole))
+        rest = num_epochs - whole
+        return steps + (math.ceil(rest * self.num_steps(whole)) if rest else 0)
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        """The epoch that the step after ``step`` belongs to, and steps of it that are done."""
+        epoch = num_empty = 0
+        while step >= self.num_steps(epoch):
+            num_empty = 0 if self.num_steps(epoch) else num_empty + 1
+            if num_empty > _MAX_EMPTY:
+                raise DataError(
+                    f"{_MAX_EMPTY} epochs in a row have no row to train on",
+                    where="data.train",
+                    fix="raise the sources' epochs or weight",
+                )
+            step -= self.num_steps(epoch)
+            epoch += 1
+        return epoch, step
+
+
+LENGTH_BLOCK = 400
+"""``group_by_length`` sorts within blocks of so many samples, so that like lengths meet."""
+
+
+class RankBatchSampler(Sampler[list[int]]):
+    """The micro-batches of one process, as lists of places in the dataset's order.
+
+    Micro-batch ``i`` of rank ``r`` holds the places from ``(i * world_size + r) * batch_size``.
+    Every rank yields the same number of micro-batches: nothing is dropped and nothing is trained
+    twice, places past the end are filled with ``~place`` (a negative number), which stands for "the
+    sample at ``place`` with nothing trained".
+    """
+
+    def __init__(
+        self,
+        dataset: EpochDataset,
+        *,
+        batch_size: int,
+        dist_rank: int,
+        world_size: int,
+        drop_last: bool = False,
+        group_by_length: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._dist_rank = dist_rank
+        self._world_size = world_size
+        self._drop_last = drop_last
+        self._group_by_length = group_by_length
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration follows."""
+        self._dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Micro-batches of the chosen epoch; where sources are shown in part, epochs differ."""
+        stride, num_samples = self._batch_size * self._world_size, len(self._dataset)
+        return num_samples // stride if self._drop_last else -(-num_samples // stride)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        for index in range(len(self)):
+            start = (index * self._world_size + self._dist_rank) * self._batch_size
+            batch = [int(place) for place in order[start : start + self._batch_size]]
+            # Ranks must agree on the number of micro-batches, not on their sizes: the last one may
+            # be short, and a rank without any gets one row in which nothing is trained.
+            yield batch or [~0]
+
+    def _order(self) -> np.ndarray:
+        order = np.arange(len(self._dataset))
+        if not self._group_by_length:
+            return order
+        lengths = self._dataset.lengths
+        starts = range(LENGTH_BLOCK, len(order), LENGTH_BLOCK)
+        blocks = np.split(order, list(starts))
+        return np.concatenate(
+            [block[np.argsort(-lengths[block], kind="stable")] for block in blocks]
+        )
+
+
+@dataclass(frozen=True)
+class FillingDataset(Dataset[Any]):
+    """A map-style dataset that also answers the negative indices of :class:`RankBatchSampler`."""
+
+    samples: EpochDataset
+    without_training: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 0:
+            return self.samples[index]
+        return self.without_training(self.samples[~index])
+
+
+class EpochDataLoader(DataLoader[Any]):
+    """A DataLoader that passes the epoch on to its batch sampler, and can begin amid one."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order the next iteration follows."""
+        sampler = self.batch_sampler
+        assert isinstance(sampler, RankBatchSampler)
+        sampler.set_epoch(epoch)
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """The micro-batches of an epoch, without loading the first ``skip``."""
+        self.set_epoch(epoch)
+        if not skip or self.batch_sampler is None:
+            return iter(self)
+        rest = list(itertools.islice(self.batch_sampler, skip, None))
+        kept = ("num_workers", "collate_fn", "pin_memory", "prefetch_factor", "generator")
+        options = {name: getattr(self, name) for name in kept}
+        return iter(DataLoader(self.dataset, batch_sampler=rest, **options))
+
+
+NOTE = "stream"
+"""The key of a `BatchNote` in a batch."""
+
+
+@dataclass(frozen=True)
+class BatchNote:
+    """What a batch brings to the main process.
+
+    Attributes:
+        slot: the number of the loading process's shard.
+        position: behind the batch.
+        entries: for the ledger.
+        num_rows, num_dropped: rows read since the last note.
+    """
+
+    slot: int
+    position: Position
+    entries: tuple[Entry, ...]
+    num_rows: int
+    num_dropped: int
+
+
+class StreamState:
+    """Where the stream of one rank is, and what became of its rows.
+
+    Args:
+        stream: the stream.
+        ledger: the file for dropped rows; cut and repaired ones go next to it.
+        num_slots: loading processes, at least 1.
+        dist_rank, world_size: this process's share of the rows.
+        writes: whether this process notes what became of them: one of those that share them.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        ledger: Path,
+        *,
+        num_slots: int,
+        dist_rank: int,
+        world_size: int,
+        writes: bool = True,
+    ) -> None:
+        self.stream = stream
+        self._writes = writes
+        self.dist_rank = dist_rank
+        self.world_size = world_size
+        self.positions: list[Position | None] = [None] * num_slots
+        self.next_slot = 0
+        self.num_rows = 0
+        self.num_dropped = 0
+        mine = ledger if dist_rank == 0 else ledger.with_stem(f"{ledger.stem}.rank{dist_rank}")
+        changed = mine.with_name(mine.name.replace(ledger.stem, Path(CHANGED).stem))
+        self._files = (mine, changed)
+        self._ledger = Ledger(mine, changed)
+
+    def take(self, note: BatchNote) -> None:
+        """A batch was handed to the loop."""
+        self.positions[note.slot] = note.position
+        self.next_slot = (note.slot + 1) % len(self.positions)
+        self.num_rows += note.num_rows
+        self.num_dropped += note.num_dropped
+        if note.entries and self._writes:
+            for entry in note.entries:
+                self._ledger.add(entry)
+            self._ledger.flush()
+
+    def save(self, directory: Path) -> None:
+        """Write the file of this share of the rows into a checkpoint."""
+        if not self._writes:
+            return
+        values = {
+            "positions": [p.to_dict() if p else None for p in self.positions],
+            "next_slot": self.next_slot,
+            "num_rows": self.num_rows,
+            "num_dropped": self.num_dropped,
+            "ledger_bytes": [file.stat().st_size if file.exists() else 0 for file in self._files],
+        }
+        text = json.dumps(values, indent=1)
+        (directory / _file_name(self.dist_rank)).write_text(text, encoding="utf-8")
+
+    def load(self, directory: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it has no position for this rank and as many loading processes.
+        """
+        file = directory / _file_name(self.dist_rank)
+        if not file.exists():
+            raise CheckpointError(
+                "the checkpoint does not say where the stream was",
+                where=str(directory),
+                fix="continue with data.streaming and as many processes as the run had",
+            )
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+            positions = [Position.from_dict(p) if p else None for p in values["positions"]]
+            counts = [int(values[key]) for key in ("next_slot", "num_rows", "num_dropped")]
+            sizes = [int(size) for size in values["ledger_bytes"]]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                "the position of the stream is not one that this version of trainkit reads",
+                where=str(file),
+                fix="continue with the version that wrote it (environment.json names it), or "
+                "begin a new run from the weights: "
+                + shlex.join(["trainkit", "merge", str(directory), "DIR"]),
+            ) from error
+        if len(positions) != len(self.positions):
+            raise CheckpointError(
+                f"the run streamed with {len(positions)} loading processes a rank, and "
+                f"not {len(self.positions)}",
+                where=str(file),
+                fix="set training.dataloader_num_workers to what it was",
+            )
+        self.positions = positions
+        self.next_slot, self.num_rows, self.num_dropped = counts
+        for ledger, size in zip(self._files, sizes, strict=True):
+            if ledger.exists() and ledger.stat().st_size > size:
+                with ledger.open("rb+") as stream:
+                    stream.truncate(size)
+
+
+def _file_name(dist_rank: int) -> str:
+    return f"stream_rank{dist_rank}.json"
+
+
+class _Batches(IterableDataset[Any]):
+    """The batches of one loading process; an error of ours comes as an item, with its message."""
+
+    def __init__(
+        self, state: StreamState, collate: Callable[[Sequence[Any]], dict[str, Any]], size: int
+    ) -> None:
+        self._state = state
+        self._collate = collate
+        self._size = size
+
+    def __iter__(self) -> Iterator[dict[str, Any] | TrainkitError]:
+        state = self._state
+        worker = get_worker_info()
+        num_slots = len(state.positions)
+        # The loader asks process 0 first: it takes the slot whose turn it is.
+        slot = (state.next_slot + (0 if worker is None else worker.id)) % num_slots
+        rows = state.stream.rows(
+            state.positions[slot],
+            shard=state.dist_rank * num_slots + slot,
+            num_shards=state.world_size * num_slots,
+        )
+        while True:
+            try:
+                taken = list(islice(rows, self._size))
+            except TrainkitError as error:
+                yield error
+                return
+            packed = state.stream.packing
+            batch = self._collate([row.samples if packed else row.samples[0] for row in taken])
+            batch[NOTE] = BatchNote(
+                slot,
+                taken[-1].position,
+                tuple(entry for row in taken for entry in row.entries),
+                sum(row.num_rows for row in taken),
+                sum(row.num_dropped for row in taken),
+            )
+            yield batch
+
+
+class StreamLoader(DataLoader[Any]):
+    """Endless batches of a stream; what they say about it goes to its state.
+
+    Args:
+        state: of this rank; kept up to date while batches are taken.
+        collate: turns rows into a batch.
+        batch_size: rows in one.
+        seed: of what torch draws for the loading processes.
+        num_workers, prefetch_factor, pin_memory: as torch has them.
+    """
+
+    def __init__(
+        self,
+        state: StreamState,
+        collate: Callable[[Sequence[Any]], dict[str, Any]],
+        *,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        prefetch_factor: int | None,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(
+            _Batches(state, collate, batch_size),
+            batch_size=None,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers > 0 else None,
+            pin_memory=pin_memory,
+            # Its own generator: iterating must not move the model's random numbers.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self._state = state
+
+    def epoch(self, epoch: int, skip: int = 0) -> Any:
+        """The batches from where the stream is: it knows itself what is done."""
+        del epoch, skip
+        return iter(self)
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        while True:
+            try:
+                batch = next(batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader worker"):
+                    raise
+                raise DataError(
+                    "a process that loads streamed data died, most likely because memory ran out",
+                    where="training.dataloader_num_workers",
+                    fix="fewer of them, or a smaller block: data.streaming: 1000",
+                ) from error
+            if isinstance(batch, TrainkitError):
+                raise batch
+            self._state.take(batch.pop(NOTE))
+            yield batch
 
 
 def sample_loader(
@@ -72,16 +500,32 @@ def stream_state(data: TrainingData, args: TrainingArguments, layout: Layout) ->
     )
 
 
-def stream_loader(
-    data: TrainingData, state: StreamState, args: TrainingArguments, batch_size: int
-) -> StreamLoader:
-    """The endless micro-batches of this rank's part of a stream."""
-    return StreamLoader(
-        state,
-        data.collator,
-        batch_size=batch_size,
-        seed=args.seed,
-        num_workers=args.dataloader_num_workers,
-        prefetch_factor=args.dataloader_prefetch_factor,
-        pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+class Batches(Protocol):
+    """What the loop takes its micro-batches from."""
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[dict[str, Any]]:
+        """Those of an epoch, without the first ``skip``."""
+
+
+def train_loader(
+    data: TrainingData, stream: StreamState | None, args: TrainingArguments, layout: Layout
+) -> Batches:
+    """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
+    if stream is not None:
+        return StreamLoader(
+            stream,
+            data.collator,
+            batch_size=args.train_batch_size,
+            seed=args.seed,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+        )
+    return sample_loader(
+        data,
+        args,
+        layout,
+        args.train_batch_size,
+        drop_last=args.dataloader_drop_last,
+        group_by_length=args.train_sampling_strategy == "group_by_length",
     )

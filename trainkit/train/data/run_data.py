@@ -10,19 +10,17 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.build.datasets import PreparedData
+from trainkit.data.build.datasets import PreparedData, hold_out
 from trainkit.data.build.ledger import Entry, Ledger
 from trainkit.data.build.prepare import Progress, prepare
-from trainkit.data.build.split import hold_out
 from trainkit.data.build.summary import files_in_both, notes_of, source_notes
 from trainkit.data.look.check import refuse_unfit
-from trainkit.data.look.first_look import first_look
 from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
+from trainkit.data.read.formats import decode_row, read_row
 from trainkit.data.read.messages import Conversation, RowError, validate
 from trainkit.data.read.reading import RawRow, read_rows
-from trainkit.data.read.rows import decode_row, read_row
-from trainkit.data.serve.streaming import SampleStream
+from trainkit.data.serve.streaming import SampleStream, first_look
 from trainkit.errors import DataError, ModelError
 from trainkit.objectives.batches import TrainingData
 from trainkit.objectives.objective import Objective, RowShape
@@ -85,77 +83,31 @@ class RunData:
         )
 
 
-@dataclass(frozen=True)
-class Feeding:
-    """How samples become the rows of batches.
-
-    Attributes:
-        packing: several samples a row, or one.
-        shuffle: False keeps the order of the files.
-        per_source_loss: log the loss of each source too; None where there are several.
-        stream_buffer: stream the training rows, with so many samples in a block; 0 prepares them.
-        num_shards: of a stream, over all ranks and loading processes.
-        row_parts: equal parts that each row is cut into.
-    """
-
-    packing: bool
-    shuffle: bool = True
-    per_source_loss: bool | None = None
-    stream_buffer: int = 0
-    num_shards: int = 1
-    row_parts: int = 1
-
-    def labels(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What the losses of sources are called; nothing where they are not wanted."""
-        wanted = self.per_source_loss
-        wanted = len(names) > 1 if wanted is None else wanted
-        return distinct_labels(names) if wanted else ()
-
-    def refuse_unfit(self, objective: Objective) -> None:
-        """Stop where the objective cannot be fed like this."""
-        refuse_unfit_feeding(
-            objective,
-            packing=self.packing,
-            streaming=bool(self.stream_buffer),
-            splits_rows=self.row_parts > 1,
-        )
-
-    def shape(self, length: int, pad_token_id: int, names: Sequence[str]) -> RowShape:
-        """The rows of samples from the named sources."""
-        return RowShape(length, pad_token_id, self.packing, self.labels(names), self.row_parts)
-
-
 def prepare_run_data(
     train: Sequence[Source],
     evaluation: Sequence[Source],
     tokenizer: PreTrainedTokenizerBase,
     options: DataOptions,
-    feeding: Feeding,
     *,
     ledger: Path,
     progress: Callable[[Progress], None] | None,
     objective: Objective,
+    packing: bool,
+    shuffle: bool = True,
+    per_source_loss: bool | None = None,
+    stream_buffer: int = 0,
+    num_shards: int = 1,
+    row_parts: int = 1,
     held_out: int | float | None = None,
 ) -> RunData:
     """Read, mask and tokenise; call it before there is a process group.
 
-    Args:
-        train: sources of training data.
-        evaluation: sources of evaluation data, or none.
-        tokenizer: renders and encodes.
-        options: how rows become samples; ``seed`` decides the order of training samples too.
-        feeding: how samples become batches.
-        ledger: the file for dropped, cut and repaired rows.
-        progress: called now and then.
-        objective: takes the rows and decides what a batch is.
-        held_out: conversations to take out of the training data: a share below 1, or a number.
-
-    Raises:
-        DataError: the data cannot be trained on as it is.
-        RecipeError: the objective takes no such rows, or not fed like this.
-        ModelError: the tokenizer has no token to pad with.
+    Rows that cannot be trained on raise a TrainkitError. A stream has ``stream_buffer`` samples in
+    a block, and 0 prepares all; ``held_out`` is a share below 1, or a number of conversations.
     """
-    feeding.refuse_unfit(objective)
+    refuse_unfit_feeding(
+        objective, packing=packing, streaming=bool(stream_buffer), splits_rows=row_parts > 1
+    )
     train, evaluation = sources_of(objective, train), sources_of(objective, evaluation)
     pad_token_id = _padding(tokenizer, options.num_embeddings)
     entries = Ledger(ledger)
@@ -164,33 +116,37 @@ def prepare_run_data(
     def prepared(sources: Sequence[Source]) -> PreparedData:
         return prepare(sources, tokenizer, options, ledger=entries, progress=progress)
 
+    def shape(length: int, names: Sequence[str]) -> RowShape:
+        wanted = len(names) > 1 if per_source_loss is None else per_source_loss
+        found = distinct_labels(names) if wanted else ()
+        return RowShape(length, pad_token_id, packing, found, row_parts)
+
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
-        length = _row_length(data, options.max_length, feeding.row_parts)
-        shape = feeding.shape(length, pad_token_id, data.source_names)
-        made = objective.training_data(objective.dataset(data, shape, seed), shape)
+        rows = shape(_row_length(data, options.max_length, row_parts), data.source_names)
+        made = objective.training_data(objective.dataset(data, rows, seed), rows)
         return replace(made, sample_name=data.sample_id, has_equal_epochs=data.has_equal_epochs)
 
-    if feeding.stream_buffer:
-        stream = _stream(train, tokenizer, options, feeding)
-        look = first_look(stream, tokenizer, num_shards=feeding.num_shards)
-        names = [source.label for source in stream.sources]
-        shape = feeding.shape(options.max_length, pad_token_id, names)
-        training = objective.training_data(look.rows, shape, stream)
-        summary, ends, parts = look.summary, look.eot_token_ids, look.parts
+    if stream_buffer:
+        stream = SampleStream(
+            train, tokenizer, options, packing=packing, shuffle=shuffle, buffer=stream_buffer
+        )
+        samples, summary, parts = first_look(stream, tokenizer, num_shards=num_shards)
+        rows = shape(options.max_length, [source.label for source in stream.sources])
+        training = objective.training_data(samples, rows, stream)
         notes = [note for source in summary["sources"] for note in source_notes(source)]
     else:
         data = prepared(train)
         if held_out is not None:
             data, kept_back = hold_out(data, held_out)
-        training = batches(data, options.seed if feeding.shuffle else None)
-        summary, ends = data.summary, data.eot_token_ids
+        training = batches(data, options.seed if shuffle else None)
+        summary = data.summary
         notes = notes_of(summary, "training data")
-        parts = parts_of(data, packing=feeding.packing, shuffle=feeding.shuffle)
+        parts = parts_of(data, packing=packing, shuffle=shuffle)
     refuse_unfit(summary)
     if evaluation:
         kept_back = prepared(evaluation)
-        notes += notes_of(kept_back.summary, "evaluation data")
-        notes += kept_back.summary["listed_twice"]
+        about = kept_back.summary
+        notes += [*notes_of(about, "evaluation data"), *about["listed_twice"]]
     entries.close()
     evaluated = kept_back.summary if kept_back else None
     return RunData(
@@ -199,27 +155,11 @@ def prepare_run_data(
         eval=None if kept_back is None else batches(kept_back, None),
         summary={"train": summary, "eval": evaluated},
         ledger=ledger,
-        stop_token_ids=tuple(sorted(ends)),
+        stop_token_ids=tuple(sorted(summary["end_of_turn"].values())),
         fingerprint=fingerprint_of(parts),
         parts=parts,
         notes=tuple(notes),
         warnings=(*summary["warnings"], *files_in_both(summary, evaluated)),
-    )
-
-
-def _stream(
-    train: Sequence[Source],
-    tokenizer: PreTrainedTokenizerBase,
-    options: DataOptions,
-    feeding: Feeding,
-) -> SampleStream:
-    return SampleStream(
-        train,
-        tokenizer,
-        options,
-        packing=feeding.packing,
-        shuffle=feeding.shuffle,
-        buffer=feeding.stream_buffer,
     )
 
 

@@ -10,6 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainkit.checkpoint.weights.contents import taking_up
+
 _FILE = "numbers.json"
 
 _SMALLEST_SHARE = 0.01
@@ -105,9 +107,10 @@ class NumberPolicy:
         path = directory / _FILE
         if not path.is_file():
             return
-        values = json.loads(path.read_text(encoding="utf-8"))
-        self.in_a_row, self.num_steps = values["in_a_row"], values["num_steps"]
-        self.num_left_out = values["num_left_out"]
-        self._losses = deque(values["losses"], maxlen=None)
+        with taking_up(path):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            names = ("in_a_row", "num_steps", "num_left_out")
+            self.in_a_row, self.num_steps, self.num_left_out = (int(values[key]) for key in names)
+            self._losses = deque(map(float, values["losses"]))
         while len(self._losses) > self.window:
             self._losses.popleft()

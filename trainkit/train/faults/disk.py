@@ -12,24 +12,25 @@ from trainkit.checkpoint.whole.atomic import readable
 from trainkit.errors import CheckpointError
 from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel.parameters import num_elements, own_part
+from trainkit.train.hooks import LoopState
 
 _MASTER_BYTES = 4.0
 
 
-def refuse_small_disk(trainer: Any, run: Path) -> None:
+def refuse_small_disk(loop: LoopState, run: Path) -> None:
     """See before the first step that a checkpoint and the final model fit.
 
     Raises:
         CheckpointError: they do not, with the numbers.
     """
-    saves = trainer.args.save_strategy != "no"
-    final = weight_bytes(trainer)
-    checkpoint = expected_bytes(trainer) if saves else 0
+    saves = loop.args.save_strategy != "no"
+    final = weight_bytes(loop)
+    checkpoint = expected_bytes(loop) if saves else 0
     free = shutil.disk_usage(run).free
     if free >= checkpoint + final:
         return
     ways = "free some space, or write to a larger disk with --output-dir"
-    if saves and not trainer.args.save_only_model:
+    if saves and not loop.args.save_only_model:
         only = f"{readable(final)} a checkpoint, which cannot be continued"
         ways += f"; training.save_only_model=true leaves the optimizer out ({only})"
     raise CheckpointError(
@@ -40,51 +41,51 @@ def refuse_small_disk(trainer: Any, run: Path) -> None:
     )
 
 
-def expected_bytes(trainer: Any) -> int:
+def expected_bytes(loop: LoopState) -> int:
     """Bytes of a checkpoint, over all processes, before there is an optimizer's state."""
-    weights = weight_bytes(trainer)
-    if trainer.args.save_only_model:
+    weights = weight_bytes(loop)
+    if loop.args.save_only_model:
         return weights
-    row = optimizer_row(trainer.args.optim)
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    row = optimizer_row(loop.args.optim)
+    trained = [p for p in loop.model.parameters() if p.requires_grad]
     has_masters = any(p.element_size() < 4 for p in trained)
-    has_masters = has_masters and trainer.keeps_masters
+    has_masters &= loop.engine.keeps_masters or loop.run.recipe.model.master_weights
     each = row.matrix_bytes + row.paged + (_MASTER_BYTES if has_masters else 0.0)
     return weights + int(sum(map(num_elements, trained)) * each)
 
 
-def checkpoint_bytes(trainer: Any) -> int:
+def checkpoint_bytes(loop: LoopState) -> int:
     """Bytes that a checkpoint holds, over all processes: weights, or adapters, and states."""
-    if trainer.args.save_only_model:
-        return weight_bytes(trainer)
-    return weight_bytes(trainer) + optimizer_bytes(trainer) * trainer.layout.optimizer_shards
+    if loop.args.save_only_model:
+        return weight_bytes(loop)
+    return weight_bytes(loop) + optimizer_bytes(loop) * loop.layout.optimizer_shards
 
 
-def weight_bytes(trainer: Any) -> int:
+def weight_bytes(loop: LoopState) -> int:
     """Bytes of the saved weights; of an adapter, the adapter's."""
-    is_peft = hasattr(trainer.model, "peft_config")
-    engine = trainer.layout.engine
+    is_peft = hasattr(loop.model, "peft_config")
+    engine = loop.layout.engine
     weights = 0
-    for name, parameter in trainer.model.named_parameters():
+    for name, parameter in loop.model.named_parameters():
         if parameter.requires_grad or not is_peft:
             weights += num_elements(parameter) * engine.saved_bytes(name, parameter)
     return weights
 
 
-def _optimizers(trainer: Any) -> Iterator[Any]:
+def _optimizers(loop: LoopState) -> Iterator[Any]:
     """The optimizer and those inside it: accelerate's, DeepSpeed's and ours wrap one another."""
-    optimizer = trainer.optimizer
+    optimizer = loop.optimizer
     while optimizer is not None:
         yield optimizer
         inner = getattr(optimizer, "optimizer", None)
         optimizer = inner if inner is not optimizer else None
 
 
-def optimizer_bytes(trainer: Any) -> int:
+def optimizer_bytes(loop: LoopState) -> int:
     """Bytes of everything that the optimizer keeps and the model does not."""
-    of_model = {id(parameter) for parameter in trainer.model.parameters()}
+    of_model = {id(parameter) for parameter in loop.model.parameters()}
     held: dict[int, torch.Tensor] = {}
-    for optimizer in _optimizers(trainer):
+    for optimizer in _optimizers(loop):
         groups = [group["params"] for group in optimizer.param_groups]
         values = [tuple(entry.values()) for entry in optimizer.state.values() if entry]
         for tensor in itertools.chain(*groups, *values):

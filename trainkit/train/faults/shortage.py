@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from trainkit.errors import TrainkitError
-from trainkit.estimate.estimate import Estimate, estimate
-from trainkit.train.memory import cures
+from trainkit.train.hooks import LoopState
 
 _GIB = 2**30
 _SHOWN, _NAMED = 16, 4
@@ -47,21 +46,18 @@ def is_shortage(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _SAID)
 
 
-def out_of_memory(
-    trainer: Any, expected: Estimate | None, error: BaseException
-) -> MemoryShortageError:
+def out_of_memory(loop: LoopState, error: BaseException) -> MemoryShortageError:
     """What a run that ran out of memory ends with.
 
     Args:
-        trainer: the loop, whose last batch is known.
-        expected: the estimate of the run, where there is one.
+        loop: the loop, whose last batch is known.
         error: torch's own.
     """
-    lengths, width = lengths_of(trainer.latest_batch)
+    lengths, width = lengths_of(loop.latest_batch)
     shown = ", ".join(map(str, lengths[:_SHOWN])) + (", ..." if len(lengths) > _SHOWN else "")
-    owners = ", ".join(f"{owner} {gib:.2f} GiB" for owner, gib in owners_of(trainer).items())
-    step = trainer.state.global_step + 1
-    if not trainer.model.training:
+    owners = ", ".join(f"{owner} {gib:.2f} GiB" for owner, gib in owners_of(loop).items())
+    step = loop.state.global_step + 1
+    if not loop.model.training:
         return MemoryShortageError(
             f"out of memory in the evaluation after step {step - 1}: a batch of {len(lengths)} x "
             f"{width} tokens (lengths {shown}); the peak was {owners} ({_first_line(error)})",
@@ -73,7 +69,11 @@ def out_of_memory(
         "lower data.max_length, or set recompute: full; training.auto_find_batch_size: true halves "
         "it by itself"
     )
+    expected = loop.run.expected
     if expected is not None and width:
+        from trainkit.estimate.estimate import estimate
+        from trainkit.train.memory import cures
+
         # The plan did not fit with this batch, whatever the estimate had said of it.
         plan = replace(expected.plan, batch_size=max(len(lengths), 1), length=width)
         known = estimate(plan, expected.gpu, replan=expected.replan)
@@ -81,7 +81,7 @@ def out_of_memory(
         known = estimate(plan, replace(expected.gpu, memory_gib=limit), replan=expected.replan)
         if known.suggestions:
             fix = cures(known)
-    rows = trainer.latest_rows
+    rows = loop.guard.rows_of(loop.latest_batch)
     named = f", {', '.join(rows[:_NAMED])}{', ...' if len(rows) > _NAMED else ''}" if rows else ""
     found = MemoryShortageError(
         f"out of memory in step {step}: a batch of {len(lengths)} x {width} tokens (lengths "
@@ -114,10 +114,10 @@ def num_tokens(batch: dict[str, Any] | None) -> int:
     return len(lengths) * width
 
 
-def owners_of(trainer: Any) -> dict[str, float]:
+def owners_of(loop: LoopState) -> dict[str, float]:
     """GiB of this rank's tensors by owner; the rest of the peak is activations and logits."""
-    weights = list(trainer.model.parameters())
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    weights = list(loop.model.parameters())
+    optimizer = getattr(loop.optimizer, "optimizer", loop.optimizer)
     masters = [p for p in _parameters(optimizer) if not any(p is each for each in weights)]
     state = getattr(optimizer, "state", {})
     states = [each for held in state.values() if isinstance(held, dict) for each in held.values()]

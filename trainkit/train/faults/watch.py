@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.processes import Process
 from trainkit.run.going_on import resume_command
@@ -174,7 +172,11 @@ class Watch:
     # -- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        woke = time.monotonic()
         while not self._done.wait(self._interval):
+            slept, woke = time.monotonic() - woke, time.monotonic()
+            if slept > 2 * self._interval:  # this process was stopped: that is nobody else's delay
+                self._progress_at += slept
             self._line.beats += 1
             self._write()
             lost = self._lost()
@@ -289,23 +291,3 @@ class Watch:
     def _fix(self) -> str:
         go_on = resume_command(self._folder.parent.parent)
         return f"look at what that rank says (logs/ of the run), and continue with: {go_on}"
-
-
-class MarkProgress(TrainerCallback):
-    """Tells the watch how far this rank has come."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """A step is done."""
-        self._watch.step_ended()
-        self._watch.mark(f"after step {state.global_step}")
-
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """A micro-batch is done."""
-        self._watch.mark(f"in step {state.global_step + 1}")

@@ -1,11 +1,15 @@
 """Floating-point operations of a training step, and what GPUs could do at most, for MFU."""
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
+
+if TYPE_CHECKING:
+    from trainkit.estimate.gpus import Gpu
 
 # Dense bf16 tensor-core peaks in FLOP/s by NVIDIA's datasheets (without sparsity). The first name
 # found in the device's own name counts.
@@ -74,3 +78,19 @@ def _active_share(config: Any) -> float:
     num_active = first("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
     num_experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return num_active / num_experts if num_active and num_experts else 1.0
+
+
+_UNKNOWN_GPU = "a100-80g"
+"""Whose speed is taken for a GPU that the table does not have."""
+
+
+def this_gpu() -> "Gpu | None":
+    """This process's GPU with the memory that it really has; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    from trainkit.estimate.gpus import GPUS, gpu_named
+
+    name = torch.cuda.get_device_name()
+    row = gpu_named(name) or replace(GPUS[_UNKNOWN_GPU], name=name)
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return replace(row, memory_gib=total / 2**30)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,7 +12,9 @@ from trainkit.models.loss.loss_head import take_counts as take_correct
 from trainkit.objectives.batches import BatchCounts
 from trainkit.objectives.objective import Metrics
 from trainkit.parallel.ranks import Ranks
-from trainkit.train.data.streaming import StreamState
+
+if TYPE_CHECKING:
+    from trainkit.train.data.loaders import StreamState
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Meter:
         counts_rows: bool = True,
         counts_losses: bool = True,
         own: Metrics | None,
-        stream: StreamState | None,
+        stream: "StreamState | None",
         flops_per_token: float | None,
         peak_flops: float | None,
     ) -> None:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.trainer_utils import speed_metrics
 
-from trainkit.train.hooks import Hook
+from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.train.hooks import Hook, LoopState
+from trainkit.train.optimizer.watched import Numbers
+from trainkit.train.results.evaluations import Evaluations
 
 if TYPE_CHECKING:
     from trainkit.objectives.batches import BatchCounts
     from trainkit.train.background import Save
-
-KEPT_ROWS = 1000
-"""Logged rows that the run's state keeps, so that a save does not grow with the run."""
 
 
 class Rows(Hook):
@@ -28,7 +28,7 @@ class Rows(Hook):
         logged_step: the step of the last row.
     """
 
-    def begin(self, loop: Any, checkpoint: Path | None) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Begin to count; a continued run goes on with what was counted since its last row."""
         args, state = loop.args, loop.state
         self.loss_sum = torch.zeros((), device=args.device)
@@ -42,13 +42,13 @@ class Rows(Hook):
 
     def before_step(
         self,
-        loop: Any,
+        loop: LoopState,
         micro: Sequence[dict[str, Any]],
         counts: Sequence["BatchCounts"],
         seconds: float,
     ) -> None:
         """Count what is in them."""
-        if loop.numbers.policy.leaves_out:
+        if loop.run.numbers.leaves_out:
             loop.meter.begin_step()
         loop.meter.count_step(seconds)
         for each in counts:
@@ -62,17 +62,17 @@ class Rows(Hook):
             masks = (batch.get("attention_mask", batch["input_ids"] != pad) for batch in micro)
             self._tokens += sum(int(mask.sum()) for mask in masks)
 
-    def stepped(self, loop: Any, losses: Sequence[torch.Tensor]) -> None:
+    def stepped(self, loop: LoopState, losses: Sequence[torch.Tensor]) -> None:
         """Add up the losses."""
         before = self.loss_sum
         for each in losses:  # one by one: sums in another order are others
             self.loss_sum = self.loss_sum + each
-        if loop.numbers.policy.leaves_out:
+        if loop.run.numbers.leaves_out:
             left_out = loop.guard.left_out > 0
             self.loss_sum = torch.where(left_out, before, self.loss_sum)
             loop.meter.leave_out(left_out)
 
-    def due(self, loop: Any) -> None:
+    def due(self, loop: LoopState) -> None:
         """Log the row."""
         num_steps = loop.state.global_step - self.logged_step
         if not loop.control.should_log or num_steps <= 0:
@@ -85,24 +85,13 @@ class Rows(Hook):
         row = {"loss": mean / num_steps, "grad_norm": norm, "learning_rate": loop.rate}
         loop.guard.flush()
         row |= {**loop.meter.read(loop.model), **loop.engine.figures()}
-        loop.numbers.leave_out_skipped(row)
+        loop.hook(Numbers).leave_out_skipped(loop, row)
         if loop.args.include_num_input_tokens_seen != "no":
             seen = loop.state.num_input_tokens_seen - self._tokens_before
             row |= speed_metrics("train", self._began, num_tokens=seen)
-        self.log(loop, row)
+        loop.log(row)
 
-    def log(self, loop: Any, row: dict[str, Any]) -> None:
-        """Keep a row of any figures, and tell of it."""
-        state = loop.state
-        if state.epoch is not None:
-            row["epoch"] = state.epoch
-        if loop.args.include_num_input_tokens_seen != "no":
-            row["num_input_tokens_seen"] = state.num_input_tokens_seen
-        state.log_history.append({**row, "step": state.global_step})
-        loop.event("on_log", row)
-        forget_rows(state.log_history)
-
-    def _count(self, loop: Any) -> None:
+    def _count(self, loop: LoopState) -> None:
         """What all ranks have computed and seen since the last call."""
         mine = torch.tensor(
             (self._flops, self._tokens), dtype=torch.float64, device=loop.args.device
@@ -112,23 +101,23 @@ class Rows(Hook):
         loop.state.total_flos += flops
         loop.state.num_input_tokens_seen += int(tokens)
 
-    def end(self, loop: Any) -> None:
+    def end(self, loop: LoopState) -> None:
         """Log the run as a whole."""
         self._count(loop)
         total = self._total + self.loss_sum.item()
         num_steps = loop.state.global_step - self._first
         row = speed_metrics("train", self._began, num_steps=num_steps)
         row["total_flos"] = loop.state.total_flos
-        self.log(loop, {**row, "train_loss": total / max(num_steps, 0.001)})
+        loop.log({**row, "train_loss": total / max(num_steps, 0.001)})
 
     # -- what a checkpoint between two rows keeps -------------------------------------------------
 
-    def save(self, loop: Any, save: "Save") -> None:
+    def save(self, loop: LoopState, save: "Save") -> None:
         """What was counted since the last row, and an evaluation that is missed."""
         self._count(loop)
         stop = loop.stop
         if stop.misses_evaluation or loop.state.global_step > self.logged_step:
-            missed = "figures" if loop.evaluations.is_alone else "all"
+            missed = "figures" if loop.hook(Evaluations).is_alone else "all"
             values = {
                 "loss": float(self.loss_sum),  # JSON keeps every bit of a float
                 "logged_step": self.logged_step,
@@ -138,20 +127,15 @@ class Rows(Hook):
             path, text = window_file(save.directory, loop.args.process_index), json.dumps(values)
             save.attempt(partial(path.write_text, text, encoding="utf-8"))
 
-    def _load(self, checkpoint: Path, loop: Any) -> None:
+    def _load(self, checkpoint: Path, loop: LoopState) -> None:
         """Go on counting; nothing to do where the checkpoint's step was logged."""
         path = window_file(checkpoint, loop.args.process_index)
         if path.is_file():
-            values = json.loads(path.read_text(encoding="utf-8"))
-            self.loss_sum = self.loss_sum + values["loss"]
-            self.logged_step = values["logged_step"]
-            loop.meter.restore(values["meter"])
-
-
-def forget_rows(rows: list[dict[str, float]]) -> None:
-    """Keep the first row and the last ones; metrics.jsonl has all of them."""
-    if len(rows) > 2 * KEPT_ROWS:
-        del rows[1:-KEPT_ROWS]
+            with taking_up(path):
+                values = json.loads(path.read_text(encoding="utf-8"))
+                self.loss_sum = self.loss_sum + float(values["loss"])
+                self.logged_step = int(values["logged_step"])
+                loop.meter.restore(values["meter"])
 
 
 def window_file(directory: Path, dist_rank: int) -> Path:
@@ -167,5 +151,6 @@ def missed_evaluation(checkpoint: Path) -> str | None:
     path = window_file(checkpoint, 0)
     if not path.is_file():
         return None
-    missed: str | None = json.loads(path.read_text(encoding="utf-8")).get("evaluation")
+    with taking_up(path):
+        missed: str | None = json.loads(path.read_text(encoding="utf-8")).get("evaluation")
     return missed

@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
+from trainkit.train.hooks import Hook, LoopState
 
 FILE = "trackers.json"
 
@@ -99,23 +101,19 @@ def _begin_swanlab(name: str | None) -> None:
         swanlab.init(**{key: value for key, value in settings.items() if value})
 
 
-class RememberTrackers(TrainerCallback):
+class RememberTrackers(Hook):
     """Keeps the names of the trackers' runs, once they have begun."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Ask each that tracks; the trackers' own callbacks come first."""
-        found = read_json(self._run.root / FILE) or {}
+        directory = loop.run.directory
+        found = read_json(directory.root / FILE) or {}
         for name, tracker in TRACKERS.items():
             package = sys.modules.get(tracker.package)
-            if name in (args.report_to or ()) and package is not None:
+            if name in (loop.args.report_to or ()) and package is not None:
                 try:
                     found[name] = tracker.run_id(package)
                 except AttributeError:
                     continue  # it is switched off, or another version keeps the name elsewhere
         if found:
-            self._run.write_json(self._run.root / FILE, found)
+            directory.write_json(directory.root / FILE, found)

@@ -25,9 +25,10 @@ from trainkit.parallel.parameters import all_ranks
 from trainkit.parallel.ranks import Ranks
 from trainkit.places import checkpoints_in
 from trainkit.run.going_on import resume_command
-from trainkit.train.faults.bad_batch import BadBatch, split
+from trainkit.train.faults.bad_batch import BadBatch, split, write_batch
 from trainkit.train.faults.bad_numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
+from trainkit.train.run import Run
 
 MAX_SKIPPED = 40
 """fp16 steps skipped in a row before the run ends. The loss scale begins at 2**16 and halves each
@@ -340,6 +341,29 @@ class NumberGuard:
             where=self._where,
             fix=self._advice(),
         )
+
+
+def guard_of(run: Run, ranks: Ranks) -> NumberGuard:
+    """The guard over a run's steps."""
+    root = Path(str(run.args.output_dir))
+
+    def keep(bad: BadBatch) -> str:
+        """Write down a bad step's batch; a disk that refuses it must not hide what happened."""
+        try:
+            return f"; its batch is kept in {write_batch(root, bad)}"
+        except (OSError, TrainkitError) as error:
+            return f"; its batch could not be kept: {error}"
+
+    return NumberGuard(
+        ranks,
+        sample_name=run.data.train.sample_name,
+        where=str(root),
+        advice=lambda: number_advice(run.args),
+        stop=run.stop,
+        policy=run.numbers,
+        keep=keep,
+        tell=run.console.warn,
+    )
 
 
 def _is_finite(value: float) -> bool:

@@ -1,7 +1,6 @@
 """The optimizer of a run: the row of its name, its groups, and what holds the gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,25 +21,9 @@ _WIDE = "optim_bits"
 """In a group of bitsandbytes: the precision of its states."""
 
 
-@dataclass(frozen=True)
-class OptimizerPlan:
-    """What a recipe says of the optimizer besides ``training``.
-
-    Attributes:
-        lora_plus_ratio: see `parameter_groups`.
-        in_backward: each parameter steps in the backward pass.
-        keeps_masters: half-precision weights have fp32 copies; else they are rounded by chance.
-        loss_chunk_tokens: tokens whose logits the fused loss has at a time.
-    """
-
-    lora_plus_ratio: float | None = None
-    in_backward: bool = False
-    keeps_masters: bool = True
-    loss_chunk_tokens: int | None = None
-
-    def reduces_gradients(self, optim: str) -> bool:
-        """Whether gradients are averaged over processes by the optimizer, and not by DDP."""
-        return self.in_backward or optim == "flat_adamw"
+def averages_gradients(optim: str, in_backward: bool) -> bool:
+    """Whether gradients are averaged over processes by the optimizer, and not by DDP."""
+    return in_backward or optim == "flat_adamw"
 
 
 Inner = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -49,8 +32,10 @@ Inner = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 def make_optimizer(
     model: nn.Module,
     args: TrainingArguments,
-    plan: OptimizerPlan,
     *,
+    lora_plus_ratio: float | None = None,
+    in_backward: bool = False,
+    keeps_masters: bool = True,
     engine_keeps_masters: bool,
     num_ranks: int = 1,
 ) -> torch.optim.Optimizer:
@@ -59,7 +44,9 @@ def make_optimizer(
     Args:
         model: adapters attached, on its device.
         args: what transformers reads.
-        plan: what it does not know.
+        lora_plus_ratio: see `parameter_groups`.
+        in_backward: each parameter steps in the backward pass.
+        keeps_masters: half-precision weights have fp32 copies; else they are rounded by chance.
         engine_keeps_masters: DeepSpeed and FSDP2 have fp32 copies of their own.
         num_ranks: processes whose gradients the optimizer averages, where it does.
     """
@@ -70,22 +57,22 @@ def make_optimizer(
         decay_names=set(Trainer.get_decay_parameter_names(None, model)),
         weight_decay=args.weight_decay,
         learning_rate=args.learning_rate,
-        lora_plus_ratio=plan.lora_plus_ratio,
+        lora_plus_ratio=lora_plus_ratio,
         options_of=options_of,
     )
-    if num_ranks > 1 and plan.reduces_gradients(row.name):
+    if num_ranks > 1 and averages_gradients(row.name, in_backward):
         _take_weights_of_first_rank(model)
     if row.name == "flat_adamw":
         return make(groups)
     is_half = not engine_keeps_masters and needs_master_weights(model)
     arrivals = None
-    if plan.in_backward:
+    if in_backward:
         arrivals = Arrivals(groups[0]["params"][0].device, num_ranks)
-    if is_half and not plan.keeps_masters:
+    if is_half and not keeps_masters:
         return RoundedWeightOptimizer(
             groups, make, seed=args.seed, in_pieces=row.elementwise, arrivals=arrivals
         )
-    if is_half or plan.in_backward:
+    if is_half or in_backward:
         return MasterWeightOptimizer(groups, make, arrivals)
     return make(groups)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.train.hooks import Hook
+from trainkit.train.hooks import Hook, LoopState
 
 
 class EmbeddingNoise(Hook):
@@ -14,11 +14,9 @@ class EmbeddingNoise(Hook):
 
     _handle: Any = None
 
-    def begin(self, loop: Any, checkpoint: Path | None) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Put it in."""
         alpha = loop.args.neftune_noise_alpha
-        if alpha is None:
-            return
 
         def disturb(module: nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:
             if not module.training:
@@ -28,7 +26,7 @@ class EmbeddingNoise(Hook):
 
         self._handle = loop.model.get_input_embeddings().register_forward_hook(disturb)
 
-    def end(self, loop: Any) -> None:
+    def end(self, loop: LoopState) -> None:
         """Take it out."""
         if self._handle is not None:
             self._handle.remove()

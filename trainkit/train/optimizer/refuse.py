@@ -4,7 +4,6 @@ import importlib.util
 
 from trainkit.errors import RecipeError
 from trainkit.options.optimizers import optimizer_row
-from trainkit.recipe.check.optimizer import accumulates_in_backward
 
 KEY = "training.optim"
 
@@ -32,15 +31,3 @@ def refuse_unfit_optimizer(optim: str | None, *, on_gpu: bool) -> None:
             where=KEY,
             fix="set training.optim: adamw_torch_fused",
         )
-
-
-def refuse_micro_batches(accumulation: int) -> None:
-    """Refuse steps of several micro-batches where weights step in the backward pass.
-
-    Raises:
-        RecipeError: the recipe's global batch makes several on so many processes.
-    """
-    broken = accumulates_in_backward(accumulation)
-    if broken is not None:
-        key, what, fix = broken
-        raise RecipeError(what, where=key, fix=fix)

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
-from peft import PeftModel
 from torch import nn
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
 
 from trainkit.models.recompute.layers import Recomputed, Way, checkpointed_layers, every
 from trainkit.models.recompute.offload import pays
 from trainkit.options.recompute import RecomputeOptions
+from trainkit.recipe import Recipe
 from trainkit.run.files import write_json_atomic
+from trainkit.train.faults.shortage import num_tokens
+from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.recompute.budget import (
     GIB,
     MOST_STEPS,
+    RECORD,
     STEPS,
     Choice,
     Measured,
     first_choice,
     next_choice,
+    read_record,
     record_of,
     worst,
 )
@@ -39,114 +35,70 @@ from trainkit.train.recompute.peaks import Memory, memory_of
 ALL = RecomputeOptions(every=1)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a recipe says of activations.
+def recompute_hook(recipe: Recipe, *, is_on: bool) -> Hook | None:
+    """What a recipe says of activations, by the new keys or the older ones; None where nothing.
 
-    Attributes:
-        options: None is ``training.gradient_checkpointing`` alone.
-        offload: whether inputs of recomputed layers go to the host.
+    Args:
+        recipe: of the run.
+        is_on: ``training.gradient_checkpointing``.
     """
+    options = RecomputeOptions.of(recipe.recompute)
+    if options is not None and options.budget_gib is not None:
+        return KeepToBudget(options)
+    offload: bool | Literal["auto"] = False
+    if recipe.lora is not None:
+        offload = recipe.lora.offload_activations
+    if options is not None and options.selective:
+        offload = False
+    elif options is not None and options.offload != "auto":
+        offload = options.offload
+    return RecomputeLayers(options or ALL, offload) if is_on else None
 
-    options: RecomputeOptions | None
-    offload: bool | Literal["auto"]
 
-
-class RecomputeLayers(TrainerCallback):
+class RecomputeLayers(Hook):
     """Has layers recompute, and offload, for as long as the training lasts.
 
     Not earlier: the loop enables checkpointing itself, when it begins.
 
     Args:
-        model: what is trained.
-        wanted: by the recipe.
+        options: which layers.
+        offload: whether inputs of recomputed layers go to the host.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, wanted: Wanted) -> None:
-        self._model, self._options, self._offload = model, wanted.options or ALL, wanted.offload
-        self._layers: Recomputed | None = None
+    _layers: Recomputed | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Begin, where activations are checkpointed."""
-        if not args.gradient_checkpointing:
-            return
-        options = self._options
-        offload = pays(self._model, self._model.config, self._offload)
+    def __init__(self, options: RecomputeOptions, offload: bool | Literal["auto"]) -> None:
+        self._options, self._offload = options, offload
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        """Begin."""
+        options, model = self._options, loop.model
+        offload = pays(model, model.config, self._offload)
         is_plain = options.every == 1 and not options.selective
-        if is_plain and not (offload and (self._offload is True or self._can_set())):
+        if is_plain and not (offload and (self._offload is True or checkpointed_layers(model))):
             return  # as transformers has it, for models that checkpoint in their own way, too
-        self._layers = Recomputed(self._model)
+        self._layers = Recomputed(model)
         way: Way = "full"
         if options.selective or offload:
             way = "selective" if options.selective else "offload"
         self._layers.apply(every(len(self._layers.layers), options.every or 1, way))
 
-    def _can_set(self) -> bool:
-        return bool(checkpointed_layers(self._model))
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, loop: LoopState) -> None:
         """Put the layers back as they were."""
         if self._layers is not None:
             self._layers.undo()
 
 
-@dataclass(frozen=True)
-class BudgetSetup:
-    """What a budget needs of a run.
-
-    Attributes:
-        budget_gib: the peak of each GPU.
-        offload: whether inputs may go to the host.
-        largest_batch: tokens of the largest micro-batch there is.
-        this_batch: tokens of the micro-batch that was computed last.
-        num_ranks: that choose together.
-        say: one line for the user.
-        warn: one that matters.
-        record: where rank 0 writes what was chosen; None on the others.
-        known: the record of an earlier start. Under the same conditions nothing is measured.
-    """
-
-    budget_gib: float
-    offload: bool
-    largest_batch: int
-    this_batch: Callable[[], int]
-    num_ranks: int
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
-    record: Path | None
-    known: Mapping[str, Any] | None = None
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """What a choice holds for."""
-        return {
-            "budget_gib": self.budget_gib,
-            "num_ranks": self.num_ranks,
-            "largest_batch": self.largest_batch,
-        }
-
-    def of_worst_rank(self, mine: Measured) -> Measured:
-        """One step of all ranks, which must all call it."""
-        if self.num_ranks == 1:
-            return mine
-        return worst(gather_object([mine]))
-
-
-class KeepToBudget(TrainerCallback):
+class KeepToBudget(Hook):
     """Measures steps, chooses the layers that recompute, and says what it chose.
 
     Args:
-        model: what is trained.
-        setup: of the run.
+        options: with a budget.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, setup: BudgetSetup) -> None:
-        self._model, self._setup = model, setup
-        self._budget = int(setup.budget_gib * GIB)
+    def __init__(self, options: RecomputeOptions) -> None:
+        self._options, self._budget_gib = options, options.budget_gib or 0.0
+        self._budget = int(self._budget_gib * GIB)
         self._layers: Recomputed | None = None
         self._memory: Memory | None = None
         self._handles: list[Any] = []
@@ -160,20 +112,27 @@ class KeepToBudget(TrainerCallback):
         self._adds: dict[int, int] = {}
         self._before: dict[int, int] = {}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Take up an earlier choice, or begin to measure."""
-        self._layers = Recomputed(self._model)
+        lengths = getattr(loop.train_data.samples, "lengths", None)
+        longest = loop.run.recipe.data.max_length if lengths is None else int(max(lengths))
+        self._largest_batch = longest * loop.args.per_device_train_batch_size
+        self._conditions = {
+            "budget_gib": self._budget_gib,
+            "num_ranks": loop.run.process.world_size,
+            "largest_batch": self._largest_batch,
+        }
+        self._layers = Recomputed(loop.model)
         count = len(self._layers.layers)
-        known, conditions = self._setup.known or {}, {**self._setup.conditions, "layers": count}
-        if all(known.get(name) == value for name, value in conditions.items()):
+        known = read_record(loop.run.root / RECORD) or {}
+        conditions = {**self._conditions, "layers": count}
+        if all(known.get(key) == value for key, value in conditions.items()):
             self._apply(Choice(count, known["recomputed"], known["offloaded"]))
             self._is_chosen = True
-            self._setup.say(f"recompute: {self._choice}, as chosen before")
+            loop.run.console.note(f"recompute: {self._choice}, as chosen before")
             return
         self._apply(first_choice(count))
-        self._memory = memory_of(args.device)
+        self._memory = memory_of(loop.args.device)
         for index, layer in enumerate(self._layers.layers):
             self._handles += [
                 layer.register_forward_pre_hook(self._entering(index), prepend=True),
@@ -212,9 +171,7 @@ class KeepToBudget(TrainerCallback):
         if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
             hidden.register_hook(arrived)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_begin(self, loop: LoopState) -> None:
         """Measure from here; the first step has made the optimizer's states."""
         if self._is_chosen or self._memory is None:
             return
@@ -222,35 +179,31 @@ class KeepToBudget(TrainerCallback):
         self._memory.start()
         self._base = self._memory.now()
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_substep_end(self, loop: LoopState) -> None:
         """Note how large the micro-batch was."""
         if not self._is_chosen:
-            self._tokens = max(self._tokens, self._setup.this_batch())
+            self._tokens = max(self._tokens, num_tokens(loop.latest_batch))
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_pre_optimizer_step(self, loop: LoopState) -> None:
         """The activations' part of the step is over."""
         if not self._is_chosen and self._memory is not None:
-            self._tokens = max(self._tokens, self._setup.this_batch())
+            self._tokens = max(self._tokens, num_tokens(loop.latest_batch))
             self._peak = self._memory.peak()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, loop: LoopState) -> None:
         """Choose for the next step; all ranks choose the same."""
         if self._is_chosen or self._memory is None or self._choice is None:
             return
         mine = self._measure(self._memory, self._choice)
-        self._measured.append(self._setup.of_worst_rank(mine))
-        chosen = next_choice(self._budget, self._measured, offload=self._setup.offload)
+        is_alone = loop.run.process.world_size == 1
+        self._measured.append(mine if is_alone else worst(gather_object([mine])))
+        offload = loop.args.device.type == "cuda" and self._options.offload is not False
+        chosen = next_choice(self._budget, self._measured, offload=offload)
         number = len(self._measured)
         is_settled = number >= STEPS and chosen == self._choice
         self._apply(chosen)
         if is_settled or number >= MOST_STEPS:
-            self._settle()
+            self._settle(loop)
 
     def _measure(self, memory: Memory, choice: Choice) -> Measured:
         kept = [self._adds.get(i, 0) for i, way in enumerate(choice.ways) if way == "keep"]
@@ -264,30 +217,30 @@ class KeepToBudget(TrainerCallback):
             after=memory.now(),
             whole=max(kept, default=0),
             slim=max(full, default=0),
-            largest=max(self._setup.largest_batch / max(self._tokens, 1), 1.0),
+            largest=max(self._largest_batch / max(self._tokens, 1), 1.0),
         )
 
-    def _settle(self) -> None:
+    def _settle(self, loop: LoopState) -> None:
         assert self._choice is not None
         self.close()
         self._is_chosen = True
-        setup, latest = self._setup, self._measured[-1]
-        if setup.record is not None:
-            found = record_of(setup.conditions, self._choice, self._measured)
-            write_json_atomic(setup.record, found)
+        console, latest = loop.run.console, self._measured[-1]
+        if loop.run.process.is_main:
+            found = record_of(self._conditions, self._choice, self._measured)
+            write_json_atomic(loop.run.root / RECORD, found)
         peak = latest.step_peak / GIB
         text = (
             f"recompute: {self._choice}; {_gib(peak)} measured of a budget of "
-            f"{_gib(setup.budget_gib)}"
+            f"{_gib(self._budget_gib)}"
         )
         if latest.step_peak > self._budget:
-            setup.warn(
+            console.warn(
                 f"{text}: that is what the rest of the step needs (weights, gradients, optimizer, "
                 "one layer's activations); a smaller per_device_train_batch_size or "
                 "data.max_length, or parallel.shard, takes less"
             )
         else:
-            setup.say(text)
+            console.note(text)
 
     def _apply(self, choice: Choice) -> None:
         assert self._layers is not None
@@ -304,12 +257,10 @@ class KeepToBudget(TrainerCallback):
             handle.remove()
         self._handles = []
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, loop: LoopState) -> None:
         """Put the layers back as they were."""
         if self._measured and not self._is_chosen:
-            self._settle()  # the run was shorter than the search
+            self._settle(loop)  # the run was shorter than the search
         self.close()
         if self._layers is not None:
             self._layers.undo()

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from trainkit.checkpoint.whole.manifest import hash_file
 from trainkit.errors import TrainkitError
 from trainkit.parallel.launch.hosts import free_port
 from trainkit.places import checkpoints_in, step_of
+from trainkit.processes import module_command
 from trainkit.recipe import load_recipe
 from trainkit.run.metrics import read_metrics
 
@@ -207,12 +207,12 @@ class _Rehearsal:
         return mark.exists()
 
     def _command(self, arguments: Sequence[str]) -> list[str]:
-        program = ["-m", "trainkit.cli.killed", "sft", *arguments]
+        program = module_command("trainkit.cli.killed", "sft", *arguments)
         if self.num_ranks == 1:
-            return [sys.executable, *program]
-        launcher = ["-m", "torch.distributed.run", "--nnodes", "1"]
+            return program
+        launcher = module_command("torch.distributed.run", "--nnodes", "1")
         launcher += ["--nproc-per-node", str(self.num_ranks), "--master-addr", "127.0.0.1"]
-        return [sys.executable, *launcher, "--master-port", str(free_port()), *program]
+        return [*launcher, "--master-port", str(free_port()), *program[1:]]
 
 
 def _run(command: Sequence[str], log: Path, plan: dict[str, Any] | None) -> int:

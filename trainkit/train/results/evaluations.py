@@ -7,7 +7,7 @@ measurements is the curve without them, bit for bit.
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import speed_metrics
 
+from trainkit.errors import TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
+from trainkit.objectives.batches import take_counts
 from trainkit.objectives.evaluation import Evaluation
-from trainkit.train.hooks import Hook
+from trainkit.train.data.loaders import sample_loader
+from trainkit.train.hooks import Hook, LoopState
 
 
 @dataclass(frozen=True)
@@ -34,63 +37,42 @@ class Measurement:
     """
 
     every: int
-    take: Callable[[Any], Mapping[str, float]]
-
-
-class Measurements(TrainerCallback):
-    """Asks for an evaluation at the steps at which something is to be measured."""
-
-    def __init__(self, rows: Sequence[Measurement]) -> None:
-        self.rows = tuple(rows)
-        self.is_alone = False
-        self._taken: dict[Measurement, int] = {}
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Ask for an evaluation; where nobody else does, without the loss."""
-        self.is_alone = not control.should_evaluate
-        if self._due(state.global_step):
-            control.should_evaluate = True
-
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """An evaluation that the end of an epoch brings is one of the loss."""
-        self.is_alone = False
-
-    def take(self, loop: Any) -> dict[str, float]:
-        """What is due at this step and was not measured yet."""
-        step = loop.state.global_step
-        figures: dict[str, float] = {}
-        for row in self._due(step):
-            self._taken[row] = step
-            with undisturbed(loop.model), _marking(loop):
-                figures.update(row.take(loop))
-        return figures
-
-    def _due(self, step: int) -> list[Measurement]:
-        due = [row for row in self.rows if step and step % row.every == 0]
-        return [row for row in due if self._taken.get(row) != step]
+    take: Callable[[LoopState], Mapping[str, float]]
 
 
 class Evaluations(Hook):
     """The mean loss on the held-out samples, and other figures, when they are due.
 
+    Args:
+        measurements: of figures besides the loss.
+
     Attributes:
-        measurements: of figures besides the loss, or None.
+        is_alone: the evaluation that is due is one without the loss.
         makes_up: a continued run begins with an evaluation that the stopped one has missed.
     """
 
-    measurements: Measurements | None = None
-    makes_up = False
+    is_alone = makes_up = False
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the evaluation that is due is one without the loss."""
-        return self.measurements is not None and self.measurements.is_alone
+    def __init__(self, measurements: Sequence[Measurement] = ()) -> None:
+        self.measurements = tuple(measurements)
+        self._taken: dict[Measurement, int] = {}
 
-    def begin(self, loop: Any, checkpoint: Path | None) -> None:
+    def on_step_end(self, loop: LoopState) -> None:
+        """Ask for an evaluation where something is to be measured, perhaps without the loss."""
+        if self.measurements:
+            self.is_alone = not loop.control.should_evaluate
+            if self._due(loop.state.global_step):
+                loop.control.should_evaluate = True
+
+    def on_epoch_end(self, loop: LoopState) -> None:
+        """An evaluation that the end of an epoch brings is one of the loss."""
+        self.is_alone = False
+
+    def _due(self, step: int) -> list[Measurement]:
+        due = [row for row in self.measurements if step and step % row.every == 0]
+        return [row for row in due if self._taken.get(row) != step]
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Measure where the recipe, or a stopped run, says so."""
         if checkpoint is None and loop.args.eval_on_start:
             self.measure(loop)
@@ -98,47 +80,60 @@ class Evaluations(Hook):
         if is_missed and self._decide(loop, self.measure(loop)):
             loop.state.best_model_checkpoint = str(checkpoint)
 
-    def due(self, loop: Any) -> None:
+    def due(self, loop: LoopState) -> None:
         """Measure, and decide what follows."""
         if loop.control.should_evaluate:
             is_best = self._decide(loop, self.measure(loop))
             if loop.args.save_strategy == "best":
                 loop.control.should_save = is_best
 
-    def measure(self, loop: Any) -> dict[str, float]:
+    def measure(self, loop: LoopState) -> dict[str, float]:
         """All that is due at this step, in one row; every rank calls it."""
         loop.guard.flush()
-        rows, started = self.measurements, time.perf_counter()
-        taken = {} if rows is None else rows.take(loop)
-        row = {f"eval_{name}": value for name, value in taken.items()}
+        started, step = time.perf_counter(), loop.state.global_step
+        row: dict[str, float] = {}
+        for each in self._due(step):
+            self._taken[each] = step
+            with undisturbed(loop.model), _marking(loop):
+                row |= {f"eval_{name}": value for name, value in each.take(loop).items()}
         if row:
             row["eval_seconds"] = time.perf_counter() - started
-        if rows is None or not (rows.is_alone or loop.eval_data is None):
+        if not self.measurements or not (self.is_alone or loop.eval_data is None):
             row = self._loss(loop, row)
         if row:
             loop.log(row)
         loop.event("on_evaluate", row)
         return row
 
-    def _loss(self, loop: Any, figures: dict[str, float]) -> dict[str, float]:
+    def batches(self, loop: LoopState) -> tuple[Iterable[dict[str, Any]], int]:
+        """Every evaluation sample once, dealt out over the ranks; and how many there are."""
+        if loop.eval_data is None:
+            raise TrainkitError(
+                "there is nothing to evaluate on", where="data.eval", fix="name a file there"
+            )
+        size = loop.args.eval_batch_size
+        batches = sample_loader(loop.eval_data, loop.args, loop.layout, size)
+        return batches, len(loop.eval_data.samples)
+
+    def _loss(self, loop: LoopState, figures: dict[str, float]) -> dict[str, float]:
         """Over all ranks, as the objective takes it; no logits are kept."""
-        args, layout, batches = loop.args, loop.layout, loop.eval_batches()
+        args, layout = loop.args, loop.layout
+        batches, num_samples = self.batches(loop)
         started = time.time()
         evaluation = Evaluation(
             loop.loss,
             loop.ranks,
-            take_counts=loop.take_counts,
+            take_counts=lambda batch: take_counts(batch, loop.loss.num_items),
             run=lambda batch, measure: loop.engine.evaluate(loop.prepare(batch), measure),
             sharing=loop.sharing,
             counts_rows=layout.counts_rows,
             counts_losses=layout.counts_losses,
         )
         row = evaluation.measure(loop.wrapped, batches, "eval")
-        num_samples, size = len(batches.dataset), args.eval_batch_size * args.world_size
-        num_steps = math.ceil(num_samples / size)
+        num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
         return row | figures | speed_metrics("eval", started, num_samples, num_steps)
 
-    def _decide(self, loop: Any, row: Mapping[str, float]) -> bool:
+    def _decide(self, loop: LoopState, row: Mapping[str, float]) -> bool:
         """What an evaluation is followed by; returns whether this is the best model so far.
 
         One that does not measure the figure, or finds no number, changes nothing.
@@ -187,9 +182,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _marking(loop: Any) -> Iterator[None]:
+def _marking(loop: LoopState) -> Iterator[None]:
     """Within, every forward pass is a sign of life: thousands of questions are no hang."""
-    watch, head = loop.watch, loop.model.get_output_embeddings()
+    watch, head = loop.run.watch, loop.model.get_output_embeddings()
     if watch is None or head is None:
         yield
         return
@@ -200,7 +195,7 @@ def _marking(loop: Any) -> Iterator[None]:
         handle.remove()
 
 
-class StopEarly(TrainerCallback):
+class StopEarly(Hook):
     """Ends training when the figure that the best model is judged by gets no better.
 
     What it has seen is kept in the run's state, so that every checkpoint has it.
@@ -208,45 +203,34 @@ class StopEarly(TrainerCallback):
     Args:
         patience: evaluations in a row that may bring nothing.
         min_delta: what less is no improvement.
-        say: called with the reason.
     """
 
-    def __init__(self, patience: int, min_delta: float, say: Callable[[str], None]) -> None:
+    def __init__(self, patience: int, min_delta: float) -> None:
         self._patience = patience
         self._min_delta = min_delta
-        self._say = say
         self._best: float | None = None
         self._num_worse = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Take up what a continued run has seen."""
-        kept = state.stateful_callbacks.get(_EARLY)
+        kept = loop.state.stateful_callbacks.get(_EARLY)
         if kept is None:  # a checkpoint of trainkit before it kept this: its log has the rows
-            self._best, self._num_worse = None, 0
-            for row in state.log_history:
-                self._see(args, row)
+            for row in loop.state.log_history:
+                self._see(loop.args, row)
         else:
             self._best, self._num_worse = kept["best"], kept["num_worse"]
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float] | None = None,
-        **_: Any,
-    ) -> None:
+    def on_evaluate(self, loop: LoopState, row: dict[str, float]) -> None:
         """End the run where patience is over."""
-        if not self._see(args, metrics or {}):
+        args, state = loop.args, loop.state
+        if not self._see(args, row):
             return
         state.stateful_callbacks[_EARLY] = {"best": self._best, "num_worse": self._num_worse}
         if self._num_worse >= self._patience:
-            control.should_training_stop = control.should_log = True
+            loop.control.should_training_stop = loop.control.should_log = True
             name = str(args.metric_for_best_model or "loss").removeprefix("eval_")
             found = "a number" if self._best is None else f"better than {self._best:.4g}"
-            self._say(
+            loop.run.console.note(
                 f"stopped at step {state.global_step}: {name} was not {found} in "
                 f"{self._num_worse} evaluation{'' if self._num_worse == 1 else 's'}"
             )

@@ -1,43 +1,74 @@
-"""What a finished run leaves behind: the final model, its answers, the curves and the report."""
+"""What a finished run leaves behind: the final model and its answers, then what describes it."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
+from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import auto_class, is_own_code
 from trainkit.models.loading import set_use_cache
+from trainkit.run.model_card import model_card, write_model_card
+from trainkit.run.report.redraw import draw_all
 from trainkit.train.checkpoints import written_together
+from trainkit.train.hooks import LoopState
+from trainkit.train.optimizer.watched import Numbers
 from trainkit.train.results.evaluations import undisturbed
-from trainkit.train.results.generation_eval import GenerationEvalResult
-from trainkit.train.results.questions import Questions
+from trainkit.train.saves import Saves, save_model
 
 
-@dataclass(frozen=True)
-class AfterTraining:
-    """What to do with the trained model.
+def finish(loop: LoopState, seconds: float) -> None:
+    """The final model first, then everything that only describes it."""
+    run, state, is_main = loop.run, loop.state, loop.run.process.is_main
+    directory, console = run.directory, run.console
+    facts = {
+        "base_model": run.recipe.model.name_or_path,
+        "loader": auto_class(loop.model.config).__name__,
+        "adapter": isinstance(loop.model, PeftModel),
+    }
+    console.doing("writing the model")
+    save_final(loop, directory.final, model_card(directory, **facts) if is_main else None)
+    summary: dict[str, object] = {}
+    if run.recipe.generation_eval is not None:
+        from trainkit.train.results.questions import answer
 
-    Attributes:
-        base_model: what the model card names as its origin.
-        questions: what the model is asked, during training and after it.
-    """
+        console.doing("answering questions")
+        model = _whole_model(loop, directory.final)
+        with undisturbed(model):
+            result = answer(loop, model)
+        others = {name: each for name, each in result.means.items() if name != "exact_match"}
+        summary |= {name: f"{each:.4f} on held-out answers" for name, each in others.items()}
+        summary["exact match"] = f"{result.accuracy:.1%} of {result.num_total} held-out answers"
+        if is_main:
+            directory.write_json(directory.generation_eval, result.to_dict())
+    if not is_main:
+        return
+    console.doing("drawing the report")
+    write_model_card(directory, **facts)
+    draw_all(directory)
+    rows = [row for row in state.log_history if "loss" in row]
+    best: dict[str, object] = {}
+    if loop.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        figure = f"{loop.args.metric_for_best_model} {state.best_metric:.4f}"
+        best["best"] = f"{Path(state.best_model_checkpoint).name}, {figure}"
+    figures = {
+        "steps": state.global_step,
+        "loss": f"{rows[0]['loss']:.4f} -> {rows[-1]['loss']:.4f}" if rows else "none",
+        **best,
+        "time": f"{seconds:.0f} s",
+        **summary,
+        "model": directory.final,
+        "report": directory.report,
+    }
+    console.finish(figures)
+    if (hub := loop.hook(Saves).hub) is not None:
+        hub.push_final(directory.final)
 
-    base_model: str
-    questions: Questions
 
-
-def save_final(
-    loop: Any,
-    target: Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Iterable[int],
-    metadata: Mapping[str, Any],
-    card: str | None = None,
-) -> None:
+def save_final(loop: LoopState, target: Path, card: str | None = None) -> None:
     """Write ``final/``: weights or adapter, tokenizer, chat template, generation settings.
 
     Every rank calls it; sharded weights are gathered on the way.
@@ -45,22 +76,20 @@ def save_final(
     Args:
         loop: after training.
         target: the directory to appear; one from before the run was continued is replaced.
-        tokenizer: with the chat template that was trained.
-        stop_token_ids: the end-of-turn tokens found in the template.
-        metadata: plain JSON values for the manifest.
         card: the model card, in place of peft's empty one.
 
     Raises:
         CheckpointError: it could not be written; nothing half-written is left.
         NumberError: a weight is NaN or infinite; one from before stays.
     """
-    loop.numbers.check(loop, target.name)
-    whole = written_together(target, loop.ranks, metadata, replace=True)
-    with whole as inner, _with_cache(loop):
-        loop.save_model(inner)
+    loop.hook(Numbers).check(loop, target.name)
+    step = {"step": loop.state.global_step}
+    whole = written_together(target, loop.ranks, step, replace=True)
+    with whole as inner, _with_cache(loop.model):
+        save_model(loop, inner)
         if loop.ranks.is_main_process:
-            settings = generation_config(loop.model, tokenizer, stop_token_ids)
-            settings.save_pretrained(inner)
+            ends = loop.run.data.stop_token_ids
+            generation_config(loop.model, loop.tokenizer, ends).save_pretrained(inner)
             if card is not None:
                 (inner / "README.md").write_text(card, encoding="utf-8")
 
@@ -85,52 +114,23 @@ def generation_config(
 
 
 @contextlib.contextmanager
-def _with_cache(loop: Any) -> Iterator[None]:
+def _with_cache(model: Any) -> Iterator[None]:
     """Save ``use_cache: true``: it is off for training, and a served model wants it on."""
-    config = loop.model.config
-    set_use_cache(config, True)
+    set_use_cache(model.config, True)
     try:
         yield
     finally:
-        set_use_cache(config, False)
+        set_use_cache(model.config, False)
 
 
-def answer_held_out(
-    loop: Any,
-    final: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    stop_token_ids: Sequence[int],
-    questions: Questions,
-) -> GenerationEvalResult:
-    """Answer held-out conversations greedily and count exact matches; every rank takes a share.
-
-    Args:
-        loop: after training.
-        final: the saved model, loaded again where no rank holds the model whole.
-        tokenizer: of the model.
-        stop_token_ids: what the model was taught to end its turn with.
-        questions: the conversations, and how they are answered.
-    """
-    model = _whole_model(loop, final)
-    with undisturbed(model):
-        return questions.answer(loop.ranks, model, tokenizer, stop_token_ids)
-
-
-def _whole_model(loop: Any, final: Path) -> Any:
+def _whole_model(loop: LoopState, final: Path) -> nn.Module:
     engine, trained = loop.engine, loop.model
 
-    def reload() -> Any:
+    def reload() -> nn.Module:
         dtype = engine.saved_dtype(*next(iter(trained.named_parameters())))
-        model = auto_class(trained.config).from_pretrained(final, dtype=dtype)
+        model: nn.Module = auto_class(trained.config).from_pretrained(  # or an adapter and its base
+            final, trust_remote_code=is_own_code(trained), dtype=dtype
+        )
         return model.to(loop.args.device)
 
     return engine.whole_model(trained, reload)
-
-
-def best_of(loop: Any) -> dict[str, object]:
-    """Which checkpoint the final model is, where the best one was asked for."""
-    checkpoint = loop.state.best_model_checkpoint
-    if not loop.args.load_best_model_at_end or checkpoint is None:
-        return {}
-    name = loop.args.metric_for_best_model
-    return {"best": f"{Path(checkpoint).name}, {name} {loop.state.best_metric:.4f}"}

@@ -40,23 +40,25 @@ OF_TRAINING = (
 
 
 class Hub:
-    """Uploads each checkpoint when it is complete, while training goes on, and the final model.
+    """Uploads each checkpoint when it is complete, and the final model; rank 0 has it.
 
     Args:
         args: transformers' TrainingArguments.
-        is_main: this rank uploads.
+        is_dry: ask the hub who we are, which needs network and login, and make and send nothing.
     """
 
-    def __init__(self, args: TrainingArguments, *, is_main: bool) -> None:
-        self._args, self._is_on = args, bool(args.push_to_hub and is_main)
+    def __init__(self, args: TrainingArguments, *, is_dry: bool = False) -> None:
+        self._args, self._is_dry = args, is_dry
         self._upload: Future[Any] | None = None
         self._uploading: Path | None = None
-        self._client = HfApi() if self._is_on else None
+        self._client = HfApi()  # one for all uploads: it does them one after another
         self._model_id = str(args.hub_model_id)
-        if self._is_on:
-            disable_progress_bars()
-            # A hub out of reach or no login is said with the key.
-            with settings_refused_by("the repository on the hub", "training.push_to_hub"):
+        disable_progress_bars()
+        # A hub out of reach or no login is said with the key.
+        with settings_refused_by("the repository on the hub", "training.push_to_hub"):
+            if is_dry:
+                HfApi().whoami(token=args.hub_token)
+            else:
                 self._make_repository()
 
     def _make_repository(self) -> None:
@@ -75,7 +77,7 @@ class Hub:
     def push_checkpoint(self, checkpoint: Path, step: int) -> None:
         """Begin to upload a whole checkpoint, as ``hub_strategy`` says; nothing waits for it."""
         args = self._args
-        if not self._is_on or args.hub_strategy == HubStrategy.END:
+        if self._is_dry or args.hub_strategy == HubStrategy.END:
             return
         if self.uploading is not None and not args.hub_always_push:
             return
@@ -95,8 +97,6 @@ class Hub:
         Raises:
             TrainkitError: the hub did not take it.
         """
-        if not self._is_on:
-            return
         self._report_failure()
         error = self._begin(final, "End of training").exception()  # waits
         if error is not None:
@@ -108,7 +108,6 @@ class Hub:
 
     def _begin(self, directory: Path, message: str, folder: str | None = None) -> "Future[Any]":
         """Upload the model in a directory, or all of it to ``place``."""
-        assert self._client is not None  # one for all uploads: it does them one after another
         return self._client.upload_folder(
             repo_id=self._model_id,
             folder_path=directory,
@@ -125,13 +124,3 @@ class Hub:
         if self._upload is not None and self._upload.done() and self._upload.exception():
             logger.warning("%s was not uploaded: %s", self._uploading, self._upload.exception())
             self._upload = None
-
-
-class UntouchedHub(Hub):
-    """Asks the hub who we are, which needs network and login, and makes and sends nothing."""
-
-    def _make_repository(self) -> None:
-        HfApi().whoami(token=self._args.hub_token)
-
-    def push_checkpoint(self, checkpoint: Path, step: int) -> None:
-        """Nothing."""

@@ -1,61 +1,63 @@
-"""Where a start begins: a new run directory, or a checkpoint that fits."""
+"""Where a start begins: a new run directory, or a checkpoint that fits; and the way back to one."""
 
+import gc
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from trainkit.checkpoint.weights.base_fingerprint import base_files, base_on_disk
 from trainkit.checkpoint.whole.ownership import refuse_foreign
 from trainkit.errors import CheckpointError
-from trainkit.models.linears import packed_kind
 from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse_disagreement
-from trainkit.run import (
-    RunDirectory,
-)
-from trainkit.run.starts import begin_again, read_starts
+from trainkit.run import RunDirectory
+from trainkit.run.starts import Start, append_start, begin_again, read_starts
 from trainkit.train.checkpoints import BASE, ResumePoint, find_resume_point
-from trainkit.train.prepare import Invocation, Prepared
-from trainkit.train.resume.changes import (
-    IN_USE,
-    PARTS,
-    Review,
-    review,
-    review_running,
-)
+from trainkit.train.faults.shortage import MemoryShortageError
+from trainkit.train.optimizer.finite import NumberError
+from trainkit.train.prepare import trainer_arguments
+from trainkit.train.resume.changes import IN_USE, PARTS, Review, review, review_running
 from trainkit.train.resume.given import RUNS
-from trainkit.train.resume.hosts import settings_of_all
-from trainkit.train.resume.record import Resumption
-from trainkit.train.resume.settings import settings_of
+from trainkit.train.resume.hosts import settings_of, settings_of_all
 from trainkit.train.resume.surroundings import code_digest, gpu_name, versions
+from trainkit.train.run import Run
+
+FP8 = "fp8"
+"""Where a checkpoint's record keeps the products that run in fp8."""
 
 
-def fingerprint_around(start: Invocation, prepared: Prepared) -> dict[str, Any]:
+def fingerprint_around(run: Run) -> dict[str, Any]:
     """What surrounds a recipe and decides the curve; a continued run must share it."""
-    args, recipe = prepared.args, start.recipe
+    args, recipe = run.args, run.recipe
     micro = args.per_device_train_batch_size * args.gradient_accumulation_steps
     quantize = recipe.lora.quantize if recipe.lora else None
-    packages = packed_kind(quantize).packages if quantize else ()
+    packages = run.layout.engine.packages
+    if quantize:
+        from trainkit.models.linears import packed_kind
+
+        packages = (*packages, *packed_kind(quantize).packages)
     return {
-        "data": prepared.data.fingerprint,
-        PARTS: prepared.data.parts,
-        "rows_per_step": micro * prepared.layout.data_size,
-        "num_ranks": start.process.world_size,
+        "data": run.data.fingerprint,
+        PARTS: run.data.parts,
+        "rows_per_step": micro * run.layout.data_size,
+        "num_ranks": run.process.world_size,
         "device": args.device.type,
-        "gpu": decided_by_main(start.process, gpu_name) if args.device.type == "cuda" else None,
+        "gpu": decided_by_main(run.process, gpu_name) if args.device.type == "cuda" else None,
         "code": code_digest(),
-        "versions": versions((*prepared.layout.engine.packages, *packages)),
+        "versions": versions(packages),
     }
 
 
-def files_of_base(start: Invocation) -> dict[str, str] | None:
+def files_of_base(run: Run) -> dict[str, str] | None:
     """The digests of the base's files; None where another process of this host reads them.
 
     A model that trains whole has its weights in every checkpoint, whatever the base's are by then.
     None, too, of what cannot be read: the model will not load then, and that says why.
     """
-    model, lora = start.recipe.model, start.recipe.lora
-    if start.process.local_rank != 0:
+    model, lora = run.recipe.model, run.recipe.lora
+    if run.process.local_rank != 0:
         return None
     try:
         base = base_on_disk(model.name_or_path)
@@ -65,37 +67,35 @@ def files_of_base(start: Invocation) -> dict[str, str] | None:
         return None
 
 
-def refuse_other_hosts(start: Invocation, prepared: Prepared) -> None:
+def refuse_other_hosts(run: Run) -> None:
     """Stop where ranks have other settings or data: each host may have read files of its own."""
-    around = {**fingerprint_around(start, prepared), "continues": str(start.options.resume)}
+    around = {**fingerprint_around(run), "continues": str(run.options.resume)}
     del around[PARTS]
-    refuse_disagreement(start.process, {**settings_of_all(start.loaded), **around})
+    refuse_disagreement(run.process, {**settings_of_all(run.loaded), **around})
 
 
-def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:
+def find_resumption(run: Run) -> None:
     """Find and verify the checkpoint to continue from; hashing it is one rank's work.
 
     Raises:
         CheckpointError: it is damaged, or not of the user's own.
         ResumeRefusedError: the run would not be what it was begun as.
     """
-    fingerprint = fingerprint_around(start, prepared)
-    console, resume = start.console, start.options.resume
+    run.fingerprint, run.point, run.review = fingerprint_around(run), None, Review()
+    console, resume = run.console, run.options.resume
     if resume is None:
         # Read while the model loads: its digests are known by the time they are asked for.
-        threading.Thread(target=files_of_base, args=(start,), daemon=True).start()
-        return Resumption(fingerprint)
-    point = decided_by_main(start.process, lambda: find_resume_point(resume))
+        threading.Thread(target=files_of_base, args=(run,), daemon=True).start()
+        return
+    point = decided_by_main(run.process, lambda: find_resume_point(resume))
     if point is None:
         console.note(
             f"{resume} was stopped before its first checkpoint; it starts again from step 0, in "
             "the same directory"
         )
-        return Resumption(fingerprint)
-    sharded = prepared.layout.fits_its_ranks_only
-    reviewed = decided_by_each(
-        start.process, lambda: _reviewed(start, point, fingerprint, sharded=sharded)
-    )
+        return
+    run.review = decided_by_each(run.process, lambda: _reviewed(run, point))
+    run.point = point
     if BASE not in point.fingerprint:
         console.note(
             f"{point.checkpoint.name} is of an older trainkit, which did not record every byte of "
@@ -104,24 +104,21 @@ def find_resumption(start: Invocation, prepared: Prepared) -> Resumption:
     for path, reason in point.skipped:
         console.warn(f"{path.name} is damaged and was passed over: {reason}")
     console.note(f"continuing from {point.checkpoint}")
-    for change in reviewed.changes:
+    for change in run.review.changes:
         console.note(f"from step {point.step} on, {change}")
-    for change in reviewed.accepted:
+    for change in run.review.accepted:
         console.warn(f"not as it was, and accepted: {change}")
-    return Resumption(fingerprint, point, reviewed)
 
 
-def _reviewed(
-    start: Invocation, point: ResumePoint, fingerprint: Mapping[str, Any], *, sharded: bool
-) -> Review:
+def _reviewed(run: Run, point: ResumePoint) -> Review:
     """Hold recipe, surroundings and files of this host against the checkpoint."""
     reviewed = review(
         point,
-        settings_of(start.loaded),
-        {**fingerprint, BASE: files_of_base(start)},
-        start.options.allow_changed,
+        settings_of(run.loaded),
+        {**run.fingerprint, BASE: files_of_base(run)},
+        run.options.allow_changed,
         _accepted_before(point),
-        sharded=sharded,
+        sharded=run.layout.fits_its_ranks_only,
     )
     refuse_foreign(point.checkpoint)
     return reviewed
@@ -132,34 +129,27 @@ def _accepted_before(point: ResumePoint) -> list[Mapping[str, Any]]:
     return [row for earlier in starts for row in earlier.accepted]
 
 
-def review_built(start: Invocation, resumption: Resumption, runs: Mapping[str, Any]) -> Resumption:
+def review_built(run: Run) -> None:
     """Hold what runs in the built model against the checkpoint: kernels, and the attention.
 
     Where the recipe leaves them to the machine, another one may choose others, and nobody would
-    see it.
-
-    Args:
-        start: what was typed.
-        resumption: where it begins.
-        runs: what the built model runs (`BuiltModel.runs`).
-
-    Returns:
-        The same with what was accepted, and ``runs`` in the fingerprint of what it saves.
+    see it. What runs is in the fingerprint of what the run saves.
 
     Raises:
         ResumeRefusedError: naming what runs otherwise.
     """
-    fingerprint = {**resumption.fingerprint, IN_USE: dict(runs), BASE: files_of_base(start)}
-    point, reviewed = resumption.point, resumption.review
-    if point is not None and not any(_chooses(change.key) for change in reviewed.changes):
-        allowed, before = start.options.allow_changed, _accepted_before(point)
+    runs, point = run.built.runs, run.point
+    run.fingerprint = {**run.fingerprint, IN_USE: dict(runs), BASE: files_of_base(run)}
+    if run.built.fp8_choice is not None:
+        run.fingerprint[FP8] = run.built.fp8_choice.to_dict()
+    if point is not None and not any(_chooses(change.key) for change in run.review.changes):
+        allowed, before = run.options.allow_changed, _accepted_before(point)
         accepted = decided_by_each(
-            start.process, lambda: review_running(point, fingerprint[IN_USE], allowed, before)
+            run.process, lambda: review_running(point, runs, allowed, before)
         )
         for change in accepted:
-            start.console.warn(f"not as it was, and accepted: {change}")
-        reviewed = replace(reviewed, accepted=(*reviewed.accepted, *accepted))
-    return replace(resumption, fingerprint=fingerprint, review=reviewed)
+            run.console.warn(f"not as it was, and accepted: {change}")
+        run.review = replace(run.review, accepted=(*run.review.accepted, *accepted))
 
 
 _CHOOSING = ("kernels", "lora", "model.attn_implementation", "model.fp8", "data.packing")
@@ -170,18 +160,50 @@ def _chooses(key: str) -> bool:
     return key.startswith(_CHOOSING)
 
 
-def open_run_directory(start: Invocation, resumption: Resumption) -> RunDirectory:
+def open_run_directory(run: Run) -> RunDirectory:
     """Make the run directory on rank 0, or open the one to continue; all ranks learn of it."""
-    if resumption.point is not None:
-        return RunDirectory.open(resumption.point.run)
-    wanted, stopped = start.options.output_dir, start.options.resume
+    if run.point is not None:
+        return RunDirectory.open(run.point.run)
+    wanted, stopped = run.options.output_dir, run.options.resume
     if stopped is not None:
-        return decided_by_main(start.process, lambda: begin_again(stopped))
+        return decided_by_main(run.process, lambda: begin_again(stopped))
     return decided_by_main(
-        start.process,
+        run.process,
         lambda: (
-            RunDirectory.create_at(wanted)
-            if wanted
-            else RunDirectory.create(RUNS, start.loaded.name)
+            RunDirectory.create_at(wanted) if wanted else RunDirectory.create(RUNS, run.loaded.name)
         ),
     )
+
+
+def go_back(run: Run, bad: NumberError | MemoryShortageError, overrides: tuple[str, ...]) -> None:
+    """Give the memory of the old model back, find the last checkpoint, and record the step.
+
+    As for a process that starts: nothing of the attempt that met the bad step is used again.
+
+    Args:
+        run: whose model is gone.
+        bad: names the step. A step with bad numbers is left out from here on.
+        overrides: what is otherwise from here on, as a user would give it.
+    """
+    run.layout.engine.forget()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    run.options = replace(run.options, resume=run.root, overrides=())
+    if overrides:
+        run.loaded = run.loaded.overridden(overrides)
+        run.args = trainer_arguments(run.recipe, run.layout)
+        run.args.output_dir = str(run.root)
+    find_resumption(run)
+    left_out = (bad.step,) if isinstance(bad, NumberError) else ()
+    step = run.point.step if run.point else 0
+
+    def record() -> None:
+        if run.point is None:
+            begin_again(run.root)
+        start = Start(step=step, overrides=overrides, passed_over=left_out)
+        append_start(run.directory, start)
+
+    decided_by_main(run.process, record)
+    what = f", and leaves step {left_out[0]} out" if left_out else f" with {' '.join(overrides)}"
+    run.console.warn(f"{bad.what}; the run goes back to step {step}{what}")

@@ -1,18 +1,30 @@
-"""What each host of a run was given, compared before anything slow is loaded."""
+"""What each host of a run was given, compared before anything slow is loaded: no torch."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trainkit.parallel.agreement import refuse_early_disagreement
 from trainkit.parallel.process import ProcessRank
-from trainkit.recipe import LoadedRecipe
-from trainkit.train.resume.settings import settings_of
+from trainkit.recipe import LoadedRecipe, shown_value
 
+_NOT_COMPARED = ("name", "training.output_dir", "training.hub_token", "global_batch_size")
 _OF_A_HOST = ("data.cache_dir", "data.num_workers")
 _READ_BYTES = 1 << 26
 """Of larger files the size is compared here, and the rows when they have been read."""
+
+
+def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
+    """Every value of a recipe as JSON, what only the machine decides and secrets left out."""
+    values = {
+        value.key: shown_value(value)
+        for value in loaded.values()
+        if not value.key.startswith(_NOT_COMPARED)
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return plain
 
 
 def settings_of_all(loaded: LoadedRecipe) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainkit.checkpoint.weights.contents import taking_up
+
 
 def random_state(args: Any) -> dict[str, Any]:
     """Of this rank; of several the states of all GPUs of the host."""
@@ -35,12 +37,13 @@ def load_random_state(folder: Path, args: Any) -> None:
     numpy_state = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
     with torch.serialization.safe_globals(numpy_state):
         saved = torch.load(path, weights_only=True)
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])
-    torch.set_rng_state(saved["cpu"])
-    if torch.cuda.is_available() and "cuda" in saved:
-        of_all = args.world_size > 1
-        (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(saved["cuda"])
+    with taking_up(path):
+        random.setstate(saved["python"])
+        np.random.set_state(saved["numpy"])
+        torch.set_rng_state(saved["cpu"])
+        if torch.cuda.is_available() and "cuda" in saved:
+            of_all = args.world_size > 1
+            (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(saved["cuda"])
 
 
 def _reconstruct() -> Any:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
@@ -11,55 +9,34 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trainkit.models.attention import Attention
 from trainkit.models.loss.loss_head import IGNORE_INDEX
 from trainkit.parallel import Machine
-from trainkit.recipe import Derived, LoadedRecipe, SftOptions, dump_resolved
+from trainkit.recipe import Derived, LoadedRecipe, dump_resolved
 from trainkit.redact import redact_text
 from trainkit.run import RunDirectory, capture_environment, command_script
 from trainkit.run.report.html import SAMPLES
 from trainkit.run.starts import Start, append_start, retire_after
 from trainkit.train.arguments import settled_values
-from trainkit.train.checkpoints import ResumePoint
 from trainkit.train.data.run_data import RunData
-from trainkit.train.resume.changes import Review
+from trainkit.train.run import Run
 
 _MAX_SAMPLES, _MAX_TOKENS = 4, 1200
 """That a report shows."""
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """Where a start begins.
-
-    Attributes:
-        fingerprint: data, processes and versions of this start.
-        point: the checkpoint it continues from; None begins at step 0.
-        review: what is not as it was there.
-    """
-
-    fingerprint: Mapping[str, Any]
-    point: ResumePoint | None = None
-    review: Review = field(default_factory=Review)
-
-
-def write_record(
-    run: RunDirectory,
-    loaded: LoadedRecipe,
-    data: RunData,
-    tokenizer: PreTrainedTokenizerBase,
-    options: SftOptions,
-    machine: Machine,
-) -> None:
+def write_record(run: Run) -> None:
     """What is known before a run is built: recipe, command, environment, data."""
-    append_start(run, Start(overrides=options.overrides))  # the recipe alone is not what was given
-    _write_recipe(run, loaded)
-    run.write_text(run.resolved, dump_resolved(loaded, machine))
-    run.write_text(run.command, command_script())
-    run.write_json(run.environment, capture_environment())
-    run.write_json(run.data, data.summary)
-    run.write_json(run.root / SAMPLES, shown_samples(data, tokenizer))
-    for target in (run.dropped, run.changed):
+    directory, data = run.directory, run.data
+    # The recipe alone is not what was given.
+    append_start(directory, Start(overrides=run.options.overrides))
+    _write_recipe(directory, run.loaded)
+    directory.write_text(directory.resolved, dump_resolved(run.loaded, run.machine))
+    directory.write_text(directory.command, command_script())
+    directory.write_json(directory.environment, capture_environment())
+    directory.write_json(directory.data, data.summary)
+    directory.write_json(directory.root / SAMPLES, shown_samples(data, run.tokenizer))
+    for target in (directory.dropped, directory.changed):
         entries = data.ledger.with_name(target.name)
         if entries.exists():
-            run.write_text(target, entries.read_text(encoding="utf-8"))
+            directory.write_text(target, entries.read_text(encoding="utf-8"))
 
 
 def shown_samples(data: RunData, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -84,41 +61,32 @@ def shown_samples(data: RunData, tokenizer: PreTrainedTokenizerBase) -> dict[str
     return {"samples": samples}
 
 
-def write_start(
-    run: RunDirectory,
-    loaded: LoadedRecipe,
-    options: SftOptions,
-    machine: Machine,
-    resumption: Resumption,
-    args: TrainingArguments,
-    attention: Attention,
-) -> None:
+def write_start(run: Run) -> None:
     """What is known when the first step is about to be taken: the values that the run uses.
 
     A continued run also retires the checkpoints after the one it continues from, and adds a line
     to ``changes.jsonl``.
     """
-    point = resumption.point
+    directory, loaded, point = run.directory, run.loaded, run.point
     if point is not None:
         former = None
-        if run.recipe.is_file():
-            text = run.recipe.read_text(encoding="utf-8")
+        if directory.recipe.is_file():
+            text = directory.recipe.read_text(encoding="utf-8")
             former = None if text == redact_text(loaded.source_text) else text
-        review = resumption.review
         start = Start(
             step=point.step,
-            overrides=options.overrides,
-            changes=tuple(change.to_dict() for change in review.changes),
-            accepted=tuple(change.to_dict() for change in review.accepted),
-            retired=retire_after(run, point.step),
+            overrides=run.options.overrides,
+            changes=tuple(change.to_dict() for change in run.review.changes),
+            accepted=tuple(change.to_dict() for change in run.review.accepted),
+            retired=retire_after(directory, point.step),
             former_recipe=former,
         )
-        append_start(run, start)
+        append_start(directory, start)
         if former is not None:
-            _write_recipe(run, loaded)
+            _write_recipe(directory, loaded)
         loaded = _labelled(loaded, f"override at step {point.step}")
-    text = dump_resolved(loaded, machine, settled=settled(loaded, machine, args, attention))
-    run.write_text(run.resolved, text)
+    found = settled(loaded, run.machine, run.args, run.built.attention)
+    directory.write_text(directory.resolved, dump_resolved(loaded, run.machine, settled=found))
 
 
 def settled(

@@ -5,98 +5,68 @@ a learning rate or a weight decay would do nothing. And it forgets an evaluation
 the process ended.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 
 from trainkit.train.checkpoints import folder_name
+from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.log.rows import missed_evaluation
-from trainkit.train.resume.changes import Review
+from trainkit.train.results.evaluations import Evaluations
 
 _OPTIONS = ("weight_decay", "betas", "eps", "momentum")
 
 
-def options_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a new optimizer's groups are to have, before saved ones take their place."""
-    kept = ("lr", "initial_lr", *_OPTIONS)
-    return [{name: group[name] for name in kept if name in group} for group in groups]
+class TakeUp(Hook):
+    """Makes the recipe's values win over those that the checkpoint brought."""
 
-
-class TakeUp(TrainerCallback):
-    """Makes the recipe's values win over those that the checkpoint brought.
-
-    Args:
-        loop: that continues.
-        review: what was changed.
-        checkpoint: where it continues from.
-        note: tells the user.
-    """
-
-    def __init__(
-        self,
-        loop: Any,
-        review: Review,
-        checkpoint: Path,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._loop = loop
-        self._review = review
-        self._checkpoint = checkpoint
-        self._note = note
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Everything is restored by now, and no step is taken yet."""
-        self._set_groups(kwargs["optimizer"])
-        self._set_rates(kwargs["optimizer"], kwargs["lr_scheduler"])
-        self._find_best(args, state)
+        assert checkpoint is not None
+        args, state = loop.args, loop.state
+        for group, wanted in zip(loop.optimizer.param_groups, loop.group_options, strict=True):
+            group.update({name: wanted[name] for name in _OPTIONS if name in wanted})
+        self._set_rates(loop)
+        self._find_best(loop, checkpoint)
         if state.is_world_process_zero:  # a kill may have come between a commit and the thinning
             best = state.best_model_checkpoint
-            spared = {self._checkpoint, None if best is None else Path(best)}
-            self._loop.checkpoints.thin_out(args.save_total_limit, spared)
-        evaluations, missed = self._loop.evaluations, missed_evaluation(self._checkpoint)
+            spared = {checkpoint, None if best is None else Path(best)}
+            loop.checkpoints.thin_out(args.save_total_limit, spared)
+        evaluations, missed = loop.hook(Evaluations), missed_evaluation(checkpoint)
         evaluations.makes_up = missed is not None or _misses_evaluation(args, state)
-        if missed == "figures" and evaluations.measurements is not None:
-            evaluations.measurements.is_alone = True
+        if missed == "figures" and evaluations.measurements:
+            evaluations.is_alone = True
 
-    def _find_best(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _find_best(self, loop: LoopState, checkpoint: Path) -> None:
         """The best checkpoint is next to this one, whatever the state says: it is a file too.
 
         transformers keeps its whole path, which may be the run's former name or anyone's.
         """
+        state = loop.state
         state.best_model_checkpoint = None
         if type(state.best_global_step) is not int or not state.best_global_step:
             return
-        best = self._checkpoint.parent / folder_name(state.best_global_step)
+        best = checkpoint.parent / folder_name(state.best_global_step)
         if best.is_dir() and not best.is_symlink():
             state.best_model_checkpoint = str(best)
-        elif args.load_best_model_at_end:
-            self._note(
+        elif loop.args.load_best_model_at_end:
+            loop.run.console.note(
                 f"{best.name}, the best so far, is gone: unless a better one comes, final/ will be "
                 "the model of the last step"
             )
 
-    def _set_groups(self, optimizer: Any) -> None:
-        for group, wanted in zip(optimizer.param_groups, self._loop.group_options, strict=True):
-            group.update({name: wanted[name] for name in _OPTIONS if name in wanted})
-
-    def _set_rates(self, optimizer: Any, scheduler: Any) -> None:
+    def _set_rates(self, loop: LoopState) -> None:
         """The schedule of the recipe goes on at this step, with its rates, warm-up and arguments.
 
         Only the shape of a schedule that is a function of the step can be another one.
         """
-        groups = optimizer.param_groups
+        groups, scheduler = loop.optimizer.param_groups, loop.scheduler
         before = [group["lr"] for group in groups]
         if isinstance(scheduler, LambdaLR):
-            wanted = [options["initial_lr"] for options in self._loop.group_options]
+            wanted = [options["initial_lr"] for options in loop.group_options]
             scheduler.base_lrs = wanted
             rates = [
                 base * shape(scheduler.last_epoch)
@@ -105,27 +75,29 @@ class TakeUp(TrainerCallback):
             for group, base in zip(groups, wanted, strict=True):
                 group["initial_lr"] = base
         else:
-            rates = self._scaled_rates(groups)
+            rates = self._scaled_rates(loop, groups)
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
         scheduler._last_lr = rates
-        options = self._loop.group_options
+        options = loop.group_options
         changed: dict[str, tuple[float, float]] = {}
         for was, now, given in zip(before, rates, options, strict=True):
             if was != now:
-                is_usual = given["lr"] == self._loop.args.learning_rate
+                is_usual = given["lr"] == loop.args.learning_rate
                 changed.setdefault("" if is_usual else " in LoRA+'s B matrices", (was, now))
         for where, (was, now) in sorted(changed.items()):
-            self._note(f"the learning rate goes on at {now:.4g}{where}; it was {was:.4g}")
+            loop.run.console.note(
+                f"the learning rate goes on at {now:.4g}{where}; it was {was:.4g}"
+            )
 
-    def _scaled_rates(self, groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    def _scaled_rates(self, loop: LoopState, groups: Sequence[Mapping[str, Any]]) -> list[float]:
         """The rates that a schedule with a state of its own has come to, over the recipe's."""
-        rate = self._loop.args.learning_rate
-        factor = rate / (self._review.value_before("training.learning_rate") or rate or 1.0)
-        ratio = self._review.factor("lora.lora_plus_ratio")
+        rate = loop.args.learning_rate
+        factor = rate / (loop.run.review.value_before("training.learning_rate") or rate or 1.0)
+        ratio = loop.run.review.factor("lora.lora_plus_ratio")
         return [
             group["lr"] * factor * (ratio if options["lr"] != rate else 1.0)
-            for group, options in zip(groups, self._loop.group_options, strict=True)
+            for group, options in zip(groups, loop.group_options, strict=True)
         ]
 
 

@@ -1,0 +1,70 @@
+"""A start killed before its first checkpoint: every way on that its message offers works."""
+
+import os
+import shutil
+import signal
+import sys
+
+import pytest
+from commands import run_command
+from ranks import RankFailure, run_ranks
+
+MOMENTS = (
+    *("run", "logs", "status.json", "changes.jsonl", "recipe.yaml", "resolved.yaml"),
+    *("environment.json", "samples.json", "checkpoint-2"),
+)
+"""What the run was about to make, the first time, when it was killed."""
+
+
+def killed_before(cwd, argv, name):
+    """Runs in the forked process: the command, which dies before it makes a file."""
+
+    def hook(event, arguments):
+        if event == "os.rename":
+            made = arguments[1]
+        elif event == "os.mkdir":
+            made = arguments[0]
+        else:
+            return
+        if os.path.basename(os.fspath(made)) == name:  # noqa: PTH119 - within an audit hook
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return run_command(cwd, argv, pictures=False)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_run_is_begun_again_wherever_its_start_was_killed(project, moment):
+    command = ["sft", "--config", "r.yaml", "--output-dir", "run", "training.max_steps=2"]
+    root, run = project.root, project.root / "run"
+    with pytest.raises(RankFailure):
+        run_ranks(
+            "resume.test_resume_start:killed_before",
+            world_size=1,
+            cwd=str(root),
+            argv=command,
+            name=moment,
+        )
+    assert run.exists() is (moment != "run")
+    ways = (["--output-dir", "run", "--config", "r.yaml"], ["--resume", "run"])
+    for way in (*ways, ["--config", "r.yaml", "--output-dir", "run", "--resume"]):
+        kept = root / "kept"
+        if run.exists():
+            shutil.copytree(run, kept)
+        said = project.sft(*way, "training.max_steps=2")
+        if said.code and "--resume" not in way:
+            assert "continue that run with --resume" in said.err
+            assert (run / "status.json").exists()  # without it, nothing is there to overwrite
+        elif said.code and moment == "run":
+            assert "there is no such run directory" in said.err
+        elif said.code:
+            assert "with --config" in said.err
+            assert not (run / "recipe.yaml").exists()
+            said = project.sft(*way, "--config", "r.yaml", "training.max_steps=2")
+            assert said.code == 0, said.err
+        if not said.code:
+            assert (run / "final" / "adapter_model.safetensors").is_file()
+            assert len((run / "metrics.jsonl").read_text().splitlines()) >= 2
+        shutil.rmtree(run, ignore_errors=True)
+        if kept.exists():
+            kept.rename(run)

@@ -1,0 +1,68 @@
+"""A process that trainkit starts imports nothing from the user's folder."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.doctor.gpus import check_all_reduce
+from trainkit.parallel.launch.hosts import Hosts
+from trainkit.parallel.launch.processes import launch_command
+from trainkit.processes import STARTER, module_command
+
+ROOT = Path(trainkit.__file__).parent
+NAMES = ("json", "torch", "trainkit", "runpy", "pathlib", "typing", "yaml", "module", "resource")
+
+
+@pytest.fixture
+def canary(tmp_path, monkeypatch):
+    """A folder whose files have the names of modules; exists once one of them was run."""
+    folder, canary = tmp_path / "here", tmp_path / "canary"
+    folder.mkdir()
+    for name in NAMES:
+        (folder / f"{name}.py").write_text(f"import os; os.mkdir({str(canary)!r})\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # Python 3.10 does not know it
+    return canary
+
+
+def test_a_module_is_run_as_python_m_runs_it(canary):
+    done = subprocess.run(
+        module_command("json.tool", "--compact"), input="[1, 2]", capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("[1,2]\n", "", 0)
+    assert not canary.exists()
+
+
+def test_trainkit_is_found_without_being_installed(canary):
+    command = [sys.executable, "-I", "-S", STARTER, "trainkit.errors"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert not canary.exists()
+
+
+def test_the_processes_of_torchrun_import_nothing_from_here(canary):
+    (found,) = check_all_reduce()
+    assert found.state == "ok", found
+    assert not canary.exists()
+
+
+def test_every_rank_of_a_launch_is_started_so(canary):
+    hosts = Hosts.from_environment({})
+    for number, restarts in ((1, 0), (2, 0), (2, 1)):
+        command = launch_command(["sft"], hosts, number, max_restarts=restarts)
+        assert "-m" not in command
+        assert command[command.index("trainkit.cli.app") - 1] == STARTER
+
+
+def test_no_process_is_started_by_python_m():
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in ROOT.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.search(r"""(?:\[|executable, )["']-m["']""", line)
+    ]
+    assert found == []

@@ -1,0 +1,104 @@
+"""The context of a run: what was typed, what was made of it so far, and where it is kept.
+
+`trainkit.train.build.run_sft` fills it from top to bottom; everybody else reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainkit.parallel import Layout, Machine, ProcessRank
+from trainkit.recipe import LoadedRecipe, Recipe, SftOptions
+from trainkit.run import Console, RunDirectory
+from trainkit.run.stages import Stages
+from trainkit.train.faults.bad_numbers import NumberPolicy
+from trainkit.train.faults.signals import StopRequest
+from trainkit.train.resume.changes import Review
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, TrainingArguments
+
+    from trainkit.data.options import DataOptions
+    from trainkit.data.read.messages import Conversation
+    from trainkit.estimate.estimate import Estimate
+    from trainkit.evals.metrics import AnswerMetric
+    from trainkit.evals.tasks import LoadedTasks
+    from trainkit.train.checkpoints import CheckpointWriter, ResumePoint
+    from trainkit.train.data.run_data import RunData
+    from trainkit.train.faults.watch import Watch
+    from trainkit.train.model import BuiltModel
+
+
+@dataclass
+class Run:
+    """One ``trainkit sft`` as this process sees it.
+
+    Attributes:
+        loaded: the recipe with the origin of every value.
+        options: what the command line says about this start.
+        process: which of the run's processes this is.
+        console: speaks on rank 0.
+        stages: times the way to the first step.
+        layout: how the run is spread over processes.
+        tokenizer: of the model.
+        data: what is trained and evaluated on.
+        args: transformers' arguments.
+        held_out: conversations to be answered.
+        metrics: how answers are judged.
+        data_options: how training renders conversations.
+        tasks: the questions of benchmarks; None where there are none.
+        expected: the estimate of memory and time; None on a CPU.
+        fingerprint: data, processes and versions, which a continued run must share.
+        point: the checkpoint it continues from; None begins at step 0.
+        review: what is not as it was there.
+        directory: the run directory.
+        built: the model.
+        checkpoints: writes them.
+        numbers: what to do about steps whose numbers are bad, and the steps so far.
+        stop: a wish to end.
+        watch: hears how far this rank has come.
+    """
+
+    loaded: LoadedRecipe
+    options: SftOptions
+    process: ProcessRank
+    console: Console
+    stages: Stages = field(default_factory=Stages)
+    layout: Layout = field(init=False)
+    tokenizer: PreTrainedTokenizerBase = field(init=False)
+    data: RunData = field(init=False)
+    args: TrainingArguments = field(init=False)
+    held_out: Sequence[Conversation] = ()
+    metrics: Sequence[AnswerMetric] = ()
+    data_options: DataOptions = field(init=False)
+    tasks: LoadedTasks | None = None
+    expected: Estimate | None = None
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    point: ResumePoint | None = None
+    review: Review = field(default_factory=Review)
+    directory: RunDirectory = field(init=False)
+    built: BuiltModel = field(init=False)
+    checkpoints: CheckpointWriter = field(init=False)
+    numbers: NumberPolicy = field(default_factory=NumberPolicy)
+    stop: StopRequest = field(default_factory=StopRequest)
+    watch: Watch | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The values."""
+        return self.loaded.recipe
+
+    @property
+    def machine(self) -> Machine:
+        """What of this machine decides values."""
+        import torch
+
+        return Machine(self.process.world_size, on_cpu=not torch.cuda.is_available())
+
+    @property
+    def root(self) -> Path:
+        """Of the run directory."""
+        return self.directory.root
