@@ -1,12 +1,21 @@
-"""Whether a process is alive, stopped or gone, and which one has started it. No torch."""
+"""Whether a process is alive, stopped or gone, and how one is started. No torch."""
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 LAUNCHER = "TRAINKIT_LAUNCHER"
 """The variable with the number of the process that has started the ranks of this host."""
+
+STARTER = str(Path(__file__).with_name("started") / "module.py")
+"""The script that every process of Python's is started with: see there."""
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """``python -m MODULE ARGUMENTS``, for which the user's folder is no place to import from."""
+    return [sys.executable, STARTER, module, *arguments]
 
 
 @dataclass(frozen=True)

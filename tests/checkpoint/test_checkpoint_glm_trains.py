@@ -36,7 +36,8 @@ def loaded(directory, *, kernels, dtype, device):
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).to(device).train()
     if kernels:
         report = trainkit.patch(model)
-        assert {row.status for row in report.rows} == {"on"}, str(report)
+        off = {row.op for row in report.rows if row.status != "on"}
+        assert off == {"layer_norm", "add_layer_norm"}, str(report)
     return model
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trainkit.evals.code import Programs
-from trainkit.evals.sandbox import Limits, run_program
+from trainkit.evals.sandbox import Limits, Programs, run_program
 
 
 @pytest.mark.parametrize(

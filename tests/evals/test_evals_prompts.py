@@ -7,7 +7,7 @@ from trainkit.data import DataOptions
 from trainkit.data.render.prompt import PromptRenderer, conversation_of
 from trainkit.errors import ModelError
 from trainkit.evals.answers import after_thinking
-from trainkit.evals.prompts import PromptRecord, PromptStyle
+from trainkit.evals.model import PromptRecord, PromptStyle
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -174,6 +174,7 @@ def test_vllm_is_asked_in_the_words_of_training_and_its_wrapper_is_the_one_that_
     from trainkit.infer.benchmark import Asking
     from trainkit.infer.locate import ModelPaths
     from trainkit.infer.vllm_backend import AskedOverVllm, vllm_arguments
+    from trainkit.options.model import ModelOptions
 
     spec = importlib.util.find_spec("lm_eval")
     source = Path(spec.origin).parent / "models" / "vllm_causallms.py"
@@ -183,7 +184,7 @@ def test_vllm_is_asked_in_the_words_of_training_and_its_wrapper_is_the_one_that_
         for node in next(c for c in classes if c.name == "VLLM").body
         if isinstance(node, ast.FunctionDef)
     }
-    given = vllm_arguments(ModelPaths("m", None, "m", None, None), Asking(), "auto")
+    given = vllm_arguments(ModelPaths(ModelOptions(name_or_path="m"), None, "m", None, None), Asking(), "auto")
     assert set(given) | {"lora_local_path", "max_lora_rank"} <= methods["__init__"]
     assert {"tok_encode", "apply_chat_template", "loglikelihood", "generate_until"} <= set(methods)
 

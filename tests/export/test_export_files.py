@@ -149,6 +149,7 @@ def test_fp8_loads_through_compressed_tensors(exported):
 
     from trainkit.export.fp8 import QUANTIZATION_CONFIG, Fp8Served
     from trainkit.export.plain import linear_layers
+    from trainkit.options import ModelOptions
 
     preset = quantization.preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]).model_dump(mode="json")
     ours = quantization.QuantizationConfig(**QUANTIZATION_CONFIG).model_dump(mode="json")
@@ -158,7 +159,8 @@ def test_fp8_loads_through_compressed_tensors(exported):
     ids = list(range(40, 80))
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(out)(torch.tensor([ids])).logits[0]
-    with Fp8Served(plain, out, set(linear_layers(plain, "FP8").shapes)) as served:
+    source = ModelOptions(name_or_path=str(plain))
+    with Fp8Served(source, out, set(linear_layers(source, "FP8").shapes)) as served:
         assert torch.equal(logits[3:-1], served.logits(ids, 4)), "what the certificate is made of"
 
 

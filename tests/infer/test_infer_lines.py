@@ -244,7 +244,7 @@ NO_JSON_LINES = {
     "models/attention/proof.py",
     "models/proof/compare.py",
     "models/proof/plan.py",
-    "recipe/read/document.py",
+    "recipe/document.py",
     "run/environment.py",
     "run/git.py",
     "run/report/html.py",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainkit.cli.app import without_collection
-from trainkit.cli.arguments import run_settings
 from trainkit.cli.completion import run_directories
 from trainkit.cli.output import echo
 
@@ -44,9 +43,6 @@ Model = Annotated[
     ),
 ]
 Adapter = Annotated[Path | None, typer.Option(help="An adapter to put over the model.")]
-BaseModel = Annotated[
-    str | None, typer.Option(help="The base model, where it is not where the adapter says.")
-]
 System = Annotated[str | None, typer.Option(help="The system prompt.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the likeliest token.")]
@@ -117,6 +113,7 @@ def load(paths: "ModelPaths", held: Held, system: str | None, trust: Trust) -> "
 
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.infer.engine import load_engine
+    from trainkit.infer.locate import run_settings
 
     def say(line: str) -> None:
         echo(line, err=True)

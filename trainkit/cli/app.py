@@ -159,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch is imported. Its threads would spin while they wait for each other: where other
     # programs need the processor, too, a small model then trained at a tenth of the speed.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # For processes that libraries start: none imports from the user's folder.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         typer.main.get_command(app).main(
             args=_normalized(arguments), prog_name="trainkit", obj=tuple(arguments)

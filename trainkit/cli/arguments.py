@@ -6,7 +6,6 @@ launchers add.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +41,7 @@ def recipe_and_overrides(
         config: what ``--config`` says.
         words: the arguments without an option.
     """
-    from trainkit.recipe.read.overrides import is_override
+    from trainkit.recipe.document import is_override
 
     words = list(words or ())
     if config is None and words and not is_override(words[0]):
@@ -82,12 +81,12 @@ def _is_value(word: str | None) -> bool:
     """Whether a word after an option belongs to it: no other option, no override, no recipe."""
     if word is None or word.startswith("-"):
         return False
-    from trainkit.recipe.read.overrides import is_override  # not for help, which needs no recipe
+    from trainkit.recipe.document import is_override  # not for help, which needs no recipe
 
     return not is_override(word) and not word.endswith((".yaml", ".yml"))
 
 
-# -- The argument that commands about a recipe share ----------------------------------------------
+# -- What several commands share ------------------------------------------------------------------
 
 
 Overrides = Annotated[
@@ -98,37 +97,12 @@ Overrides = Annotated[
         autocompletion=recipe_keys,
     ),
 ]
-
-
-# -- What a run's own recipe says that a later command must know ----------------------------------
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """How a run held its base model.
-
-    Attributes:
-        quantize: ``nf4``, ``fp8``, or None for plain weights.
-        dtype: of the weights in memory, or None where it is not known.
-    """
-
-    quantize: str | None = None
-    dtype: str | None = None
-
-
-def run_settings(run: Path | None) -> RunSettings:
-    """Read a run's resolved recipe.
-
-    Args:
-        run: a run directory, or None.
-
-    Returns:
-        The settings; empty without a run, or where the run left no recipe.
-    """
-    from trainkit.recipe import load_recipe
-
-    resolved = None if run is None else run / "resolved.yaml"
-    if resolved is None or not resolved.is_file():
-        return RunSettings()
-    recipe = load_recipe(resolved).recipe
-    return RunSettings(recipe.lora.quantize if recipe.lora else None, recipe.model.dtype)
+BaseModel = Annotated[
+    str | None, typer.Option(help="The base model, where it is not where the adapter says.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the model. Read it first."
+    ),
+]

@@ -2,11 +2,8 @@
 
 The harness's own way computes logits at every position and their softmax over the vocabulary; only
 those of the continuations are read. Here the output layer sees no other positions, rows of like
-length share a batch, a context that several answers share is computed once, and a beginning that
-many rows share (the examples before each question) is computed once as well.
-
-Answers of several tokens follow their context side by side in one row: a mask keeps each from
-seeing the others, and each counts its positions from the end of the context.
+length share a batch, a context is computed once for all its answers of one token, and a beginning
+that many rows share (the examples before each question) is computed once as well.
 """
 
 import copy
@@ -14,7 +11,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -31,8 +27,6 @@ GPU_TOKENS, CPU_TOKENS = 32768, 4096
 _LOGIT_BYTES = 2**30
 _SHORTEST_BEGINNING = 64
 _FEWEST_SAVED = 8192
-_WIDEST_BRANCHED = 4096
-"""Tokens of a row with branches: its mask has their square."""
 
 
 @dataclass(frozen=True)
@@ -53,38 +47,21 @@ class Likelihood:
 
 @dataclass
 class _Row:
-    """What the model computes once: a context, and answers behind it without their last tokens.
+    """What the model computes once.
 
     Attributes:
-        context: what all answers follow.
-        branches: answers without their last tokens, none of them empty.
-        pairs: (place of the pair, its continuation).
+        context: what its answers follow.
+        head: what they begin with, all but the last token; nothing for answers of one token.
+        pairs: (place of the pair, its continuation): the head and one more token, or one token.
     """
 
     context: tuple[int, ...]
-    branches: list[tuple[int, ...]] = field(default_factory=list)
+    head: tuple[int, ...]
     pairs: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
 
-    @cached_property
-    def tokens(self) -> tuple[int, ...]:
-        return sum(self.branches, self.context)
-
-    @cached_property
-    def starts(self) -> dict[tuple[int, ...], int]:
-        lengths = accumulate(map(len, self.branches), initial=len(self.context))
-        return dict(zip(self.branches, lengths, strict=False))
-
     @property
-    def num_read(self) -> int:
-        """Positions whose logits are read: the last of the context, and those of the branches."""
-        return len(self.tokens) - len(self.context) + 1
-
-    def places_of(self, continuation: tuple[int, ...]) -> Iterator[int]:
-        """The position before each token of an answer."""
-        head = continuation[:-1]
-        yield len(self.context) - 1
-        if head:
-            yield from range(self.starts[head], self.starts[head] + len(head))
+    def tokens(self) -> tuple[int, ...]:
+        return self.context + self.head
 
 
 class Scorer:
@@ -113,9 +90,7 @@ class Scorer:
         self._batch_size = batch_size
         self._device = model.device
         self._budget = GPU_TOKENS if self._device.type == "cuda" else CPU_TOKENS
-        is_plain = _has_plain_cache(model.config)
-        self._shares = shares_beginnings and is_plain
-        self._branches = is_plain and _takes_positions(model.config)
+        self._shares = shares_beginnings and _has_plain_cache(model.config)
         self.num_truncated = 0
 
     @torch.no_grad()
@@ -131,8 +106,9 @@ class Scorer:
         return [each for each in found if each is not None]
 
     def _rows(self, pairs: Sequence[Pair]) -> list[_Row]:
-        """Pairs with the same context in one row each, where their answers fit into one."""
-        rows: dict[tuple[int, ...], _Row] = {}
+        """Pairs that are read behind the same tokens in one row each."""
+        rows: dict[tuple[tuple[int, ...], tuple[int, ...]], _Row] = {}
+        longer: dict[tuple[int, ...], _Row] = {}
         for place, pair in enumerate(pairs):
             if len(pair.continuation) > self._max_length:
                 raise ModelError(
@@ -141,21 +117,15 @@ class Scorer:
                 )
             room = self._max_length + 1 - len(pair.continuation)
             self.num_truncated += len(pair.context) > room
-            context = pair.context[-room:]
-            row = rows.setdefault(context, _Row(context))
+            context, head = pair.context[-room:], pair.continuation[:-1]
+            row = rows.setdefault((context, head), _Row(context, head))
             row.pairs.append((place, pair.continuation))
-        return [part for row in rows.values() for part in self._branched(row)]
-
-    def _branched(self, row: _Row) -> Iterator[_Row]:
-        heads = dict.fromkeys(answer[:-1] for _, answer in row.pairs if len(answer) > 1)
-        width = len(row.context) + sum(map(len, heads))
-        if len(heads) < 2 or (self._branches and width <= _WIDEST_BRANCHED):
-            yield _Row(row.context, list(heads), row.pairs)
-            return
-        for number, head in enumerate(heads):
-            # A single token is read behind the context, which all of these rows have.
-            own = [(at, a) for at, a in row.pairs if a[:-1] == head or (len(a) == 1 and not number)]
-            yield _Row(row.context, [head], own)
+            if head:
+                longer.setdefault(context, row)
+        for context, head in list(rows):
+            if not head and context in longer:
+                longer[context].pairs += rows.pop((context, head)).pairs
+        return list(rows.values())
 
     # -- what rows share --------------------------------------------------------------------------
 
@@ -213,7 +183,7 @@ class Scorer:
         """How many rows, the longest first, make a batch."""
         vocabulary = self._model.config.get_text_config().vocab_size
         by_tokens = self._budget // max(len(rows[0].tokens), 1)
-        read = accumulate(row.num_read for row in rows[:by_tokens])
+        read = accumulate(len(row.head) + 1 for row in rows[:by_tokens])
         by_logits = sum(4 * vocabulary * each <= _LOGIT_BYTES for each in read)
         count = max(min(by_tokens, by_logits), 1)
         return min(count, self._batch_size) if self._batch_size is not None else count
@@ -232,17 +202,15 @@ class Scorer:
         for number, row in enumerate(rows):
             own = row.tokens[skipped:]
             ids[number, : len(own)] = torch.tensor(own)
-            # What is read of a row goes from the last token of its context to its end.
-            behind = len(read) - (len(row.context) - 1)
-            read += [(number, at) for at in range(len(own) - row.num_read, len(own))]
+            # Read is a row from the last token of its context to its end.
+            first = len(read)
+            read += [(number, at) for at in range(len(own) - len(row.head) - 1, len(own))]
             for place, continuation in row.pairs:
-                offsets += [behind + at for at in row.places_of(continuation)]
+                offsets += range(first, first + len(continuation))
                 owners += [len(places)] * len(continuation)
                 targets += continuation
                 places.append(place)
         extra: dict[str, Any] = {}
-        if any(len(row.branches) > 1 for row in rows):
-            extra = _apart(rows, width, skipped, self._model.dtype, self._device)
         if cache is not None:
             own_cache = copy.deepcopy(cache)
             own_cache.batch_repeat_interleave(len(rows))
@@ -257,35 +225,6 @@ class Scorer:
             rows_read, at = zip(*read, strict=True)
             logits = logits[list(rows_read), list(at)][None]
         return places, _sums(logits[0], offsets, owners, targets, len(places))
-
-
-def _apart(
-    rows: Sequence[_Row], width: int, skipped: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """What keeps branches from seeing each other.
-
-    Args:
-        rows: with a cache of what all begin with.
-        width: of the batch, W.
-        skipped: tokens of that beginning, P.
-        dtype: of the model.
-        device: of the model.
-
-    Returns:
-        ``position_ids`` (N, W), and ``attention_mask`` (N, 1, W, P + W) to be added to scores.
-    """
-    causal = torch.ones(width, width, dtype=torch.bool, device=device).tril()
-    seen = causal.repeat(len(rows), 1, 1)
-    positions = torch.arange(skipped, skipped + width).repeat(len(rows), 1)
-    for number, row in enumerate(rows):
-        stem = len(row.context) - skipped
-        for head, start in row.starts.items():
-            own = slice(start - skipped, start - skipped + len(head))
-            seen[number, own, stem : own.start] = False
-            positions[number, own] = torch.arange(len(row.context), len(row.context) + len(head))
-    mask = torch.zeros(len(rows), 1, width, skipped + width, dtype=dtype, device=device)
-    mask[..., skipped:].masked_fill_(~seen[:, None], torch.finfo(dtype).min)
-    return {"position_ids": positions.to(device), "attention_mask": mask}
 
 
 def _sums(
@@ -367,12 +306,3 @@ def _has_plain_cache(config: Any) -> bool:
     is_mixed = any(hasattr(text, name) for name in ("layers_block_type", "attention_chunk_size"))
     attends = hasattr(text, "num_attention_heads") and not is_mixed
     return attends and not window and all(kind == "full_attention" for kind in kinds)
-
-
-def _takes_positions(config: Any) -> bool:
-    """Whether a token's place comes from ``position_ids`` alone, and any mask is followed."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    follows = getattr(config, "_attn_implementation", None) in ("sdpa", "eager")
-    has_rope = "rope_theta" in rope and "mrope_section" not in rope
-    return follows and has_rope and not getattr(text, "alibi", False)

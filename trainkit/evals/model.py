@@ -1,20 +1,241 @@
-"""A loaded model as the harness asks it: scores and answers, on one rank or several."""
+"""A loaded model as the harness asks it, in the words and token ids that training used."""
 
+import functools
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from transformers import PreTrainedTokenizerBase
 
-from trainkit.data.render.template import THINK_OPEN
-from trainkit.errors import ModelError
+from trainkit.data.options import DataOptions
+from trainkit.data.render.encode import Encoder, threads_of_tokenizers
+from trainkit.data.render.prompt import PromptRenderer, conversation_of
+from trainkit.data.render.template import THINK_CLOSE, THINK_OPEN, own_template
+from trainkit.errors import DataError, ModelError
 from trainkit.evals.answers import Prompt, Writer, room_for
 from trainkit.evals.likelihood import Pair, Scorer
-from trainkit.evals.prompts import AskedAsTrained, PromptStyle
+
+_THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which chat templates switch thinking."""
+
+
+@dataclass
+class PromptStyle:
+    """How prompts are made.
+
+    Attributes:
+        tokenizer: with a chat template, where ``chat`` is on.
+        options: how training rendered conversations.
+        chat: render with the chat template; else texts are plain.
+        thinking: switch it on or off where the template can; None leaves it as it was trained.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    options: DataOptions = field(default_factory=DataOptions)
+    chat: bool = False
+    thinking: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._keeps_system = self.options.system_policy == "keep"
+        self._encoder = Encoder(self.tokenizer)
+        self._renderer = PromptRenderer(self.tokenizer, self._switched(self.thinking))
+        # A letter that is scored behind the prompt is no place to think.
+        self._at_once = PromptRenderer(self.tokenizer, self._switched(False))
+
+    def _switched(self, thinking: bool | None) -> DataOptions:
+        if thinking is None or not self.chat:
+            return self.options
+        template = self.options.chat_template or own_template(self.tokenizer)
+        names = [name for name in _THINKING_SWITCHES if name in template]
+        if not names and self.thinking:
+            raise ModelError(
+                "its chat template has no switch for thinking",
+                where="--thinking on",
+                fix="leave it out: a model that always thinks does so without it",
+            )
+        kwargs = {**self.options.template_kwargs, **dict.fromkeys(names, thinking)}
+        return self.options.replace(template_kwargs=kwargs)
+
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], *, is_scored: bool, continues: bool = False
+    ) -> str:
+        """A conversation up to where the model goes on.
+
+        Args:
+            messages: of the harness.
+            is_scored: answers are scored behind the prompt, not generated.
+            continues: the last message is the beginning of the model's answer.
+
+        Raises:
+            ModelError: the template refuses the conversation.
+        """
+        renderer = self._at_once if is_scored else self._renderer
+        begun = str(messages[-1]["content"]) if continues else ""
+        before = list(messages[:-1] if continues else messages)
+        rendered = self._rendered(renderer, before)
+        if is_scored and rendered.rstrip().endswith(THINK_OPEN):
+            rendered = f"{rendered.rstrip()}\n\n{THINK_CLOSE}\n\n"
+        return rendered + begun
+
+    def _rendered(self, renderer: PromptRenderer, messages: list[Mapping[str, Any]]) -> str:
+        has_system = messages[0]["role"] == "system"
+        # A run that sets the system prompt itself would drop a task's description.
+        attempts = [messages] if self._keeps_system or not has_system else []
+        attempts += [_without_system(messages)] if has_system else []
+        refused: DataError | None = None
+        for attempt in attempts:
+            try:
+                return renderer.text(conversation_of(attempt))
+            except DataError as error:
+                refused = error
+        assert refused is not None
+        raise ModelError(
+            f"the chat template does not take the task's prompt: {refused.what}",
+            fix="--no-chat-template asks in plain text",
+        )
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids with one bos where the tokenizer has it, and never an eos behind the text."""
+        before, behind = ([], []) if self.chat else self._around
+        with threads_of_tokenizers(True):  # nothing is forked here
+            encoded = self._encoder.encode(texts, [[]] * len(texts))
+        ids = [[*before, *each.input_ids.tolist(), *behind] for each in encoded]
+        if self.chat:
+            return ids
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        added_eos = eos if self.tokenizer.num_special_tokens_to_add() > 0 else None
+        return [_trimmed(each, bos, added_eos) for each in ids]
+
+    @functools.cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before a text and behind it."""
+        plain, whole = (
+            self._encoder.encode(["a"], [[]], add_special_tokens=adds)[0].input_ids.tolist()
+            for adds in (False, True)
+        )
+        starts = [at for at in range(len(whole)) if whole[at : at + len(plain)] == plain]
+        return whole[: starts[0]], whole[starts[0] + len(plain) :]
+
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Contexts and continuations as the harness splits them: each pair tokenised whole.
+
+        Blanks at the end of a context belong to the continuation.
+        """
+        split = []
+        for context, continuation in pairs:
+            kept = context.rstrip()
+            split.append((kept, context[len(kept) :] + continuation))
+        texts = dict.fromkeys(text for a, b in split for text in (a, a + b) if a)
+        ids = dict(zip(texts, self.encode(list(texts)), strict=True))
+        return [
+            (ids[a], ids[a + b][len(ids[a]) :]) if a else self._unconditional(b) for a, b in split
+        ]
+
+    def _unconditional(self, text: str) -> tuple[list[int], list[int]]:
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        prefix = self.prefix_id
+        return ([prefix], ids) if ids[0] != prefix else (ids[:1], ids[1:])
+
+    @property
+    def prefix_id(self) -> int:
+        """What stands before a text without context: bos, or eos where there is none."""
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return int(bos if bos is not None else eos)
+
+
+def _trimmed(ids: list[int], bos: int | None, added_eos: int | None) -> list[int]:
+    """Token ids without a second bos, and without the eos that the tokenizer adds."""
+    if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
+        ids = ids[1:]
+    return ids[:-1] if added_eos is not None and len(ids) > 1 and ids[-1] == added_eos else ids
+
+
+def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The system prompt at the beginning of the first question."""
+    system, first, *rest = messages
+    return [{**first, "content": f"{system['content'].rstrip()}\n\n{first['content']}"}, *rest]
+
+
+class AskedAsTrained:
+    """Goes before a model class of the harness: its prompts become those of training."""
+
+    def ask_with(self, prompts: PromptStyle) -> None:
+        """Take the prompts of training."""
+        self.prompts = prompts
+        self.record = PromptRecord()
+        self.written: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._is_scored = False
+
+    def prepare_for(self, task: Any) -> None:
+        """Know whether a task's answers are scored or written: prompts of the two differ."""
+        self._is_scored = task.OUTPUT_TYPE != "generate_until"
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as training renders it, up to where the model goes on."""
+        return self.prompts.text(
+            chat_history, is_scored=self._is_scored, continues=not add_generation_prompt
+        )
+
+    def tok_encode(
+        self, string: str | list[str], add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> Any:
+        """Token ids of one text or of several."""
+        del add_special_tokens, kwargs
+        ids = self.prompts.encode([string] if isinstance(string, str) else string)
+        return ids[0] if isinstance(string, str) else ids
+
+    def encode_pairs(self, requests: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+        """Contexts and continuations of requests; they are noted."""
+        pairs = self.prompts.encode_pairs([request.args[:2] for request in requests])
+        for request, (context, continuation) in zip(requests, pairs, strict=True):
+            self.record.add(request, context, continuation)
+        return pairs
+
+    def note_written(self, request: Any, text: str, *, is_whole: bool) -> None:
+        """Keep all of what was written, which the harness does not see."""
+        key = (request.task_name, request.doc_id)
+        self.written.setdefault(key, []).append({"text": text, "is_whole": is_whole})
+
+
+class PromptRecord:
+    """A hash of every prompt's token ids, by task: equal hashes, equal prompts."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, dict[str, str]] = {}
+        self._last: tuple[Sequence[int], Any] = ((), hashlib.sha256())
+
+    def add(self, request: Any, context: Sequence[int], continuation: Sequence[int] = ()) -> None:
+        """Note one request's prompt, a scored continuation included."""
+        if context is not self._last[0]:  # answers of one question share it
+            self._last = (context, hashlib.sha256(",".join(map(str, context)).encode()))
+        whole = self._last[1].copy()
+        whole.update("".join(f",{each}" for each in continuation).encode())
+        digest = whole.hexdigest()
+        key = f"{request.doc_id}.{request.idx}"
+        self.hashes.setdefault(str(request.task_name), {})[key] = digest
+
+    @staticmethod
+    def joined(records: Sequence[Mapping[str, Mapping[str, str]]]) -> dict[str, str]:
+        """One hash a task, from the records of all ranks."""
+        whole: dict[str, dict[str, str]] = {}
+        for record in records:
+            for task, hashes in record.items():
+                whole.setdefault(task, {}).update(hashes)
+        return {
+            task: hashlib.sha256(
+                "\n".join(f"{key} {each}" for key, each in sorted(hashes.items())).encode()
+            ).hexdigest()
+            for task, hashes in whole.items()
+        }
+
 
 MAX_NEW_TOKENS = 256
 """Where a task does not say; the harness's own."""

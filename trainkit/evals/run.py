@@ -12,7 +12,7 @@ import lm_eval.evaluator
 import lm_eval.utils
 
 from trainkit.errors import RecipeError
-from trainkit.evals.prompts import PromptRecord
+from trainkit.evals.model import PromptRecord
 from trainkit.evals.scores import Evaluation, Score, finite
 from trainkit.evals.tasks import LoadedTasks, quiet_harness, set_of
 from trainkit.options.benchmarks import METRICS

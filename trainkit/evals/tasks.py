@@ -20,7 +20,7 @@ from lm_eval.tasks._index import Entry, Kind
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from trainkit.errors import DataError, RecipeError, TrainkitError
-from trainkit.evals import code, readers
+from trainkit.evals import readers, sandbox
 from trainkit.options.benchmarks import METRICS
 from trainkit.options.evaluation import TaskChoice
 from trainkit.options.words import ask, nearest
@@ -281,7 +281,7 @@ def _serve(manager: TaskManager, spec: str, row: BenchmarkSet, choice: TaskChoic
             continue  # served for another name
         config = load_yaml(entry.yaml_path, resolve_func=row.name != "humaneval")
         if row.name == "humaneval":
-            config = code.with_sandbox(config)
+            config = sandbox.with_sandbox(config)
         if choice.data is not None:
             config = _from_files(config, row, choice)
         entry.cfg, entry.yaml_path = config, None
@@ -412,7 +412,7 @@ def _num_examples(task: Any) -> int:
 def _check_code(name: str, task: Any, choice: TaskChoice) -> None:
     if not getattr(task, "UNSAFE_CODE", False):
         return
-    if not code.is_sandboxed(task):
+    if not sandbox.is_sandboxed(task):
         raise RecipeError(
             f"{name} runs programs that the model writes, and the harness runs them unguarded",
             where="--tasks",

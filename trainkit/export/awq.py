@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.auto_class import auto_class
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.checkpoint.weights.writer import INDEX_NAME, WeightsWriter
@@ -38,7 +37,7 @@ from trainkit.export.served import TransformersServed, release
 from trainkit.export.source import Source
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths, training_options
-from trainkit.models.loading import load_config, load_tokenizer
+from trainkit.models.loading import load_config, load_model, load_tokenizer
 from trainkit.options import ModelOptions
 
 COPIES = 5.0
@@ -68,7 +67,7 @@ def check(paths: ModelPaths, job: Job) -> None:
                 else "AutoRound needs Python 3.11 or later: install trainkit[awq] with one"
             ),
         )
-    config = load_config(ModelOptions(name_or_path=str(weights_directory(paths))))
+    config = load_config(paths.at(weights_directory(paths)))
     if config.get_text_config() is not config:
         raise ModelError(
             "a model with images or sound is not quantised here",
@@ -94,8 +93,9 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     tokens, is_own = _tokens(source)
     sequences = _sequences(tokens)
     job.say(f"searching scales over {sum(map(len, sequences))} tokens")
-    _quantize(work, packed, sequences, job.options.group_size)
-    num_scaled = _write_weights(packed, work, staging, job.options.group_size)
+    plain = source.paths.at(work)
+    _quantize(plain, packed, sequences, job.options.group_size)
+    num_scaled = _write_weights(packed, plain, staging, job.options.group_size)
     for path in sorted(work.iterdir()):
         if path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
             (staging / path.name).write_bytes(path.read_bytes())
@@ -105,7 +105,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     if not num_scaled:
         notes.append("no norm took a scale in this family: weights are rounded to the nearest")
     job.say("asking the exported model")
-    served = AwqServed(work, staging)
+    served = AwqServed(plain, staging)
     with served:
         certificate = certify(
             source.reference,
@@ -114,20 +114,20 @@ def write(source: Source, staging: Path, job: Job) -> Written:
             excepted=job.options.excepted,
             notes=notes,
         )
-        served.round_only(work, job.options.group_size)
-        plain = mean_divergence(source.reference, served)
+        served.round_only(plain, job.options.group_size)
+        rounded_only = mean_divergence(source.reference, served)
     searched = certificate["answers"]["divergence_nats"]
-    certificate["answers"]["divergence_of_rounding_nats"] = plain
-    if searched > _WORSE * plain:
+    certificate["answers"]["divergence_of_rounding_nats"] = rounded_only
+    if searched > _WORSE * rounded_only:
         raise CheckpointError(
             f"with searched scales it is {searched:.2e} nats a token from the trained model, and "
-            f"{plain:.2e} when rounded without any: the scales do not fit this family",
+            f"{rounded_only:.2e} when rounded without any: the scales do not fit this family",
             fix="trainkit export fp8, or gguf --type q4_k_m",
         )
     for path in sorted(work.iterdir()):
         path.unlink()
     work.rmdir()
-    return Written(certificate, serve_command(staging, job))
+    return Written(certificate, serve_command(source, staging, job))
 
 
 # -- what scales are searched on ------------------------------------------------------------------
@@ -144,7 +144,7 @@ def _tokens(source: Source) -> tuple[list[int], bool]:
 
 
 def _rows(source: Source) -> Iterator[list[int]]:
-    tokenizer = load_tokenizer(ModelOptions(name_or_path=source.paths.tokenizer))
+    tokenizer = load_tokenizer(source.paths.at(source.paths.tokenizer))
     renderer = PromptRenderer(tokenizer, DataOptions(**training_options(source.paths.run)))
     for row in trained_rows(source.paths.run):
         try:
@@ -180,19 +180,20 @@ class _Calibration:
 # -- quantising -----------------------------------------------------------------------------------
 
 
-def _quantize(work: Path, packed: Path, sequences: Sequence[list[int]], group_size: int) -> None:
+def _quantize(
+    plain: ModelOptions, packed: Path, sequences: Sequence[list[int]], group_size: int
+) -> None:
     """Write ``packed``, in float32 where a tensor is not packed."""
     from auto_round import AutoRound
     from auto_round.algorithms.transforms.awq.config import AWQConfig
 
     logging.getLogger("autoround").setLevel(logging.ERROR)
-    config = load_config(ModelOptions(name_or_path=str(work)))
-    model = auto_class(config).from_pretrained(work, dtype=torch.float32).eval()
+    model = load_model(plain.replace(dtype="float32"), attention=None).eval()
     scheme = {"bits": _BITS, "group_size": group_size, "sym": False, "data_type": "int"}
     length = len(sequences[0])
     search = AutoRound(
         model,
-        load_tokenizer(ModelOptions(name_or_path=str(work))),
+        load_tokenizer(plain),
         scheme={**scheme, "act_bits": 16},
         alg_configs=[AWQConfig(awq_seqlen=length)],
         dataset=_Calibration(sequences),
@@ -208,14 +209,15 @@ def _quantize(work: Path, packed: Path, sequences: Sequence[list[int]], group_si
     release()
 
 
-def _write_weights(packed: Path, work: Path, staging: Path, group_size: int) -> int:
+def _write_weights(packed: Path, plain: ModelOptions, staging: Path, group_size: int) -> int:
     """Write what was packed in the published form: all else in float16, as the kernels compute.
 
     Returns:
         How many norms hold scales.
     """
+    work = Path(plain.name_or_path)
     (directory,) = (path.parent for path in packed.rglob("config.json"))
-    layers = linear_layers(work, "AWQ")
+    layers = linear_layers(plain, "AWQ")
     with WeightsReader(directory) as reader, WeightsReader(work) as before:
         missing = sorted({_word(name) for name in layers.shapes} - reader.tensors.keys())
         if missing:
@@ -305,14 +307,14 @@ def rounded(weight: Tensor, group_size: int) -> Tensor:
 class AwqServed(TransformersServed):
     """The files as a server computes with them, in float32."""
 
-    def __init__(self, work: Path, exported: Path) -> None:
+    def __init__(self, plain: ModelOptions, exported: Path) -> None:
         """Load the plain model, and put all exported weights into it.
 
         Args:
-            work: the model before it was quantised.
+            plain: the model before it was quantised.
             exported: the result.
         """
-        super().__init__(work)
+        super().__init__(plain)
         self.read_with += "; weights in 4 bits, unpacked"
         weights = self.model.state_dict()
         with WeightsReader(exported) as reader, torch.no_grad():
@@ -324,11 +326,11 @@ class AwqServed(TransformersServed):
                 elif kind not in _PARTS:
                     weights[name].copy_(reader.load(name))
 
-    def round_only(self, work: Path, group_size: int) -> None:
+    def round_only(self, plain: ModelOptions, group_size: int) -> None:
         """Hold the plain weights instead, rounded to 4 bits in groups without any search."""
-        linears = linear_layers(work, "AWQ").shapes
+        linears = linear_layers(plain, "AWQ").shapes
         weights = self.model.state_dict()
-        with WeightsReader(work) as reader, torch.no_grad():
+        with WeightsReader(Path(plain.name_or_path)) as reader, torch.no_grad():
             for name in reader.tensors:
                 value = reader.load(name).float()
                 weights[name].copy_(rounded(value, group_size) if name in linears else value)

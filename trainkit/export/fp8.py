@@ -23,6 +23,7 @@ from trainkit.export.served import TransformersServed
 from trainkit.export.source import Source
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths
+from trainkit.options import ModelOptions
 
 COPIES = 2.6
 FP8 = torch.float8_e4m3fn
@@ -84,7 +85,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     """Merge, quantise, read back."""
     work = staging / "merged"
     write_plain(source, work, dtype=job.options.dtype, say=job.say)
-    layers = linear_layers(work, "FP8")
+    layers = linear_layers(source.paths.at(work), "FP8")
     kept, linears = list(layers.kept), set(layers.shapes)
     job.say(f"quantising {len(linears)} layers")
     with WeightsReader(work) as reader:
@@ -104,7 +105,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     (staging / "config.json").write_text(text, encoding="utf-8")
     job.say("asking the exported model")
-    with Fp8Served(work, staging, linears) as served:
+    with Fp8Served(source.paths.at(work), staging, linears) as served:
         certificate = certify(
             source.reference,
             served,
@@ -115,7 +116,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     for path in sorted(work.iterdir()):
         path.unlink()
     work.rmdir()
-    return Written(certificate, serve_command(staging, job))
+    return Written(certificate, serve_command(source, staging, job))
 
 
 def _write_weights(reader: WeightsReader, linears: set[str], staging: Path) -> None:
@@ -142,7 +143,7 @@ def _scale_of(name: str) -> str:
 class Fp8Served(TransformersServed):
     """The files as a server computes with them: both sides of each product rounded to FP8."""
 
-    def __init__(self, work: Path, exported: Path, linears: set[str]) -> None:
+    def __init__(self, work: ModelOptions, exported: Path, linears: set[str]) -> None:
         """Load the plain model, and put the exported weights into it.
 
         Args:

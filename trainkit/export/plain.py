@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import empty_model
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, own_base
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES, copy_companions
@@ -45,7 +44,7 @@ def stored_bytes(paths: ModelPaths) -> int:
 def weights_directory(paths: ModelPaths) -> Path:
     """Where the model's weights, or those under its adapter, are."""
     if paths.adapter is not None:
-        return base_directory(paths.adapter, paths.model)
+        return base_directory(paths.source)
     directory = Path(paths.model).expanduser()
     if not directory.is_dir():
         raise ModelError(
@@ -81,6 +80,7 @@ def write_plain(
             max_shard_bytes=MAX_SHARD_BYTES,
             verify=False,  # the certificate asks more
             any_base=source.any_base,
+            trust_remote_code=source.paths.source.trust_remote_code,
         )
         taken = read_adapter(adapter, with_peft=True)
         merge_adapter(taken, directory, target, options, say, stored=source.paths.stored)
@@ -91,16 +91,24 @@ def write_plain(
             cast = CastWeights(reader, dtype_named(dtype))
             write_weights(cast, target, max_shard_bytes=MAX_SHARD_BYTES)
         write_config(target, read_config(directory), dtype)
-        copy_companions((Path(source.paths.tokenizer), directory), target)
+        copy_companions(
+            (Path(source.paths.tokenizer), directory),
+            target,
+            with_code=source.paths.source.trust_remote_code,
+        )
     make_servable(target, source)
 
 
 def make_servable(directory: Path, source: Source) -> None:
-    """Put the trained template and stop tokens into a directory, and take out what names code."""
+    """Put the trained template and stop tokens into a directory, and take out what names code.
+
+    Code that was allowed stays: without it nothing could read the weights.
+    """
     for name in ("config.json", "tokenizer_config.json"):
         if (directory / name).exists():
             settings = read_json(plain_file(directory, name))
-            settings.pop("auto_map", None)
+            if not source.paths.source.trust_remote_code:
+                settings.pop("auto_map", None)
             settings.pop("chat_template", None)  # the file next to it counts
             _write(directory / name, settings)
     if source.template is not None:
@@ -149,25 +157,23 @@ def layers_to_quantize(paths: ModelPaths, kind: str) -> LinearLayers:
     directory = weights_directory(paths)
     if read_config(directory).get("quantization_config") and paths.adapter is None:
         raise ModelError("it is stored quantised already", where=str(directory))
-    layers = linear_layers(directory, kind)
+    layers = linear_layers(paths.at(directory), kind)
     if not layers.shapes:
         raise ModelError("it has no linear layers", where=str(directory))
     return layers
 
 
-def linear_layers(directory: Path, kind: str) -> LinearLayers:
-    """The linear layers of a directory's model.
+def linear_layers(source: ModelOptions, kind: str) -> LinearLayers:
+    """The linear layers of a model.
 
     Raises:
         ModelError: experts, which are kept together in one parameter.
     """
-    config = load_config(ModelOptions(name_or_path=str(directory)))
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    model = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         raise ModelError(
             f"experts cannot be exported to {kind} here",
-            where=str(directory),
+            where=source.name_or_path,
             fix="trainkit export vllm, and vllm serve --quantization fp8; or llm-compressor",
         )
     head = model.get_output_embeddings()

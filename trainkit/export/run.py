@@ -157,6 +157,6 @@ def _over_plain_base(paths: ModelPaths, held: Held, job: Job) -> Iterator[ModelP
     if paths.adapter is None:
         yield paths
         return
-    base = base_directory(paths.adapter, paths.model)
-    with plain_base(base, held.dtype, job.out, job.say) as plain:
-        yield paths if plain == base else replace(paths, model=str(plain), stored=base)
+    base = base_directory(paths.source)
+    with plain_base(paths.source, base, held.dtype, job.out, job.say) as plain:
+        yield paths if plain == base else replace(paths, source=paths.at(plain), stored=base)

@@ -8,12 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trainkit.auto_class import auto_class
 from trainkit.data import DataOptions
 from trainkit.data.read.messages import Conversation, TextRow
 from trainkit.data.render.template import ChatTemplate
 from trainkit.infer.engine import own_attention
-from trainkit.models.loading import load_config, load_tokenizer
+from trainkit.models.loading import load_model, load_tokenizer
 from trainkit.options import ModelOptions
 
 
@@ -39,8 +38,8 @@ class Served(Protocol):
 class ServedTemplate:
     """Prompts as a server makes them of a directory: its template, its tokenizer, nothing else."""
 
-    def __init__(self, directory: Path) -> None:
-        self.tokenizer = load_tokenizer(ModelOptions(name_or_path=str(directory)))
+    def __init__(self, source: ModelOptions) -> None:
+        self.tokenizer = load_tokenizer(source)
         self._style: ChatTemplate | None = None
 
     def text(self, row: Conversation) -> str:
@@ -67,34 +66,27 @@ class ServedTemplate:
 class TransformersServed:
     """A directory read by transformers in float32; with an adapter over it, by peft."""
 
-    def __init__(
-        self, directory: Path, *, base: str | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, source: ModelOptions, *, base: ModelOptions | None = None) -> None:
         """Load it.
 
         Args:
-            directory: weights and tokenizer; or an adapter and tokenizer.
+            source: weights and tokenizer; or an adapter and tokenizer.
             base: the weights under the adapter.
-            dtype: to compute in.
         """
         import transformers
 
-        self._prompts = ServedTemplate(directory)
+        self._prompts = ServedTemplate(source)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        name = base or str(directory)
-        options = ModelOptions(name_or_path=name)
-        model: Any = auto_class(load_config(options)).from_pretrained(
-            name,
-            dtype=dtype,
-            device_map=device,
-            trust_remote_code=False,
-            attn_implementation=own_attention(name),
+        weights = (base or source).replace(dtype="float32")
+        model: Any = load_model(
+            weights, attention=own_attention(weights), device=torch.device(device)
         )
-        self.read_with = f"transformers {transformers.__version__}, {str(dtype)[6:]}, {device}"
+        self.read_with = f"transformers {transformers.__version__}, float32, {device}"
         if base is not None:
             from trainkit.checkpoint.weights.adapter import vocabulary_rows
             from trainkit.lora.adapter import load_adapter
 
+            directory = Path(source.name_or_path)
             rows = vocabulary_rows(directory)
             if rows not in (None, model.get_input_embeddings().weight.shape[0]):
                 model.resize_token_embeddings(rows, mean_resizing=False)

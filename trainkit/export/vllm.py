@@ -114,7 +114,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     work.rmdir()
     job.say("asking the exported model")
     required = job.options.required(is_quantized=source.quantize is not None)
-    with TransformersServed(staging) as served:
+    with TransformersServed(source.paths.at(staging)) as served:
         certificate = certify(
             source.reference,
             served,
@@ -122,13 +122,15 @@ def write(source: Source, staging: Path, job: Job) -> Written:
             excepted=job.options.excepted,
             notes=["vLLM itself was not run; transformers read its directory"],
         )
-    return Written(certificate, serve_command(staging, job))
+    return Written(certificate, serve_command(source, staging, job))
 
 
-def serve_command(staging: Path, job: Job) -> str:
+def serve_command(source: Source, staging: Path, job: Job) -> str:
     """The command that serves a whole model, also written to ``serve.sh``."""
     name = shlex.quote(job.options.name)
     command = f"vllm serve {_quoted(job.out)} --served-model-name {name}"
+    if source.paths.source.trust_remote_code:
+        command += " --trust-remote-code"
     _write_command(staging, command)
     return command
 
@@ -138,7 +140,8 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     assert adapter is not None
     for name in _FILES:
         (staging / name).write_bytes(plain_file(adapter, name).read_bytes())
-    copy_companions((Path(source.paths.tokenizer), base), staging)
+    trusted = source.paths.source.trust_remote_code
+    copy_companions((Path(source.paths.tokenizer), base), staging, with_code=trusted)
     make_servable(staging, source)
     config: dict[str, Any] = json.loads((staging / _FILES[0]).read_text("utf-8"))
     job.say("asking base and adapter as they will be served")
@@ -146,7 +149,8 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     notes = ["vLLM itself was not run; transformers and peft read base and adapter"]
     if source.quantize is not None:
         notes.append("trained over a quantised base; served over the base named in the command")
-    with TransformersServed(staging, base=str(base)) as served:
+    at = source.paths.at
+    with TransformersServed(at(staging), base=at(base)) as served:
         certificate = certify(
             source.reference,
             served,
@@ -163,6 +167,8 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     ]
     if source.template is not None and not source.named_templates:  # it would be taken for all
         words.append(f"--chat-template {_quoted(job.out / 'chat_template.jinja')}")
+    if trusted:
+        words.append("--trust-remote-code")
     command = " ".join(words)
     _write_command(staging, command)
     reminder = f"ask for the model {name!r}: requests for {base} are answered without the adapter"

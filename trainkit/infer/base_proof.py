@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from transformers import PreTrainedModel
 
-from trainkit.auto_class import auto_class
+from trainkit.auto_class import empty_model
 from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
 from trainkit.checkpoint.weights.plain_files import plain_file
@@ -21,34 +20,23 @@ _AXES = {"lora_A.weight": (1, 1), "lora_B.weight": (0, 0)}
 _EMBEDDING_AXES = {"lora_embedding_A": (1, 0), "lora_embedding_B": (0, 1)}
 
 
-def prove_base(adapter: Path, base: str, say: Callable[[str], None], *, any_base: bool) -> None:
+def prove_base(
+    adapter: Path, source: ModelOptions, say: Callable[[str], None], *, any_base: bool
+) -> None:
     """Compare shapes and every byte of the base; neither model is loaded.
 
     Args:
         adapter: directory.
-        base: directory or hub name of the weights to put it over.
+        source: the weights to put it over.
         say: called with one line about what could not be compared.
         any_base: take other weights of the same shapes.
 
     Raises:
         CheckpointError: the adapter was trained over other weights, or does not fit these.
     """
-    _check_shapes(adapter, base)
-    if any_base:
-        return
-    try:
-        reason = check_fingerprint(adapter, base_on_disk(base))
-    except OSError:
-        reason = "the base's weights are not on this disk"
-    if reason is not None:
-        say(f"{adapter}: the base {base} was compared by its shapes only: {reason}")
-
-
-def _check_shapes(adapter: Path, base: str) -> None:
-    config = load_config(ModelOptions(name_or_path=base))
-    with torch.device("meta"):
-        empty = auto_class(config).from_config(config)
-    wrong = _misfits(adapter, empty)
+    base = source.name_or_path
+    config = load_config(source)
+    wrong = _misfits(adapter, empty_model(config, trust_remote_code=source.trust_remote_code))
     if wrong:
         more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise CheckpointError(
@@ -56,6 +44,14 @@ def _check_shapes(adapter: Path, base: str) -> None:
             where=str(adapter),
             fix="give the base that it was trained over with --base-model",
         )
+    if any_base:
+        return
+    try:
+        reason = check_fingerprint(adapter, base_on_disk(base, source.revision))
+    except OSError:
+        reason = "the base's weights are not on this disk"
+    if reason is not None:
+        say(f"{adapter}: the base {base} was compared by its shapes only: {reason}")
 
 
 def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:

@@ -136,8 +136,7 @@ def patch(engine: Engine, say: Callable[[str], None]) -> bool:
 
 def harness_model(engine: Engine, asking: Asking, *, chat: bool, ranks: Ranks) -> Any:
     """The engine's model as the harness asks it."""
-    from trainkit.evals.model import TrainedModel
-    from trainkit.evals.prompts import PromptStyle
+    from trainkit.evals.model import PromptStyle, TrainedModel
 
     prompts = PromptStyle(engine.tokenizer, engine.options, chat=chat, thinking=asking.thinking)
     return TrainedModel(

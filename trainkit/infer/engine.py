@@ -263,29 +263,31 @@ def load_engine(
         CheckpointError: files were altered, or the adapter belongs to another base.
     """
     place = device_named(device)
-    for name in (paths.model, paths.tokenizer):  # the hub's client would retry for a minute
-        check_exists(ModelOptions(name_or_path=name), is_model=False)
+    source = paths.source.replace(dtype=dtype)
+    of_tokenizer = paths.at(paths.tokenizer)
+    for each in (source, of_tokenizer):  # the hub's client would retry for a minute
+        check_exists(each, is_model=False)
     if verify:
         _verify(paths, say)
-    check_exists(ModelOptions(name_or_path=paths.model))
+    check_exists(source)
+    tokenizer = load_tokenizer(of_tokenizer)
     if paths.adapter is not None:
-        prove_base(paths.adapter, paths.model, say, any_base=any_base)
-    tokenizer = load_tokenizer(ModelOptions(name_or_path=paths.tokenizer))
+        prove_base(paths.adapter, source, say, any_base=any_base)
     packing, late = None, False
     if quantize is not None:
         with contextlib.suppress(OSError):  # codes do not show what they were made of
-            refuse_not_finite(base_on_disk(paths.model))
+            refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
         from trainkit.infer.packed_base import pack, packs_late  # only here, as peft below
 
         late = packs_late(quantize)
         packing = quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
     model: Any = load_model(
-        ModelOptions(name_or_path=paths.model, dtype=dtype),
-        attention=own_attention(paths.model),
+        source,
+        attention=own_attention(source),
         quantization=packing,
         device=None if late else place,
     )
-    _refuse_not_finite(model, paths.model)
+    _refuse_not_finite(model, source)
     if quantize is not None and late:
         model = pack(model, quantize, place, paths.run)
     if paths.adapter is not None:
@@ -318,16 +320,16 @@ def _verify(paths: ModelPaths, say: Callable[[str], None]) -> None:
             say(f"{directory} {UNPROVED}")
 
 
-def _refuse_not_finite(model: Any, name: str) -> None:
+def _refuse_not_finite(model: Any, source: ModelOptions) -> None:
     weights = (each for each in model.named_parameters() if not is_packed(each[1]))
     wrong = next((key for key, weight in weights if not weight.isfinite().all()), None)
     if wrong is None:
         return
     with contextlib.suppress(OSError):  # the file that holds it, where it can be read here
-        refuse_not_finite(base_on_disk(name))
+        refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
     raise CheckpointError(
         f"{wrong} is not finite in {str(model.dtype).removeprefix('torch.')}",
-        where=name,
+        where=source.name_or_path,
         fix="fetch the file again, or hold the weights otherwise: --dtype float32",
     )
 
@@ -346,12 +348,12 @@ class _OnlyNumbers(LogitsProcessor):
         return scores
 
 
-def own_attention(name: str) -> str | None:
+def own_attention(source: ModelOptions) -> str | None:
     """What keeps the model's own mathematics: transformers' choice for its class, as a rule.
 
     SDPA knows no cap of the scores and drops it without a word.
     """
-    config = load_config(ModelOptions(name_or_path=name)).get_text_config()
+    config = load_config(source).get_text_config()
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
     return "eager" if is_capped else None
 

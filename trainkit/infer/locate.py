@@ -1,14 +1,19 @@
-"""Where a model is, given a run directory, a checkpoint, an adapter, or a plain model. No torch."""
+"""Where a model is, given a run directory, a checkpoint, an adapter, or a plain model. No torch.
+
+A model's place, its revision and whether code that comes with it may run travel together, in
+``ModelPaths.source``: whatever loads a part of a model takes it from there.
+"""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.options import ModelOptions
 from trainkit.places import local_path, regular, regular_files
 from trainkit.run.going_on import resume_command
 
@@ -26,24 +31,38 @@ class ModelPaths:
     """What to load, and from where.
 
     Attributes:
-        model: directory or hub name of the plain weights.
+        source: the plain weights: directory or hub name, revision, and whether code that comes
+            with them may run.
         adapter: directory of an adapter over them, or None.
         tokenizer: directory or hub name of the tokenizer, the run's own where it has one.
         run: the run directory, or None for a model from elsewhere.
         directory: what was found: the final model, a checkpoint, an adapter or a plain model.
-        stored: the base that the run named, where ``model`` was unpacked from it.
+        stored: the base that the run named, where ``source`` was unpacked from it.
     """
 
-    model: str
+    source: ModelOptions
     adapter: Path | None
     tokenizer: str
     run: Path | None
     directory: Path | None
     stored: Path | None = None
 
+    @property
+    def model(self) -> str:
+        """Directory or hub name of the plain weights."""
+        return self.source.name_or_path
+
+    def at(self, place: str | Path) -> ModelOptions:
+        """Another directory of the same model, such as its tokenizer's or a copy of it."""
+        return self.source.replace(name_or_path=str(place))
+
 
 def find_model(
-    name: str, *, adapter: Path | None = None, base_model: str | None = None
+    name: str,
+    *,
+    adapter: Path | None = None,
+    base_model: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelPaths:
     """Find a model.
 
@@ -52,9 +71,11 @@ def find_model(
         adapter: an adapter to put over it.
         base_model: the weights under an adapter, where the adapter's own word for them leads
             nowhere.
+        trust_remote_code: run the code that comes with the model or its tokenizer. What a run
+            was allowed is no permission for what reads it later.
 
     Raises:
-        ModelError: there is nothing usable there.
+        ModelError: there is nothing usable there, or it has code that nobody has allowed.
     """
     if adapter is not None and not (adapter / ADAPTER_CONFIG).is_file():
         raise ModelError("there is no adapter here", where=str(adapter))
@@ -62,7 +83,9 @@ def find_model(
     if directory is None:
         _check_is_no_checkpoint(Path(name))
         tokenizer = str(adapter) if adapter is not None and _has_tokenizer(adapter) else name
-        return ModelPaths(name, adapter, tokenizer, None, None)
+        source = ModelOptions(name_or_path=name, trust_remote_code=trust_remote_code)
+        refuse_code(source, (tokenizer,), None)
+        return ModelPaths(source, adapter, tokenizer, None, None)
     if not directory.exists():
         raise ModelError("there is nothing at this path", where=name)
     directory, run = locate(directory)
@@ -71,13 +94,99 @@ def find_model(
     if adapter is None and (directory / ADAPTER_CONFIG).is_file():
         adapter = directory
     if adapter == directory:
-        model = base_model or _base_of(directory)
+        source = base_of(directory, base_model, trust_remote_code=trust_remote_code)
     elif _has_weights(directory):
-        model = str(directory)
+        source = ModelOptions(name_or_path=str(directory), trust_remote_code=trust_remote_code)
     else:
         raise _nothing_to_load(directory)
     spots = [spot for spot in (adapter, directory) if spot is not None and _has_tokenizer(spot)]
-    return ModelPaths(model, adapter, str(spots[0]) if spots else model, run, directory)
+    tokenizer = str(spots[0]) if spots else source.name_or_path
+    refuse_code(source, (tokenizer,), run)
+    return ModelPaths(source, adapter, tokenizer, run, directory)
+
+
+def refuse_code(source: ModelOptions, places: Iterable[str], run: Path | None) -> None:
+    """Refuse a model that needs code of its own, where nobody has allowed it; nothing is loaded.
+
+    A model that transformers knows as well runs by transformers' code, unless its run did not.
+
+    Args:
+        source: the weights.
+        places: what else is loaded: tokenizers, by directory or hub name.
+        run: that trained it.
+
+    Raises:
+        ModelError: naming the file that asks for code.
+    """
+    if source.trust_remote_code:
+        return
+    for place in dict.fromkeys((source.name_or_path, *places)):
+        for name in ("config.json", "tokenizer_config.json"):
+            file = _file_of(place, name, source.revision)
+            settings = _settings_in(file)
+            if file is None or not isinstance(code := settings.get("auto_map"), dict) or not code:
+                continue
+            was_run = run_settings(run).trust_remote_code
+            if was_run or (name == "config.json" and not _is_known(settings.get("model_type"))):
+                kind, entry = next(iter(code.items()))
+                raise ModelError(
+                    f"{'its run used' if was_run else 'it needs'} code that comes with the model: "
+                    f"auto_map names {entry} as its {kind}",
+                    where=str(file),
+                    fix="read that code; to let it run here, add --trust-remote-code",
+                )
+
+
+def _file_of(place: str, name: str, revision: str | None) -> Path | None:
+    """A file of a directory, or of the hub's copy on this disk."""
+    directory = local_path(place)
+    if directory is not None:
+        return directory / name if (directory / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(place, name, revision=revision)
+    return Path(found) if isinstance(found, str) else None
+
+
+def _settings_in(file: Path | None) -> Mapping[str, Any]:
+    try:
+        content = json.loads(regular(file, ModelError).read_bytes()) if file else {}
+    except ValueError:
+        content = {}  # for its loader to say
+    return content if isinstance(content, dict) else {}
+
+
+def _is_known(model_type: object) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return model_type in CONFIG_MAPPING_NAMES
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a run's own recipe says that a later command must know.
+
+    Attributes:
+        quantize: ``nf4``, ``fp8``, or None for plain weights.
+        dtype: of the weights in memory, or None where it is not known.
+        trust_remote_code: the run ran code that came with its model.
+    """
+
+    quantize: str | None = None
+    dtype: str | None = None
+    trust_remote_code: bool = False
+
+
+def run_settings(run: Path | None) -> RunSettings:
+    """Read a run's resolved recipe; empty without a run, or where the run left no recipe."""
+    from trainkit.recipe import load_recipe
+
+    resolved = None if run is None else run / "resolved.yaml"
+    if resolved is None or not resolved.is_file():
+        return RunSettings()
+    recipe = load_recipe(resolved).recipe
+    model, lora = recipe.model, recipe.lora
+    return RunSettings(lora.quantize if lora else None, model.dtype, model.trust_remote_code)
 
 
 def _check_is_no_checkpoint(directory: Path) -> None:
@@ -114,17 +223,13 @@ def weights_digest(paths: ModelPaths) -> str | None:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
-def base_directory(adapter: Path, base_model: str | None = None) -> Path:
+def base_directory(source: ModelOptions) -> Path:
     """The directory, or .gguf file, with the weights under an adapter; a hub's is in the cache.
-
-    Args:
-        adapter: directory of the adapter.
-        base_model: a directory or hub name that goes before the adapter's own word.
 
     Raises:
         ModelError: it is not on this machine and cannot be fetched.
     """
-    name = base_model or _base_of(adapter)
+    name = source.name_or_path
     directory = local_path(name)
     if directory is not None and directory.is_dir():
         return regular_files(directory, ModelError)
@@ -137,12 +242,13 @@ def base_directory(adapter: Path, base_model: str | None = None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.gguf", "*.bin", "*.pth", "*.onnx"]))
+        unread = ["*.gguf", "*.bin", "*.pth", "*.onnx"]
+        return Path(snapshot_download(name, revision=source.revision, ignore_patterns=unread))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"the base model {name} is not here and cannot be fetched: "
             f"{str(error).splitlines()[0]}",
-            where=str(adapter),
+            where=name,
             fix="give its directory with --base-model",
         ) from None
 
@@ -227,11 +333,23 @@ def _model_in(run: Path) -> Path:
     return newest.path
 
 
-def _base_of(adapter: Path) -> str:
-    try:
-        base = json.loads((adapter / ADAPTER_CONFIG).read_text("utf-8"))["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError):
-        base = None
+def base_of(
+    adapter: Path, base_model: str | None = None, *, trust_remote_code: bool = False
+) -> ModelOptions:
+    """The base that an adapter names, in the revision that it names.
+
+    Args:
+        adapter: its directory.
+        base_model: a directory or hub name that goes before the adapter's own word.
+        trust_remote_code: see `find_model`.
+
+    Raises:
+        ModelError: it names none, or one that is not there any more.
+    """
+    if base_model is not None:
+        return ModelOptions(name_or_path=base_model, trust_remote_code=trust_remote_code)
+    settings = _settings_in(adapter / ADAPTER_CONFIG)
+    base, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(base, str) or not base:
         raise ModelError(
             f"{ADAPTER_CONFIG} does not name its base model",
@@ -245,7 +363,11 @@ def _base_of(adapter: Path) -> str:
             where=str(adapter),
             fix="give its new path with --base-model",
         )
-    return base
+    return ModelOptions(
+        name_or_path=base,
+        revision=revision if isinstance(revision, str) else None,
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def _nothing_to_load(directory: Path) -> ModelError:

@@ -7,12 +7,10 @@ from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.data import DataOptions
 from trainkit.errors import RecipeError
 from trainkit.evals.answers import after_thinking, room_for
-from trainkit.evals.model import MAX_NEW_TOKENS
-from trainkit.evals.prompts import AskedAsTrained, PromptStyle
+from trainkit.evals.model import MAX_NEW_TOKENS, AskedAsTrained, PromptStyle
 from trainkit.infer.benchmark import Asking, uses_chat
 from trainkit.infer.locate import ModelPaths, training_options
 from trainkit.models.loading import load_tokenizer
-from trainkit.options import ModelOptions
 
 
 def vllm_arguments(paths: ModelPaths, asking: Asking, dtype: str) -> dict[str, Any]:
@@ -23,6 +21,8 @@ def vllm_arguments(paths: ModelPaths, asking: Asking, dtype: str) -> dict[str, A
     """
     arguments: dict[str, Any] = {
         "pretrained": paths.model,
+        "revision": paths.source.revision,
+        "trust_remote_code": paths.source.trust_remote_code,
         "tokenizer": paths.tokenizer,
         "dtype": dtype,
         "batch_size": asking.batch_size or "auto",
@@ -49,7 +49,7 @@ def vllm_model(paths: ModelPaths, asking: Asking, dtype: str) -> tuple[Any, bool
         )
     from lm_eval.models.vllm_causallms import VLLM
 
-    tokenizer = load_tokenizer(ModelOptions(name_or_path=paths.tokenizer))
+    tokenizer = load_tokenizer(paths.at(paths.tokenizer))
     chat = uses_chat(asking, paths, tokenizer)
     options = DataOptions(**training_options(paths.run))
     prompts = PromptStyle(tokenizer, options, chat=chat, thinking=asking.thinking)

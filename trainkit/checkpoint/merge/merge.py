@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainkit.auto_class import whole_model
 from trainkit.checkpoint.merge.merged_weights import (
     THROUGH,
     Base,
@@ -54,6 +55,7 @@ class MergeOptions:
         max_shard_bytes: size of a weights file.
         verify: compare the result with base and adapter on a few prompts; loads both models.
         any_base: merge into a base of the same shapes even if the adapter was trained over others.
+        trust_remote_code: run code that comes with the model, and keep it with the result.
     """
 
     quantize: str | None = None
@@ -63,6 +65,7 @@ class MergeOptions:
     max_shard_bytes: int = 5 * 10**9
     verify: bool = True
     any_base: bool = False
+    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def merge_adapter(
         CheckpointError: the adapter does not fit the base or changes nothing; the merged model
             does not do what the adapter does; the disk is full. The target does not exist then.
     """
-    stored = stored or base
+    stored, trusted = stored or base, options.trust_remote_code
     config = read_config(base)
     if config.get("quantization_config"):
         raise CheckpointError(
@@ -125,7 +128,8 @@ def merge_adapter(
         merged: MergedWeights | PeftWeights
         if by_peft:
             progress("loading the base: the adapter changes weights that its files split or rename")
-            merged = PeftWeights(reader, base, adapter, dtype=dtype, packing=packing)
+            loaded = whole_model(base, trust_remote_code=trusted, dtype=torch.float32)
+            merged = PeftWeights(reader, loaded, adapter, dtype=dtype, packing=packing)
         else:
             merged = MergedWeights(reader, adapter, config, dtype=dtype, packing=packing)
         free_space_check(target, sum(info.num_bytes for info in merged.tensors.values()))
@@ -135,13 +139,8 @@ def merge_adapter(
             write_weights(merged, staging, max_shard_bytes=options.max_shard_bytes)
             changes = tuple(merged.changes)
             _refuse_no_op(changes, adapter)
-            new_config = dict(config)
-            if merged.is_untied:
-                new_config["tie_word_embeddings"] = False
-            if merged.vocab_size is not None and "vocab_size" in config:
-                new_config["vocab_size"] = merged.vocab_size  # resized before training, perhaps
-            write_config(staging, new_config, options.dtype)
-            copy_companions((adapter.directory, base), staging)
+            write_config(staging, _config_of(merged, config), options.dtype)
+            copy_companions((adapter.directory, base), staging, with_code=trusted)
             parity = other = None
             if options.verify:
                 progress("comparing with base and adapter on a few prompts")
@@ -151,15 +150,28 @@ def merge_adapter(
                 # bitsandbytes loads nf4; over fp8 an adapter is used on the plain base.
                 seen_in = packing.compute_dtype if packing and packing.quantize == "nf4" else None
                 parity = compare_with_adapter(
-                    base, adapter.directory, staging, packed_from=seen_in, other=other
+                    base,
+                    adapter.directory,
+                    staging,
+                    packed_from=seen_in,
+                    other=other,
+                    trusted=trusted,
                 )
                 if packing is None or packing.base == own_base(packing.quantize):
                     parity.check()  # merged into the other base, it is off by the packing itself
-            record = _record(stored, adapter, options, changes, parity)
-            record["adapter"] = str(source)
+            record = {**_record(stored, adapter, options, changes, parity), "adapter": str(source)}
             record["is_base_of_training"] = True if unproved is None else None  # not known
             (staging / RECORD_NAME).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     return Merge(target, changes, parity)
+
+
+def _config_of(merged: MergedWeights | PeftWeights, config: Mapping[str, Any]) -> dict[str, Any]:
+    changed = dict(config)
+    if merged.is_untied:
+        changed["tie_word_embeddings"] = False
+    if merged.vocab_size is not None and "vocab_size" in config:
+        changed["vocab_size"] = merged.vocab_size  # resized before training, perhaps
+    return changed
 
 
 def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Packing | None:
@@ -170,7 +182,8 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
         raise CheckpointError(f"quantisation {options.quantize!r} is not known; {known} are")
     own = str(config.get("torch_dtype", config.get("dtype")))
     dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
-    return Packing(options.quantize, quantized_names(base), dtype, options.base)
+    names = quantized_names(base, trust_remote_code=options.trust_remote_code)
+    return Packing(options.quantize, names, dtype, options.base)
 
 
 def _refuse_no_op(changes: tuple[ModuleChange, ...], adapter: Adapter) -> None:

@@ -23,19 +23,19 @@ from trainkit.kernels.fp8.linear import Fp8Weight
 # -- The base that a run over a quantised base saw: weights through 4 or 8 bits and back ----------
 
 
-def quantized_names(directory: Path) -> set[str]:
+def quantized_names(directory: Path, *, trust_remote_code: bool = False) -> set[str]:
     """The weights that a quantised base packs: those of linear layers, but not the output one.
 
     Args:
         directory: holds config.json; the model is built without memory for its weights.
+        trust_remote_code: by code that comes with it.
     """
     from transformers import AutoConfig
 
-    from trainkit.auto_class import auto_class
+    from trainkit.auto_class import empty_model
 
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    with torch.device("meta"):
-        model = auto_class(config).from_config(config)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    model = empty_model(config, trust_remote_code=trust_remote_code)
     head = model.get_output_embeddings()
     return {
         f"{name}.weight"

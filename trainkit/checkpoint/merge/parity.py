@@ -107,6 +107,7 @@ def compare_with_adapter(
     packed_from: torch.dtype | None = None,
     other: TensorSource | None = None,
     prompts: Sequence[str] = PROMPTS,
+    trusted: bool = False,
 ) -> Parity:
     """Run base with adapter, base alone, and the merged model on a few prompts.
 
@@ -118,12 +119,13 @@ def compare_with_adapter(
             is unpacked to.
         other: the weights of the merge that was not chosen, to show its error too.
         prompts: texts; without a tokenizer next to the model, fixed token ids are used.
+        trusted: run code that comes with the model.
     """
     from peft import PeftModel
 
-    encoded = _encode(merged, prompts)
+    encoded = _encode(merged, prompts, trusted)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with _loaded(base, device, packed_from) as plain:
+    with _loaded(base, device, packed_from, trusted) as plain:
         _match_vocabulary(plain, merged)
         names = (name for name, _ in plain.named_modules())
         refuse_endless(read_adapter_config(adapter, with_peft=True), names, adapter)
@@ -133,7 +135,7 @@ def compare_with_adapter(
         with model.disable_adapter():
             alone = [_logits(model, sequence) for sequence in sequences]
         del model
-    with _loaded(merged, device, None) as model:
+    with _loaded(merged, device, None, trusted) as model:
         ours = [_logits(model, sequence) for sequence in sequences]
         continued = [_continue(model, ids.to(device)) for ids in encoded.ids]
         others = _logits_with(model, other, sequences) if other is not None else None
@@ -170,21 +172,23 @@ class _Encoded:
         return str(new) if self.tokenizer is None else str(self.tokenizer.decode(new))
 
 
-def _encode(directory: Path, prompts: Sequence[str]) -> _Encoded:
+def _encode(directory: Path, prompts: Sequence[str], trusted: bool) -> _Encoded:
     if not (directory / "tokenizer_config.json").exists():
         ids = [torch.arange(1, 9)[None] + 3 * i for i in range(len(prompts))]
         return _Encoded(ids, None)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trusted)
     return _Encoded([tokenizer(text, return_tensors="pt").input_ids for text in prompts], tokenizer)
 
 
 @contextmanager
-def _loaded(directory: Path, device: str, packed_from: torch.dtype | None) -> Iterator[Any]:
-    from transformers import AutoConfig, BitsAndBytesConfig
+def _loaded(
+    directory: Path, device: str, packed_from: torch.dtype | None, trusted: bool
+) -> Iterator[Any]:
+    from transformers import BitsAndBytesConfig
 
-    from trainkit.auto_class import auto_class
+    from trainkit.auto_class import whole_model
 
     packing = None
     if packed_from is not None:
@@ -194,12 +198,11 @@ def _loaded(directory: Path, device: str, packed_from: torch.dtype | None) -> It
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.float32,
         )
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    model = auto_class(config).from_pretrained(
+    model = whole_model(
         directory,
+        trust_remote_code=trusted,
         dtype=packed_from or torch.float32,
         device_map=device,
-        trust_remote_code=False,
         quantization_config=packing,
     )
     for parameter in model.parameters():

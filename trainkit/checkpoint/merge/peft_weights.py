@@ -7,16 +7,14 @@ files name it.
 """
 
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from trainkit.auto_class import auto_class
 from trainkit.checkpoint.merge.merged_weights import ModuleChange, Packing, change_of, through_nf4
 from trainkit.checkpoint.weights.adapter import Adapter, vocabulary_rows
 from trainkit.checkpoint.weights.export import TensorSource, cast
@@ -47,17 +45,17 @@ class PeftWeights:
     def __init__(
         self,
         files: TensorSource,
-        base: Path,
+        model: PreTrainedModel,
         adapter: Adapter,
         *,
         dtype: torch.dtype | None = None,
         packing: Packing | None = None,
     ) -> None:
-        """Load and merge, in the machine's own memory: four bytes a weight.
+        """Merge, in the machine's own memory: four bytes a weight.
 
         Args:
             files: the base's weights.
-            base: its directory.
+            model: the base, in float32.
             adapter: what to put into them.
             dtype: of the result; None keeps each tensor's own.
             packing: for an adapter trained over a 4-bit base.
@@ -67,12 +65,19 @@ class PeftWeights:
                 embedding differently.
         """
         self._files, self._adapter = files, adapter
-        model = _loaded(base, adapter, packing)
+        rows = vocabulary_rows(adapter.directory)
+        if rows not in (None, model.get_input_embeddings().weight.shape[0]):
+            model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
+        if packing is not None and packing.base == "dequantized":
+            for name, parameter in model.named_parameters():
+                if name in packing.names:
+                    parameter.data = through_nf4(parameter.data, packing.compute_dtype).float()
         self._merged = _merged(model, adapter)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if lost := sorted(files.tensors.keys() - self._merged.keys() - {"lm_head.weight"}):
             raise CheckpointError(
-                f"transformers loads no {lost[0]} and cannot write it back", where=str(base)
+                f"transformers loads no {lost[0]} and cannot write it back",
+                where=model.name_or_path,
             )
         self.changes: list[ModuleChange] = []
         self.tensors: Mapping[str, TensorInfo] = {
@@ -93,19 +98,6 @@ class PeftWeights:
 
     def _dtype(self, own: TensorInfo, wanted: torch.dtype | None) -> torch.dtype:
         return wanted if wanted is not None and own.dtype.is_floating_point else own.dtype
-
-
-def _loaded(base: Path, adapter: Adapter, packing: Packing | None) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
-    model = auto_class(config).from_pretrained(base, dtype=torch.float32, trust_remote_code=False)
-    rows = vocabulary_rows(adapter.directory)
-    if rows not in (None, model.get_input_embeddings().weight.shape[0]):
-        model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
-    if packing is not None and packing.base == "dequantized":
-        for name, parameter in model.named_parameters():
-            if name in packing.names:
-                parameter.data = through_nf4(parameter.data, packing.compute_dtype).float()
-    return model
 
 
 def _merged(model: PreTrainedModel, adapter: Adapter) -> dict[str, Tensor]:

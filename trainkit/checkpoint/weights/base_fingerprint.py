@@ -171,7 +171,7 @@ def check_fingerprint(adapter: Path, base: Path) -> str | None:
     return None
 
 
-def base_on_disk(name: str) -> Path:
+def base_on_disk(name: str, revision: str | None = None) -> Path:
     """Where a base model's files are: the directory or .gguf file itself, or the hub's local copy.
 
     Raises:
@@ -185,6 +185,6 @@ def base_on_disk(name: str) -> Path:
     if directory.is_dir() or (directory.suffix == ".gguf" and directory.is_file()):
         return directory
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
     except HFValidationError as error:
         raise CheckpointError(f"{name!r} is not a model: {error}") from None

@@ -1,11 +1,13 @@
 """What travels with the weights: tokenizer, chat template, stop tokens, generation settings.
 
-None of it is code: remote-code entries are taken out, and a tokenizer that exists only as remote
-code over a tiktoken vocabulary is rebuilt as a plain ``tokenizer.json``.
+None of it is code, unless that was allowed: a conversion takes remote-code entries out, and a
+tokenizer that exists only as remote code over a tiktoken vocabulary is rebuilt as a plain
+``tokenizer.json``.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +72,16 @@ def carry_companions(
     return came
 
 
-def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
+def copy_companions(
+    sources: Sequence[Path], target: Path, *, with_code: bool = False
+) -> dict[str, str]:
     """Copy tokenizer, template and generation settings as they are.
 
     Args:
         sources: directories; the first that has a tokenizer gives all of its files, and the first
             that has generation settings gives those. A run's own come before its base's.
         target: directory to write into.
+        with_code: the code that their settings name, too; nothing else loads the result.
 
     Returns:
         File name to the directory it came from.
@@ -95,7 +100,25 @@ def copy_companions(sources: Sequence[Path], target: Path) -> dict[str, str]:
         came.update(dict.fromkeys(copy_processors(source, target), str(source)))
         if RECORD_NAME not in came and carry_record(source, target):
             came[RECORD_NAME] = str(source)
+        if with_code:
+            came.update(dict.fromkeys(_copy_code(source, target), str(source)))
     return came
+
+
+def _copy_code(source: Path, target: Path) -> list[str]:
+    """Copy the modules that ``auto_map`` names and what they import next to them."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    copied: list[str] = []
+    for settings in ("config.json", "tokenizer_config.json", *PROCESSORS):
+        named = _code_files(_object(source, settings)) if (source / settings).is_file() else []
+        for name in (name for name in named if (source / name).is_file()):
+            needed = (Path(each).name for each in get_relative_import_files(source / name))
+            for each in dict.fromkeys((name, *needed)):
+                if not (target / each).exists():
+                    (target / each).write_bytes(plain_file(source, each).read_bytes())
+                    copied.append(each)
+    return copied
 
 
 def _copy_tokenizer(source: Path, target: Path, names: Sequence[str]) -> list[str]:
@@ -187,7 +210,8 @@ def _code_files(config: Mapping[str, Any]) -> list[str]:
     """Files of the directory itself that ``auto_map`` names."""
     entries = config.get("auto_map")
     values = entries.values() if isinstance(entries, dict) else ()
-    names = {f"{value.partition('.')[0]}.py" for value in values if isinstance(value, str)}
+    words = chain.from_iterable(each if isinstance(each, list) else [each] for each in values)
+    names = {f"{word.partition('.')[0]}.py" for word in words if isinstance(word, str)}
     return sorted(name for name in names if is_plain_name(name))
 
 

@@ -6,13 +6,17 @@ weights-only unpickler, which runs no code, headers and JSON with readers that c
 """
 
 import json
+import math
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
@@ -30,14 +34,52 @@ SHARD_CLASSES = (
 """The classes that DeepSpeed's shards name: plain attributes, or nothing that is needed."""
 
 _PICKLES = (".pt", ".pth", ".bin")
-_FIX = "continue from another checkpoint of the run: --resume RUN/checkpoint-N"
-_STATE_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "global_step": int,
-    "max_steps": int,
-    "epoch": (int, float, type(None)),
-    "log_history": list,
-    "stateful_callbacks": dict,
+ANOTHER = "continue from another checkpoint of the run: --resume RUN/checkpoint-N"
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_row(row: Any) -> bool:
+    """Of the log; texts are not judged by, and nothing is a list."""
+    return (
+        isinstance(row, dict)
+        and _is_count(row.get("step", 0))
+        and all(value is None or isinstance(value, int | float | str) for value in row.values())
+        and all(_is_number(row[key]) for key in row if key.startswith("eval_"))
+    )
+
+
+def _is_callbacks(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    early = value.get("early_stopping", {"best": None, "num_worse": 0})
+    return (
+        all(isinstance(each, dict | list) for each in value.values())
+        and isinstance(early, dict)
+        and (early.get("best") is None or _is_number(early["best"]))
+        and _is_count(early.get("num_worse"))
+    )
+
+
+_STATE: Mapping[str, Callable[[Any], bool]] = {
+    "global_step": _is_count,
+    "max_steps": _is_count,
+    "epoch": lambda epoch: epoch is None or (_is_number(epoch) and 0 <= epoch < math.inf),
+    "log_history": lambda rows: isinstance(rows, list) and all(map(_is_row, rows)),
+    "best_metric": lambda metric: metric is None or _is_number(metric),
+    "best_global_step": lambda step: step is None or _is_count(step),
+    "best_model_checkpoint": lambda place: place is None or isinstance(place, str),
+    "num_input_tokens_seen": _is_count,
+    "total_flos": lambda flos: _is_number(flos) and 0 <= flos < math.inf,
+    "stateful_callbacks": _is_callbacks,
 }
+"""What a continued run reads of the Trainer's own record; it works out the rest again."""
 
 
 class StandIn:
@@ -51,12 +93,13 @@ def _member(kind: Any, name: Any) -> Any:
     return StandIn(name) if kind is StandIn else member(kind, name)
 
 
-def check_contents(directory: Path, *, state_file: str = "trainer_state.json") -> None:
+def check_contents(directory: Path, *, state_file: str, step: int) -> None:
     """Refuse a checkpoint that holds something else than numbers and plain values.
 
     Args:
         directory: of the checkpoint.
         state_file: the Trainer's own record in it.
+        step: that it was saved at.
 
     Raises:
         CheckpointError: naming the file and what is wrong with it.
@@ -71,7 +114,7 @@ def check_contents(directory: Path, *, state_file: str = "trainer_state.json") -
             read_json(path)
         elif name == "latest":
             _check_latest(path)
-    _check_state(directory / state_file)
+    _check_state(directory / state_file, step)
 
 
 def open_pickle(path: Path) -> Any:
@@ -94,7 +137,7 @@ def open_pickle(path: Path) -> Any:
         raise CheckpointError(
             f"this file is damaged or hostile, and was not loaded: {_reason(error)}",
             where=str(path),
-            fix=_FIX,
+            fix=ANOTHER,
         ) from None
 
 
@@ -123,24 +166,72 @@ def _check_latest(path: Path) -> None:
         or not (path.parent / name).is_dir()
     ):
         raise CheckpointError(
-            f"{name!r} is not a folder of this checkpoint", where=str(path), fix=_FIX
+            f"{name!r} is not a folder of this checkpoint", where=str(path), fix=ANOTHER
         )
 
 
-def _check_state(path: Path) -> None:
+@contextmanager
+def taking_up(path: Path) -> Iterator[None]:
+    """What takes up a file of a checkpoint may meet anything: its digest was of that, too.
+
+    Raises:
+        CheckpointError: instead of what Python and torch raise.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, NotImplementedError):
+        raise
+    except (
+        *(ValueError, TypeError, LookupError, AttributeError),
+        *(RuntimeError, AssertionError, OverflowError),
+    ) as error:
+        raise CheckpointError(
+            f"it does not hold what this run saves there: {type(error).__name__}: {error}",
+            where=str(path),
+            fix=ANOTHER,
+        ) from error
+
+
+def refuse_unfit(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Hold saved tensors against those whose place they take: torch would cast and broadcast.
+
+    Args:
+        path: the file, or the checkpoint.
+        found: what it has, by name: all with ``shape`` and ``dtype``.
+        wanted: what the run has.
+
+    Raises:
+        CheckpointError: naming the first that is another.
+    """
+    for name in found.keys() & wanted.keys():
+        ours, theirs = (
+            f"{str(each.dtype).removeprefix('torch.')} of shape {[*each.shape]}"
+            for each in (wanted[name], found[name])
+        )
+        if ours != theirs:
+            raise CheckpointError(
+                f"{name} is {theirs} in it, and {ours} in the run", where=str(path), fix=ANOTHER
+            )
+
+
+def _check_state(path: Path, step: int) -> None:
     # Written by transformers, which writes NaN as Python does, so not ``read_json``.
     try:
         state = json.loads(path.read_bytes())
     except FileNotFoundError:
         return
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"it is not JSON: {error}", where=str(path), fix=_FIX) from None
+        raise CheckpointError(f"it is not JSON: {error}", where=str(path), fix=ANOTHER) from None
     if not isinstance(state, dict):
-        raise CheckpointError("it is not a JSON object", where=str(path), fix=_FIX)
-    for key, kind in _STATE_TYPES.items():
-        if not isinstance(state.get(key), kind):
-            raise CheckpointError(
-                f"{key}: {state.get(key)!r:.80} is no such value", where=str(path), fix=_FIX
-            )
-    if not all(isinstance(row, dict) for row in state["log_history"]):
-        raise CheckpointError("log_history: a row is not an object", where=str(path), fix=_FIX)
+        raise CheckpointError("it is not a JSON object", where=str(path), fix=ANOTHER)
+    known = {field.name: field.default for field in fields(TrainerState)}
+    wrong = [key for key, fits in _STATE.items() if not fits(state.get(key, known.get(key)))]
+    wrong += [] if wrong or state["global_step"] == step else ["global_step"]
+    wrong += sorted(state.keys() - known.keys())
+    if wrong:
+        value = state.get(wrong[0])
+        raise CheckpointError(
+            f"{wrong[0]}: {value!r:.80} is not what a run writes at step {step}",
+            where=str(path),
+            fix=ANOTHER,
+        )

@@ -101,6 +101,7 @@ def export_plain(
     *,
     dtype: str | None = "bfloat16",
     max_shard_bytes: int = 5 * 10**9,
+    with_code: bool = False,
 ) -> int:
     """Write weights as a model that ``from_pretrained`` loads.
 
@@ -110,6 +111,7 @@ def export_plain(
         target: must not exist.
         dtype: of the result; None keeps each tensor's own.
         max_shard_bytes: size of a weights file.
+        with_code: keep code that comes with the model.
 
     Returns:
         The number of tensors.
@@ -123,7 +125,7 @@ def export_plain(
     with staged_directory(target, metadata={"kind": "export"}) as staging:
         write_weights(cast, staging, max_shard_bytes=max_shard_bytes)
         write_config(staging, config, dtype)
-        copy_companions((companions,), staging)
+        copy_companions((companions,), staging, with_code=with_code)
     return len(cast.tensors)
 
 

@@ -27,7 +27,7 @@ UNPROVED = "has no manifest, so nobody can say whether its files are as they wer
 _CHUNK_BYTES = 8 << 20
 _MAX_NAMED = 8
 # What from_pretrained may read of a model directory; notes, pictures and optimizer states are not.
-_READ_BY_LOADERS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
+_READ_BY_LOADERS = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt", ".py")
 
 
 @dataclass(frozen=True)

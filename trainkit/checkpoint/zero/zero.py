@@ -256,6 +256,7 @@ def export_zero(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    with_code: bool = False,
 ) -> int:
     """Write the float32 masters of a ZeRO checkpoint as a plain model, rounded once.
 
@@ -265,6 +266,7 @@ def export_zero(
         target: must not exist.
         dtype: of the result; None takes what config.json says, else bfloat16.
         max_shard_bytes: size of a weights file.
+        with_code: keep code that comes with the model.
 
     Returns:
         The number of tensors.
@@ -281,6 +283,7 @@ def export_zero(
             target,
             dtype=dtype or (own if own in DTYPES else "bfloat16"),
             max_shard_bytes=max_shard_bytes,
+            with_code=with_code,
         )
 
 

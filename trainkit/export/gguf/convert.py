@@ -7,11 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.processes import module_command
 
 DIRECT = ("f32", "f16", "bf16", "q8_0")
 """The types that the converter writes by itself; the others are quantised by llama.cpp from one."""
@@ -43,7 +43,7 @@ def convert(model: Path, target: Path, kind: str, name: str) -> None:
     Raises:
         ModelError: the converter does not know the architecture or the tokenizer, or failed.
     """
-    command = [sys.executable, "-m", "trainkit.export.gguf.driver", str(model.absolute())]
+    command = module_command("trainkit.export.gguf.driver", str(model.absolute()))
     command += ["--outfile", str(target.absolute()), "--outtype", kind, "--model-name", name]
     done = subprocess.run(
         command, capture_output=True, text=True, errors="replace", env=environment(), check=False
@@ -75,13 +75,8 @@ def convert(model: Path, target: Path, kind: str, name: str) -> None:
 
 
 def environment() -> Mapping[str, str]:
-    """The converter reads the directory and nothing from the network; trainkit is found again."""
-    import trainkit
-
-    home = str(Path(trainkit.__file__).parents[1])
-    path = os.environ.get("PYTHONPATH")
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
-    return {**os.environ, **offline, "PYTHONPATH": f"{home}{os.pathsep}{path}" if path else home}
+    """The converter reads the directory and nothing from the network."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
 
 
 # -- The k-quants, which only llama.cpp itself writes ---------------------------------------------

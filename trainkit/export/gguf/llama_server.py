@@ -5,7 +5,6 @@ import importlib.util
 import json
 import secrets
 import subprocess
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -19,6 +18,7 @@ from torch import Tensor
 from trainkit.data.read.messages import Conversation, Message
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.export.gguf.convert import environment
+from trainkit.processes import module_command
 
 _MOST_ASKED = 1024
 """So many of the likeliest tokens are asked for; the others share what is left."""
@@ -61,7 +61,7 @@ class LlamaServer:
         self._key = secrets.token_hex(16)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainkit.export.gguf.server", str(file), str(context)],
+            module_command("trainkit.export.gguf.server", str(file), str(context)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

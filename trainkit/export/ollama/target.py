@@ -40,7 +40,7 @@ def write(source: Source, staging: Path, job: Job) -> Written:
     inner = open_gguf(file, source)
     try:
         inner.check_ends(source)
-        plain = ServedTemplate(work)
+        plain = ServedTemplate(source.paths.at(work))
         bos = plain.tokenizer.bos_token if inner.server.tokenize("") else None
         wrapping = wrapping_of(
             lambda messages: plain.tokenizer.apply_chat_template(

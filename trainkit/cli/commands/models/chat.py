@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import answering as shared
+from trainkit.cli.arguments import BaseModel, TrustRemoteCode
 from trainkit.cli.output import echo
 from trainkit.errors import TrainkitError
 
@@ -36,7 +37,8 @@ _CUT = {
 def chat(
     model: shared.Model,
     adapter: shared.Adapter = None,
-    base_model: shared.BaseModel = None,
+    base_model: BaseModel = None,
+    trusted: TrustRemoteCode = False,
     system: shared.System = None,
     max_new_tokens: shared.MaxNewTokens = 512,
     greedy: shared.Greedy = False,
@@ -70,7 +72,7 @@ def chat(
     sampling = SamplingOptions(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
-    paths = find_model(model, adapter=adapter, base_model=base_model)
+    paths = find_model(model, adapter=adapter, base_model=base_model, trust_remote_code=trusted)
     held = shared.Held(dtype, quantize, device)
     engine = shared.load(paths, held, system, shared.Trust(verify, any_base))
     import torch

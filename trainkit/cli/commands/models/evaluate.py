@@ -12,6 +12,7 @@ import typer
 
 from trainkit.cli import answering as shared
 from trainkit.cli.app import without_collection
+from trainkit.cli.arguments import BaseModel, TrustRemoteCode
 from trainkit.cli.output import echo
 from trainkit.errors import RecipeError
 
@@ -105,7 +106,8 @@ def evaluate(
     kernels: Kernels = True,
     backend: BackendOption = Backend.transformers,
     adapter: shared.Adapter = None,
-    base_model: shared.BaseModel = None,
+    base_model: BaseModel = None,
+    trusted: TrustRemoteCode = False,
     dtype: shared.DtypeOption = shared.LoadDtype.auto,
     device: shared.Device = "auto",
     any_base: shared.AnyBase = False,
@@ -125,7 +127,7 @@ def evaluate(
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise RecipeError("there is no task in it", where="--tasks", fix="--tasks boolq,mmlu")
-    paths = find_model(model, adapter=adapter, base_model=base_model)
+    paths = find_model(model, adapter=adapter, base_model=base_model, trust_remote_code=trusted)
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     target = benchmark.target_of(output, paths, stamp)
     asking = benchmark.Asking(

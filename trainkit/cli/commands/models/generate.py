@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from trainkit.cli import answering as shared
+from trainkit.cli.arguments import BaseModel, TrustRemoteCode
 from trainkit.cli.output import echo
 from trainkit.errors import RecipeError
 
@@ -46,7 +47,8 @@ def generate(
         ),
     ] = TooLongChoice.error,
     adapter: shared.Adapter = None,
-    base_model: shared.BaseModel = None,
+    base_model: BaseModel = None,
+    trusted: TrustRemoteCode = False,
     system: shared.System = None,
     max_new_tokens: shared.MaxNewTokens = 512,
     greedy: shared.Greedy = False,
@@ -71,7 +73,7 @@ def generate(
     sampling = SamplingOptions(
         max_new_tokens, greedy, temperature, top_p, top_k, repetition_penalty, beams, seed
     )
-    paths = find_model(model, adapter=adapter, base_model=base_model)
+    paths = find_model(model, adapter=adapter, base_model=base_model, trust_remote_code=trusted)
     held = shared.Held(dtype, quantize, device)
     from trainkit.train.log.quiet import quieten_libraries
 

@@ -96,13 +96,13 @@ def keys(
     """
     from trainkit.recipe import find_keys
 
-    found = find_keys(words or ())
-    _print_keys(found.entries, as_json=as_json)
-    for line in found.unknown:
+    entries, notes, unknown = find_keys(words or ())
+    _print_keys(entries, as_json=as_json)
+    for line in unknown:
         echo(line, err=True)
-    for line in found.notes:
+    for line in notes:
         echo(line, err=as_json)
-    if found.unknown:
+    if unknown:
         raise typer.Exit(1)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.cli.arguments import Overrides, recipe_and_overrides
+from trainkit.cli.arguments import Overrides, TrustRemoteCode, recipe_and_overrides
 from trainkit.errors import DataError, RecipeError
 from trainkit.terminal import visible
 
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainkit.data import DataOptions, PreparedData, Source
-    from trainkit.data.build.dropped import DroppedRow
-    from trainkit.data.look.preview import View
+    from trainkit.data.look.preview import DroppedRow, View
 
 app = typer.Typer(no_args_is_help=True, help="Look at the data, judge it, measure it.")
 
@@ -64,6 +63,7 @@ def preview(
     overrides: Overrides = None,
     data: Data = None,
     model: Model = None,
+    trust_remote_code: TrustRemoteCode = False,
     mask: Mask = None,
     columns: Columns = None,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Samples drawn.")] = 3,
@@ -84,10 +84,9 @@ def preview(
     JSON objects have the keys id, source, input_ids, labels, tokens, num_trained_tokens,
     untrained_answer (ranges of tokens); those of dropped rows id, source, dropped, detail, row.
     """
-    with _subject(config, overrides, data, model, mask, columns) as subject:
+    with _subject(config, overrides, data, model, mask, columns, trust_remote_code) as subject:
         prepared = _prepare(subject, subject.options)
-        from trainkit.data.build.dropped import dropped_rows
-        from trainkit.data.look.preview import Authors, choose, view
+        from trainkit.data.look.preview import Authors, choose, dropped_rows, view
 
         chosen = choose(prepared, num, seed=seed)
         authors = Authors(prepared, subject.tokenizer, subject.options)
@@ -104,7 +103,7 @@ def preview(
                 return
         roles = authors.table()
         if html is not None:
-            from trainkit.data.look.preview_html import page
+            from trainkit.data.look.preview import page
 
             control = [str(token) for token in subject.tokenizer.get_added_vocab()]
             title = f"{len(prepared):,} samples of {', '.join(prepared.source_names)}"
@@ -123,15 +122,15 @@ def check(
     overrides: Overrides = None,
     data: Data = None,
     model: Model = None,
+    trust_remote_code: TrustRemoteCode = False,
     mask: Mask = None,
     columns: Columns = None,
     as_json: AsJson = False,
 ) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
-    with _subject(config, overrides, data, model, mask, columns) as subject:
-        from trainkit.data.build.dropped import dropped_rows
-        from trainkit.data.look.check import judge
-        from trainkit.data.look.stats import measure
+    with _subject(config, overrides, data, model, mask, columns, trust_remote_code) as subject:
+        from trainkit.data.look.check import judge, measure
+        from trainkit.data.look.preview import dropped_rows
 
         prepared = _prepare(subject, subject.options)
         whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
@@ -168,6 +167,7 @@ def stats(
     overrides: Overrides = None,
     data: Data = None,
     model: Model = None,
+    trust_remote_code: TrustRemoteCode = False,
     mask: Mask = None,
     columns: Columns = None,
     plot: Annotated[
@@ -177,8 +177,8 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Lengths, trained share, duplicates, what each max_length would cut, packing efficiency."""
-    with _subject(config, overrides, data, model, mask, columns) as subject:
-        from trainkit.data.look.stats import as_rows, draw_histogram, measure
+    with _subject(config, overrides, data, model, mask, columns, trust_remote_code) as subject:
+        from trainkit.data.look.check import as_rows, draw_histogram, measure
 
         limit = subject.options.max_length
         whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
@@ -224,6 +224,7 @@ def _subject(
     model: str | None,
     mask: str | None,
     columns: str | None,
+    trusted: bool,
 ) -> Iterator[Subject]:
     """Sources, tokenizer and options of a recipe, or of plain arguments.
 
@@ -233,11 +234,8 @@ def _subject(
     from trainkit.parallel.launch.processes import quieten_imports
 
     quieten_imports()
-    from trainkit.models.loading import (
-        check_exists,
-        load_tokenizer,
-        stop_token_ids,
-    )
+    from trainkit.infer.locate import refuse_code
+    from trainkit.models.loading import check_exists, load_tokenizer, stop_token_ids
     from trainkit.options import ModelOptions
     from trainkit.train.log.quiet import quieten_libraries
 
@@ -245,11 +243,15 @@ def _subject(
     if overrides and overrides[0].endswith((".yaml", ".yml")):
         config, overrides = recipe_and_overrides(config, overrides)
     changes: dict[str, Any] = {} if mask is None else {"mask": mask}
+    named = None
+    if model is not None:
+        named = ModelOptions(name_or_path=model, trust_remote_code=trusted)
+        refuse_code(named, (), None)
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:
             from trainkit.objectives import OBJECTIVES, sources_of
             from trainkit.recipe import load_recipe, read_chat_template
-            from trainkit.train.sections import data_options
+            from trainkit.train.prepare import data_options
 
             recipe = load_recipe(config, overrides or ()).recipe
             if recipe.data.streaming and not data:
@@ -258,17 +260,17 @@ def _subject(
                     where="data.streaming",
                     fix="look at a part of it: add --data FILE#1000",
                 )
-            source = recipe.model
+            source = named or recipe.model.replace(
+                trust_remote_code=trusted or recipe.model.trust_remote_code
+            )
             sources = recipe.data.with_format(recipe.data.train)
             sources = sources_of(OBJECTIVES[recipe.objective], sources)
             options = data_options(recipe, cache_dir=None)
             changes["chat_template"] = read_chat_template(recipe.data.chat_template)
-            if model is not None:
-                source = ModelOptions(name_or_path=model)
-        elif data and model:
+        elif data and named:
             if overrides:
                 raise RecipeError("overrides need a recipe", fix="give it with --config")
-            source, sources = ModelOptions(name_or_path=model), ()
+            source, sources = named, ()
             options = DataOptions(cache_dir=scratch)
         else:
             raise RecipeError(

@@ -37,9 +37,9 @@ def estimate(
     from trainkit.cli.arguments import recipe_and_overrides
     from trainkit.errors import RecipeError
     from trainkit.estimate.estimate import estimate as estimate_plan
+    from trainkit.estimate.estimate import lines
     from trainkit.estimate.gpus import gpu_of, this_gpu
     from trainkit.estimate.recipe import notes_of, plan_of, replanning, tokens_of
-    from trainkit.estimate.text import lines
     from trainkit.parallel.launch.processes import count_local_gpus
     from trainkit.recipe import load_recipe
 

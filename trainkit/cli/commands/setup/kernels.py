@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainkit.cli.arguments import TrustRemoteCode
 from trainkit.cli.output import echo
 
 app = typer.Typer(no_args_is_help=True, help="Check the kernels against plain torch.")
@@ -36,6 +37,7 @@ def check(
     device: Annotated[
         str | None, typer.Option(help="cuda, cpu, ...; by default a GPU if there is one.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Run every op of a model's family at the model's shapes, then the patched model, both ways.
 
@@ -48,7 +50,7 @@ def check(
         from trainkit.models.checks.self_check import SelfCheckError
 
         try:
-            rows = _checked(model, device)
+            rows = _checked(model, device, trust_remote_code)
         except SelfCheckError as error:
             rows, failure = error.rows, error
     _show(rows, as_json=as_json)
@@ -56,9 +58,10 @@ def check(
         raise failure
 
 
-def _checked(model: Path, device: str | None) -> list[dict[str, Any]]:
+def _checked(model: Path, device: str | None, trusted: bool) -> list[dict[str, Any]]:
     import torch
 
+    from trainkit.infer.locate import refuse_code
     from trainkit.models.checks.self_check import self_check
     from trainkit.models.device import device_named
     from trainkit.models.loading import check_exists, load_model
@@ -66,8 +69,9 @@ def _checked(model: Path, device: str | None) -> list[dict[str, Any]]:
     from trainkit.patching import patch
 
     target = device_named(device)
-    source = ModelOptions(name_or_path=str(model), dtype="auto")
+    source = ModelOptions(name_or_path=str(model), dtype="auto", trust_remote_code=trusted)
     check_exists(source)
+    refuse_code(source, (), None)
     loaded = load_model(source, attention="sdpa", device=target)
     report = patch(loaded)
     vocabulary = loaded.config.get_text_config().vocab_size

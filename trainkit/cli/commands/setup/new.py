@@ -98,7 +98,7 @@ def new(
 
 def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> None:
     from trainkit.recipe.load import shipped_text, write_text
-    from trainkit.recipe.write import with_values
+    from trainkit.recipe.text import with_values
 
     text = shipped_text(name)
     write_text(with_values(text, {"data.train": _sources(data)}) if data else text, target)
@@ -157,7 +157,7 @@ def _fill_in(
     as_json: bool,
 ) -> None:
     from trainkit.errors import RecipeError
-    from trainkit.estimate.advice import host_gib
+    from trainkit.estimate.estimate import host_gib
     from trainkit.estimate.fitted import METHODS, fitted_recipe
     from trainkit.estimate.gpus import gpu_of, this_gpu
     from trainkit.recipe.load import write_text
@@ -228,10 +228,9 @@ def _columns(path: str) -> dict[str, str]:
     if not Path(plain).expanduser().is_file():
         return {}
     from trainkit.data.options import DataOptions
-    from trainkit.data.read.formats import detect, guess_columns, pair_of
+    from trainkit.data.read.formats import decode_row, detect, guess_columns, pair_of
     from trainkit.data.read.messages import RowError
     from trainkit.data.read.reading import read_rows
-    from trainkit.data.read.rows import decode_row
 
     try:
         first = next(read_rows(Path(plain).expanduser(), max_row_bytes=DataOptions().max_row_bytes))

@@ -70,7 +70,7 @@ def compare(
 
 def _resolved(run: Path) -> dict[str, Any]:
     """A run's resolved values by dotted key; none where it recorded none."""
-    from trainkit.recipe.read.document import read_document
+    from trainkit.recipe.document import read_document
 
     path = run / "resolved.yaml"
     return dict(_flat(read_document(path).values)) if path.is_file() else {}

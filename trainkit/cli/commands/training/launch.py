@@ -132,10 +132,11 @@ def _lines(form: Form, arguments: Sequence[str]) -> str:
     """What is to be run, for NNODES hosts with NPROC_PER_NODE processes each."""
     from trainkit.parallel.launch.hosts import Hosts
     from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.processes import module_command
 
     hosts = Hosts.from_environment()
     per_host = os.environ.get("NPROC_PER_NODE") or str(max(count_local_gpus(), 1))
-    command = shlex.join([sys.executable, "-m", "trainkit", "launch", *arguments])
+    command = shlex.join(module_command("trainkit", "launch", *arguments))
     if form is Form.slurm:
         return (
             "#!/usr/bin/env bash\n"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli import output
-from trainkit.cli.arguments import run_settings
+from trainkit.cli.arguments import BaseModel, TrustRemoteCode
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption
 from trainkit.cli.completion import run_directories
 from trainkit.cli.output import echo
@@ -51,9 +51,6 @@ Source = Annotated[
         autocompletion=run_directories,
     ),
 ]
-BaseModel = Annotated[
-    str | None, typer.Option(help="The base model, where it is not where the adapter says.")
-]
 AnyBase = Annotated[
     bool,
     typer.Option("--any-base", help="Merge an adapter into other weights than its own base."),
@@ -82,6 +79,7 @@ def _export(
     target: output.Argument = None,
     out: output.Option = None,
     base_model: BaseModel = None,
+    trust_remote_code: TrustRemoteCode = False,
     any_base: AnyBase = False,
     name: Name = None,
     min_agreement: MinAgreement = None,
@@ -95,7 +93,7 @@ def _export(
     path = output.output_of(target, out)
     if min_agreement is not None and not 0 <= min_agreement <= 1:
         raise RecipeError(f"{min_agreement} is not between 0 and 1", where="--min-agreement")
-    from trainkit.infer.locate import find_model
+    from trainkit.infer.locate import find_model, run_settings
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()
@@ -108,7 +106,7 @@ def _export(
         min_agreement=min_agreement,
         excepted=tuple(each.value for each in excepted or ()),
     )
-    paths = find_model(source, base_model=base_model)
+    paths = find_model(source, base_model=base_model, trust_remote_code=trust_remote_code)
     settings = run_settings(paths.run)
     held = Held(settings.quantize, settings.dtype, any_base)
     certificate = export(kind, paths, Job(options, path, _say), held)

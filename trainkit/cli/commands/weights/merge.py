@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainkit.cli import output
-from trainkit.cli.arguments import run_settings
+from trainkit.cli.arguments import BaseModel, TrustRemoteCode
 from trainkit.cli.commands.weights.convert import AsJson, DtypeOption, ShardSize, parse_shard_size
 from trainkit.cli.completion import run_directories
 from trainkit.cli.output import echo
@@ -17,6 +17,7 @@ from trainkit.errors import ModelError
 
 if TYPE_CHECKING:
     from trainkit.checkpoint.merge.merge import MergeOptions
+    from trainkit.options import ModelOptions
 
 
 _LARGE_SHARE = 0.1  # of the adapter's own effect, lost by rounding the merged weights
@@ -50,9 +51,8 @@ def merge(
             "training saw (dequantized; the default over nf4) or into the original ones (over fp8)."
         ),
     ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="The base model, where it is not where the adapter says.")
-    ] = None,
+    base_model: BaseModel = None,
+    trust_remote_code: TrustRemoteCode = False,
     dtype: DtypeOption = None,
     shard_size: ShardSize = "5GB",
     verify: Annotated[
@@ -75,13 +75,8 @@ def merge(
         raise ModelError("there is no such directory", where=str(source))
     from trainkit.checkpoint.merge.merge import MergeOptions, own_base
     from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, UNPROVED, verify_directory
-    from trainkit.checkpoint.zero.zero import (
-        export_zero,
-        extract_adapter,
-        find_zero_folder,
-        needs_adapter_from_shards,
-    )
-    from trainkit.infer.locate import locate
+    from trainkit.infer.locate import base_of, locate, refuse_code, run_settings
+    from trainkit.options import ModelOptions
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()
@@ -90,6 +85,10 @@ def merge(
         verify_directory(directory)
     elif run is not None:
         echo(f"{directory} {UNPROVED}", err=True)
+    model = ModelOptions(name_or_path=str(directory), trust_remote_code=trust_remote_code)
+    if (directory / "adapter_config.json").exists():
+        model = base_of(directory, base_model, trust_remote_code=trust_remote_code)
+    refuse_code(model, (str(directory),), run)
     settings = run_settings(run)
     quantize = settings.quantize or ("nf4" if base is not None else None)
     options = MergeOptions(
@@ -100,36 +99,57 @@ def merge(
         max_shard_bytes=size,
         verify=verify,
         any_base=any_base,
+        trust_remote_code=trust_remote_code,
     )
-    folder = find_zero_folder(directory)
-    if folder is not None and needs_adapter_from_shards(directory):
-        with tempfile.TemporaryDirectory() as temporary:
-            adapter = extract_adapter(folder, directory, Path(temporary))
-            row = _merge_adapter(adapter, base_model, target, options, origin=directory)
-    elif folder is not None and not (directory / "adapter_config.json").exists():
-        number = export_zero(folder, directory, target, dtype=options.dtype, max_shard_bytes=size)
-        row = {"target": str(target), "num_tensors": number}
-    elif (directory / "adapter_config.json").exists():
-        row = _merge_adapter(directory, base_model, target, options, origin=directory)
-    else:
-        raise ModelError(
-            "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
-            where=str(directory),
-        )
+    row = _written(directory, model, target, options)
     echo(json.dumps(row) if as_json else _summary(row))
 
 
+def _written(
+    directory: Path, model: "ModelOptions", target: Path, options: "MergeOptions"
+) -> dict[str, Any]:
+    """The merged model, and what is said of it."""
+    from trainkit.checkpoint.zero.zero import (
+        export_zero,
+        extract_adapter,
+        find_zero_folder,
+        needs_adapter_from_shards,
+    )
+
+    folder, is_adapter = find_zero_folder(directory), (directory / "adapter_config.json").exists()
+    if folder is not None and needs_adapter_from_shards(directory):
+        with tempfile.TemporaryDirectory() as temporary:
+            adapter = extract_adapter(folder, directory, Path(temporary))
+            return _merge_adapter(adapter, model, target, options, origin=directory)
+    if is_adapter:
+        return _merge_adapter(directory, model, target, options, origin=directory)
+    if folder is not None:
+        number = export_zero(
+            folder,
+            directory,
+            target,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_bytes,
+            with_code=options.trust_remote_code,
+        )
+        return {"target": str(target), "num_tensors": number}
+    raise ModelError(
+        "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
+        where=str(directory),
+    )
+
+
 def _merge_adapter(
-    adapter: Path, base_model: str | None, target: Path, options: "MergeOptions", *, origin: Path
+    adapter: Path, model: "ModelOptions", target: Path, options: "MergeOptions", *, origin: Path
 ) -> dict[str, Any]:
     from trainkit.checkpoint.merge.merge import merge_adapter, own_base
     from trainkit.checkpoint.weights.adapter import read_adapter
     from trainkit.infer.locate import base_directory
     from trainkit.infer.plain_base import plain_base
 
-    base = base_directory(origin, base_model)
+    base = base_directory(model)
     taken = read_adapter(adapter, with_peft=True)
-    with plain_base(base, options.compute_dtype, target, _say) as plain:
+    with plain_base(model, base, options.compute_dtype, target, _say) as plain:
         done = merge_adapter(taken, plain, target, options, _say, origin=origin, stored=base)
     updates = [change.relative_update for change in done.changes]
     row: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Texts cut between words have exactly the ids of the whole, whatever the tokenizer splits by."""
+"""Texts have the tokenizer's own ids, whatever it splits by."""
 
 import random
 
@@ -8,8 +8,7 @@ from tokenizers import AddedToken, Regex, normalizers, processors
 from tokenizers import pre_tokenizers as cuts
 from transformers import PreTrainedTokenizerFast
 
-from trainkit.evals import prompts
-from trainkit.evals.prompts import PromptStyle
+from trainkit.evals.model import PromptStyle
 
 WORDS = (
     "the",
@@ -81,44 +80,29 @@ def by(pattern):
 
 GPT2 = cuts.ByteLevel(add_prefix_space=False)
 DIGITS = cuts.Sequence([cuts.Digits(individual_digits=True), GPT2])
-CUT = [
-    *({"pre_tokenizer": by(pattern)} for pattern in sorted(prompts._PATTERNS)),
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CASES = [
+    {"pre_tokenizer": by(rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{LETTERS}")},
+    {"pre_tokenizer": by(LETTERS)},
     {"pre_tokenizer": GPT2, "bos": True},
     {"pre_tokenizer": DIGITS, "added": ["abstract", AddedToken("zebra", lstrip=True)]},
     {"pre_tokenizer": GPT2, "normalizer": normalizers.NFC()},
-]
-WHOLE = [
     {"pre_tokenizer": cuts.ByteLevel(add_prefix_space=True)},
     {"pre_tokenizer": GPT2, "added": [AddedToken("abstract", rstrip=True)]},
     {"pre_tokenizer": GPT2, "added": ["the of"]},
     {"pre_tokenizer": GPT2, "normalizer": normalizers.Replace("the of", "of the")},
     {"pre_tokenizer": by(r"\w+ \w+|\W+|\w+")},
-    {"pre_tokenizer": cuts.Metaspace()},
+    {"pre_tokenizer": cuts.Metaspace(), "bos": True},
 ]
 
 
-@pytest.mark.parametrize("case", [*CUT, *WHOLE], ids=range(len(CUT) + len(WHOLE)))
-def test_pieces_have_the_ids_of_the_whole(monkeypatch, case):
-    monkeypatch.setattr(prompts, "_STEP", 4)  # cut wherever it may be cut
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_texts_have_the_ids_of_the_tokenizer(case):
     tokenizer = make_tokenizer(**case)
+    tokenizer.chat_template = "{{ messages }}"
     texts = make_texts(20)
     texts += [f"{text}{end}" for text in texts[:10] for end in (" yes", "the", "\nno")]
-    assert prompts.cuts_between_words(tokenizer) == any(case is each for each in CUT)
-    for adds in (True, False):
-        whole = [tokenizer(text, add_special_tokens=adds)["input_ids"] for text in texts]
-        assert prompts.encode_texts(tokenizer, texts, add_special_tokens=adds) == whole
-
-
-def test_a_context_is_tokenised_once_for_all_its_answers(monkeypatch):
-    seen = []
-    original = prompts._pieces_encoded
-
-    def watched(tokenizer, texts):
-        seen.extend(texts)
-        return original(tokenizer, texts)
-
-    monkeypatch.setattr(prompts, "_pieces_encoded", watched)
-    context = "several words of a passage that goes on for long " * 40
-    PromptStyle(make_tokenizer(GPT2)).encode_pairs([(context, f" {each}") for each in "abcd"])
-    assert sum(map(len, seen)) < 1.5 * len(context)
-    assert len(seen) == len(set(seen))
+    for chat in (True, False):
+        whole = [tokenizer(text, add_special_tokens=not chat)["input_ids"] for text in texts]
+        whole = [ids[:-1] if "bos" in case and not chat else ids for ids in whole]
+        assert PromptStyle(tokenizer, chat=chat).encode(texts) == whole
