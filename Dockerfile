@@ -29,7 +29,7 @@ RUN pip wheel --no-deps --wheel-dir /wheels .
 
 FROM system
 # The versions that the tests ran with. `--build-arg EXTRAS=qlora` takes fewer of the extras.
-ARG EXTRAS=qlora,eval,export,tracking,zstd
+ARG EXTRAS=qlora,eval,export,tracking
 COPY constraints.txt /opt/trainkit/constraints.txt
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --constraint /opt/trainkit/constraints.txt "$(echo /wheels/*.whl)[${EXTRAS}]" \

@@ -15,7 +15,7 @@ import torch
 from trainkit.bench.cells import Cell
 from trainkit.bench.measure import peak_gib, timed, warm_up
 from trainkit.bench.providers import Provided, Shape, attention_of, provide
-from trainkit.data.build.packing import pack
+from trainkit.data.build.datasets import pack
 from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 
 LAYOUTS = ("max", "batch", "packed")

@@ -141,16 +141,17 @@ def _end_at(signals, to_launcher, presses):
     from trainkit.train.checkpoints import CheckpointWriter
 
     victim = os.getppid() if to_launcher else os.getpid()
-    plain, plain_build = StopOnRequest.on_step_end, build._build
+    plain, plain_build = StopOnRequest.on_step_end, build._built
     plain_saving, writers = CheckpointWriter.saving, []
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step in signals:
+    def on_step_end(self, loop):
+        step = loop.state.global_step
+        if step in signals:
             for writer in writers:
                 writer.wait()
             for _ in range(presses):
-                os.kill(victim, signals[state.global_step])
-        return plain(self, args, state, control, **kwargs)
+                os.kill(victim, signals[step])
+        return plain(self, loop)
 
     def saving(self, *arguments, **keywords):
         writers[:] = [self]
@@ -163,7 +164,7 @@ def _end_at(signals, to_launcher, presses):
 
     StopOnRequest.on_step_end = on_step_end
     CheckpointWriter.saving = saving
-    build._build = build_model
+    build._built = build_model
 
 
 def _spoil(factors):
@@ -179,6 +180,6 @@ def _spoil(factors):
 
 def _draw_nothing():
     import trainkit.run.report.html
-    import trainkit.train.session
+    import trainkit.train.build
 
     trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []

@@ -108,12 +108,9 @@ class Lab:
         from trainkit.objectives import SFT
         from trainkit.options.parallel import ParallelOptions
         from trainkit.parallel import Layout, ProcessRank, strategy_for
-        from trainkit.recipe.fields.training import complete_training
+        from trainkit.recipe.training import complete_training
         from trainkit.train.arguments import training_arguments
-        from trainkit.train.callbacks import StopOnRequest
         from trainkit.train.checkpoints import CheckpointWriter
-        from trainkit.train.faults.signals import StopRequest
-        from trainkit.train.loop import Loop
 
         values = {
             "per_device_train_batch_size": batch,
@@ -154,18 +151,85 @@ class Lab:
             "objective": SFT,
             **(given or {}),
         }
-        stop = StopRequest()
-        trainer = Loop(
+        return trainer_of(
             model=model,
             args=args,
             layout=layout,
             tokenizer=self.tokenizer,
             checkpoints=CheckpointWriter(directory, {"data": "fixed"}),
-            stop=stop,
             **given,
         )
-        trainer.add_callback(StopOnRequest(stop))
-        return trainer
+
+
+def run_of(model, args, layout, tokenizer, checkpoints, train_data, eval_data, objective, **given):
+    """The context of a run that no command has begun; ``given`` are sections of its recipe."""
+    from trainkit.models.attention import Attention
+    from trainkit.recipe import LoadedRecipe, Recipe, SftOptions
+    from trainkit.run import Console, RunDirectory
+    from trainkit.train.data.run_data import RunData
+    from trainkit.train.model import BuiltModel
+    from trainkit.train.run import Run
+
+    recipe = {"model": {"name_or_path": "none"}, "data": {"train": ["none.jsonl"]}}
+    loaded = LoadedRecipe(Recipe(**recipe, **given), {}, "", Path("lab.yaml"), None)
+    run = Run(loaded, SftOptions(), layout.process, Console(interactive=False))
+    nothing = {"ledger": None, "fingerprint": "", "parts": {}, "notes": (), "warnings": ()}
+    run.data = RunData(objective, train_data, eval_data, {}, stop_token_ids=(), **nothing)
+    run.layout, run.args, run.tokenizer, run.checkpoints = layout, args, tokenizer, checkpoints
+    run.built = BuiltModel(model, Attention("eager", "a test's"), None, 0, 0)
+    run.directory = RunDirectory(Path(args.output_dir))
+    return run
+
+
+def trainer_of(
+    model, args, layout, tokenizer, checkpoints, train_data, eval_data, objective,
+    hooks=(), numbers=None, warn=None, measurements=(), change=None, **given,
+):  # fmt: skip
+    """A loop with the hooks that every run has.
+
+    Args:
+        hooks: besides those.
+        numbers: what to do about bad steps.
+        warn: hears the run's warnings.
+        measurements: that the evaluation takes.
+        change: is called with the run before the loop is made.
+        given: sections of the recipe; the rest is the run's.
+    """
+    from trainkit.train.callbacks import StopOnRequest
+    from trainkit.train.log.rows import Rows
+    from trainkit.train.loop import Loop
+    from trainkit.train.optimizer.noise import EmbeddingNoise
+    from trainkit.train.optimizer.watched import Numbers
+    from trainkit.train.results.evaluations import Evaluations
+    from trainkit.train.saves import Saves
+
+    class Trainer(Loop):
+        """What most tests ask a loop."""
+
+        def add_callback(self, callback):
+            self.callbacks.add_callback(callback)
+
+        evaluations = property(lambda self: self.hook(Evaluations))
+
+        def evaluate(self):
+            return self.evaluations.measure(self)
+
+    run = run_of(
+        model, args, layout, tokenizer, checkpoints, train_data, eval_data, objective, **given
+    )
+    run.numbers = numbers or run.numbers
+    if warn is not None:
+        run.console.warn = warn
+    if change is not None:
+        change(run)
+    saves = Saves()
+    if args.push_to_hub:
+        from trainkit.train.results.hub import Hub
+
+        saves.hub = Hub(args)
+    noise = [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
+    shared = [Numbers(), Rows(), Evaluations(measurements), StopOnRequest(), saves]
+    return Trainer(run, [*hooks, *noise, *shared])
 
 
 def zero_engine(model, stage, *, micro_batch, learning_rate):

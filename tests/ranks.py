@@ -113,11 +113,10 @@ def _warm():
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import trainkit.parallel.zero.engine  # noqa: F401
-    from trainkit.recipe.fields.training_fields import training_fields
     from trainkit.train.resume.surroundings import code_digest
 
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
-    training_fields(), code_digest()
+    code_digest()
     # DeepSpeed's CPU accelerator starts a program for each bucket of gradients to count its nodes.
     cores = deepspeed.utils.numa.get_numa_cores()
     deepspeed.utils.numa.get_numa_cores = lambda: cores

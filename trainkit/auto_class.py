@@ -1,8 +1,16 @@
 """Which of transformers' auto classes loads a model that is trained on text."""
 
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -20,3 +28,29 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if type(config) in AutoModelForImageTextToText._model_mapping:
         return AutoModelForImageTextToText
     return AutoModelForCausalLM  # it names the model and what it knows
+
+
+def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> Any:
+    """The model on the meta device: modules and shapes, no memory.
+
+    Whether its own code may run is always said: left out, transformers would ask the terminal.
+    """
+    with torch.device("meta"):
+        return auto_class(config).from_config(
+            config, trust_remote_code=trust_remote_code, **options
+        )
+
+
+def whole_model(directory: Path, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+    """The model of a directory, with its weights."""
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    model: PreTrainedModel = auto_class(config).from_pretrained(
+        directory, trust_remote_code=trust_remote_code, **options
+    )
+    return model
+
+
+def is_own_code(model: Any) -> bool:
+    """Whether a model runs code that came with it, which somebody has allowed here then."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__module__.startswith("transformers_modules.")

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from trainkit.data.read import formats, row_fields
+from trainkit.data.read.formats import read_row
 from trainkit.data.read.messages import Conversation, Message
-from trainkit.data.read.rows import read_row
 from trainkit.models import linears
 from trainkit.options import Source
 from trainkit.options.data import ROW_FORMATS
@@ -83,7 +83,7 @@ from tiny import make_qwen2
 
 from trainkit.lora import attach
 from trainkit.recipe import key_references, load_recipe
-from trainkit.train.resume.settings import settings_of
+from trainkit.train.resume.hosts import settings_of
 
 loaded = load_recipe("r.yaml")
 model = attach(make_qwen2(32), loaded.recipe.lora)

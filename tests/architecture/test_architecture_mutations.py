@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import mutate  # noqa: E402
 
-from trainkit.recipe.read.document import read_document  # noqa: E402
+from trainkit.recipe.document import read_document  # noqa: E402
 
 MUTATIONS = mutate.load()
 

@@ -17,7 +17,9 @@ PAGES = sorted(TUTORIAL.glob("[0-9]-*.md"))
 
 
 def run_pages(numbers, **variables):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    # PYTHONSAFEPATH, which a command that ran in this process has left, hides pages from each other.
+    hidden = ("TRITON_INTERPRET", "PYTHONSAFEPATH")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | variables
     return subprocess.run(
         [sys.executable, "docs/tutorial/run.py", *map(str, numbers)],
         cwd=ROOT,

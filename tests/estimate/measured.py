@@ -11,13 +11,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainkit.estimate.fp8 import within_budget
 from trainkit.estimate.gpus import GPUS
-from trainkit.estimate.peak import Peak, peak, peak_of_rank, ranks_of
-from trainkit.estimate.plan import ALL_OPS, Adapters, Plan
+from trainkit.estimate.peak import Peak, optimizer_bytes, peak, peak_of_rank, ranks_of
+from trainkit.estimate.plan import ALL_OPS, Adapters, Plan, within_budget
 from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
-from trainkit.estimate.state import optimizer_bytes
 from trainkit.options import Fp8Options
 from trainkit.options.fp8 import ALL
 from trainkit.options.optimizers import optimizer_row

@@ -10,7 +10,7 @@ from families.family_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainkit.errors import ModelError
-from trainkit.estimate import activations, state
+from trainkit.estimate import peak as counts
 from trainkit.estimate.gpus import GPUS, gpu_named
 from trainkit.estimate.peak import OWNERS, peak
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
@@ -38,15 +38,15 @@ def test_ops_exist() -> None:
 @pytest.mark.parametrize("vocab", [32000, 151936])
 def test_chunks_are_the_kernels(tokens: int, vocab: int) -> None:
     limit = default_chunk_tokens(vocab, 2)
-    assert activations.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
-    assert activations.NUMBERS_THAT_FILL == _NUMBERS_THAT_FILL
+    assert counts.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
+    assert counts.NUMBERS_THAT_FILL == _NUMBERS_THAT_FILL
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_the_states_are_what_the_table_says(name: str) -> None:
     """Every row by itself: nothing is taken for AdamW."""
     row, shape = OPTIMIZERS[name], find_shape("llama-3.1-8b")
-    found = state.optimizer_bytes(row, shape, full=True) * shape.parameters
+    found = counts.optimizer_bytes(row, shape, full=True) * shape.parameters
     least = row.matrix_bytes if row.per_rank_bytes is None else 0.0
     tables = (row.embedding_bytes + row.head_bytes) * shape.table
     matrices = shape.layers * shape.layer_matrices
@@ -54,9 +54,9 @@ def test_the_states_are_what_the_table_says(name: str) -> None:
     assert found <= 1.001 * (max(row.matrix_bytes, 0.01) * matrices + tables) + 8e6
     if row.per_rank_bytes is not None:
         assert found < 0.2 * 8 * matrices + tables
-        thin = state.optimizer_bytes(row, shape, full=True, rank=8) * shape.parameters
+        thin = counts.optimizer_bytes(row, shape, full=True, rank=8) * shape.parameters
         assert thin < found
-    assert state.optimizer_bytes(row, shape, full=False) == row.matrix_bytes
+    assert counts.optimizer_bytes(row, shape, full=False) == row.matrix_bytes
 
 
 _TORCH = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}
@@ -79,7 +79,7 @@ def test_arguments_that_keep_more_are_counted(name: str) -> None:
             each.numel() for each in kept.values() if torch.is_tensor(each) and each.dim()
         )
         for full in (True, False):
-            found = state.optimizer_bytes(row, shape, full=full, args=text)
+            found = counts.optimizer_bytes(row, shape, full=full, args=text)
             assert found == pytest.approx(4 * numbers / weight.numel(), abs=1e-3), text
 
 
@@ -87,7 +87,7 @@ _A_VALUE = {float: "0.5", bool: "true", int: "1"}
 
 
 def test_pieces_are_the_optimizers() -> None:
-    assert state.PIECE == rounding.PIECE
+    assert counts.PIECE == rounding.PIECE
 
 
 def test_eight_billion_parameters_train_in_full_in_18_gib() -> None:
@@ -146,7 +146,7 @@ def test_a_tower_for_images_is_counted_or_refused() -> None:
     shape = from_config(config.to_dict(), "a")
     tower = [each.numel() for name, each in model.named_parameters() if "visual" in name]
     assert shape.tower == sum(tower)
-    assert state.weights(Plan(shape, 1, 8)) == 2 * sum(each.numel() for each in model.parameters())
+    assert counts.weights(Plan(shape, 1, 8)) == 2 * sum(each.numel() for each in model.parameters())
     with pytest.raises(ModelError, match="gemma3 with a tower for images"):
         from_config(AutoConfig.for_model("gemma3").to_dict(), "b")
 
@@ -190,7 +190,7 @@ def test_drivers_names(driver: str, name: str) -> None:
 
 def test_comes_without_torch() -> None:
     code = (
-        "import sys, trainkit.estimate.recipe, trainkit.estimate.text;"
+        "import sys, trainkit.estimate.recipe, trainkit.estimate.estimate;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

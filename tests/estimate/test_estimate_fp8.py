@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.estimate.measured import H200
-from trainkit.estimate.fp8 import TAKEN, shares_of, within_budget
 from trainkit.estimate.peak import peak
-from trainkit.estimate.plan import Adapters, Plan
+from trainkit.estimate.plan import TAKEN, Adapters, Plan, shares_of, within_budget
 from trainkit.estimate.shape import NAMED, find_shape
 from trainkit.estimate.speed import seconds
 from trainkit.options import Fp8Options

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainkit.estimate import activations
+from trainkit.estimate import peak as counts
 from trainkit.estimate.plan import Adapters, Plan
 from trainkit.estimate.shape import TRAITS, from_config
 
@@ -68,4 +68,4 @@ def test_a_layer_keeps_what_is_counted(family: str, lora: bool) -> None:
     # Autocast's copy of the adapters themselves; they are small next to real rows.
     copies = 2 * plan.adapter_numbers_per_layer
     found = (more - fewer - copies) / TOKENS
-    assert activations.kept_per_token(plan) == pytest.approx(found, rel=0.015)
+    assert counts.kept_per_token(plan) == pytest.approx(found, rel=0.015)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trainkit.bench.providers import MODELS, Shape
+from trainkit.processes import module_command
 
 FIRST_IMPORT = "TRAINKIT_BENCH_FIRST_IMPORT"
 """The variable that names what a process imports before anything else."""
@@ -90,7 +91,7 @@ def run(
 
 def _start(cell: Cell, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "trainkit.bench.cells", cell.bench],
+        module_command("trainkit.bench.cells", cell.bench),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

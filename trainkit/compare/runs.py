@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
+from trainkit.run.files import read_record
 from trainkit.run.format import as_float
 from trainkit.run.metrics import read_scores
 from trainkit.run.report.curves import read_rows, seconds_spent
@@ -222,19 +223,11 @@ def saw_the_same_batches(first: ComparedRun, second: ComparedRun) -> bool:
 
 def _num_ranks(environment: Path) -> int:
     """On how many ranks a run trained; nothing says so where it was one."""
-    try:
-        variables = json.loads(environment.read_text(encoding="utf-8"))["variables"]
-        return int(variables.get("WORLD_SIZE", 1))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 1
+    return read_record(environment, lambda each: int(each["variables"].get("WORLD_SIZE", 1)), 1)
 
 
 def _data_digest(path: Path) -> str | None:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    files = _files_of(content)
+    files = read_record(path, lambda content: _files_of({**content}), list[str]())
     return json.dumps(sorted(files)) if files else None
 
 
@@ -250,13 +243,14 @@ def _files_of(content: Any) -> list[str]:
 
 def _answers(path: Path) -> tuple[dict[str, bool], dict[str, str]]:
     """The answers of ``generation_eval``, by conversation and turn."""
-    try:
-        content = json.loads((path / "generation_eval.json").read_text(encoding="utf-8"))
+
+    def read(content: Any) -> tuple[dict[str, bool], dict[str, str]]:
         named = [
             (f"{row['conversation']}.{row['turn']} {row['question']}", row)
             for row in content["rows"]
         ]
         right = {name: bool(row["is_exact"]) for name, row in named}
         return right, {name: str(row["given"]) for name, row in named}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}, {}
+
+    nothing = dict[str, bool](), dict[str, str]()
+    return read_record(path / "generation_eval.json", read, nothing)

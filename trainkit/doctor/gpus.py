@@ -3,11 +3,11 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from trainkit.doctor.machine import Finding, judged
+from trainkit.processes import module_command
 
 _GIB = 2**30
 _FP8_CAPABILITY = (8, 9)
@@ -174,8 +174,9 @@ def check_all_reduce() -> Iterator[Finding]:
     gpus = torch.cuda.device_count()
     processes, backend = (gpus, "nccl") if gpus > 1 else (2, "gloo")
     name = f"{backend} all-reduce"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(processes), "-m", "trainkit.doctor.all_reduce", backend]
+    command = module_command("torch.distributed.run", "--standalone")
+    command += ["--nproc_per_node", str(processes)]
+    command += module_command("trainkit.doctor.all_reduce", backend)[1:]
     again = "NCCL_DEBUG=INFO trainkit doctor" if gpus > 1 else "GLOO_DEBUG=1 trainkit doctor"
     interface = f"{backend.upper()}_SOCKET_IFNAME"
     if os.environ.get(interface):

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError, TrainkitError
-from trainkit.estimate.advice import Replan
-from trainkit.estimate.fp8 import within_budget
-from trainkit.estimate.peak import keep_to_budget, split
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
+from trainkit.estimate.estimate import Replan
+from trainkit.estimate.peak import RANK, keep_to_budget, optimizer_bytes, split
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan, within_budget
 from trainkit.estimate.shape import ModelShape, find_shape
-from trainkit.estimate.state import RANK, optimizer_bytes
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
 from trainkit.options.lora import ALL_LINEAR
 from trainkit.options.optimizers import optimizer_row
@@ -26,7 +24,7 @@ from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
 from trainkit.patterns import refuse_endless
 from trainkit.recipe import LoadedRecipe, Recipe, resolve_accumulation
-from trainkit.recipe.fields.table import CHECKPOINTING
+from trainkit.recipe.training import CHECKPOINTING
 
 MICRO_BATCH = 8
 """Rows, where a recipe says nothing: transformers' default."""

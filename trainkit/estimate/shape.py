@@ -68,7 +68,7 @@ TRAITS: Mapping[str, Traits] = {
     "exaone4": Traits(qkv_bias=False, head_norms=True, kernels=False),
     "hunyuan_v1_dense": Traits(head_norms=True, kernels=False),
 }
-"""Families of dense decoders whose saved tensors are counted in `activations`."""
+"""Families of dense decoders whose saved tensors are counted in `peak`."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainkit.estimate import activations
+from trainkit.estimate import peak
 from trainkit.estimate.gpus import ANCHOR, GPUS, Gpu
 from trainkit.estimate.peak import ranks_of
 from trainkit.estimate.plan import Plan
@@ -78,7 +78,7 @@ def work(plan: Plan) -> Work:
     # Causal: half of 4 S A forward, and two and a half times that backward.
     times = 3.5 if plan.selective else 3.5 + share
     attention = tokens * shape.layers * 2 * plan.length * shape.query * times
-    kept = activations.kept_per_token(plan) * tokens * shape.layers
+    kept = peak.kept_per_token(plan) * tokens * shape.layers
     adapters = 0.0
     if plan.adapters is not None:
         widths = [sum(sizes) for name, sizes in shape.linears().items() if plan.adapted(name)]
