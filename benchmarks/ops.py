@@ -67,10 +67,9 @@ def normal(*shape: int) -> Tensor:
 
 def cells(tokens: int = TOKENS) -> Iterator[OpCell]:
     """Every op at every size of the table, on this many rows (the loss on at most half)."""
-    for hidden in HIDDEN:
-        yield _norm_cell("rms_norm", tokens, hidden)
-    for hidden in HIDDEN:
-        yield _norm_cell("add_rms_norm", tokens, hidden)
+    for op in ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"):
+        for hidden in HIDDEN:
+            yield _norm_cell(op, tokens, hidden)
     for q_heads, k_heads, head_dim in HEADS:
         yield _rope_cell(tokens, q_heads, k_heads, head_dim)
     for op in ("swiglu", "swiglu_packed"):
@@ -80,17 +79,18 @@ def cells(tokens: int = TOKENS) -> Iterator[OpCell]:
 
 
 def _norm_cell(op: str, tokens: int, hidden: int) -> OpCell:
-    add = op == "add_rms_norm"
+    rows = ("x", "residual") if op.startswith("add_") else ("x",)
+    vectors = ("weight", "bias") if op.endswith("layer_norm") else ("weight",)
 
     def inputs() -> dict[str, Tensor]:
-        rows = {name: normal(tokens, hidden) for name in (("x", "residual") if add else ("x",))}
-        return {**rows, "weight": normal(hidden)}
+        return {
+            **{name: normal(tokens, hidden) for name in rows},
+            **{name: normal(hidden) for name in vectors},
+        }
 
     unit = 2 * tokens * hidden
-    names = ("x", "residual", "weight") if add else ("x", "weight")
-    return OpCell(
-        op, f"H={hidden}", inputs, names, (4 if add else 2) * unit, (4 if add else 3) * unit
-    )
+    reads, passed = 2 * len(rows), 2 + len(rows)
+    return OpCell(op, f"H={hidden}", inputs, rows + vectors, reads * unit, passed * unit)
 
 
 def _rope_cell(tokens: int, q_heads: int, k_heads: int, head_dim: int) -> OpCell:
@@ -170,6 +170,10 @@ def _liger(op: str) -> Callable[..., Any] | None:
         return lambda x, residual, weight: Fused.apply(
             x, residual, weight, 1e-6, 0.0, "llama", True
         )
+    if op == "layer_norm":
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+        return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
     if op == "apply_rope":
         from liger_kernel.ops.rope import LigerRopeFunction
 
