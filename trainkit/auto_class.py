@@ -1,19 +1,15 @@
 """Which of transformers' auto classes loads a model that is trained on text."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+import transformers  # its models, seconds of imports, are found when they are asked for
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: transformers.PreTrainedConfig) -> Any:
     """The auto class for a configuration.
 
     Models that also take images (qwen2_vl) are not causal language models to transformers, though
@@ -23,14 +19,16 @@ def auto_class(config: PreTrainedConfig) -> Any:
         config: the model's own, not its text part.
     """
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) in AutoModelForCausalLM._model_mapping or own_code:
-        return AutoModelForCausalLM
-    if type(config) in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM  # it names the model and what it knows
+    text, with_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    takes_text = type(config) in text._model_mapping or own_code
+    if type(config) in with_images._model_mapping and not takes_text:
+        return with_images
+    return text  # where neither knows it, it names the model and what it knows
 
 
-def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool, **options: Any) -> Any:
+def empty_model(
+    config: transformers.PreTrainedConfig, *, trust_remote_code: bool, **options: Any
+) -> Any:
     """The model on the meta device: modules and shapes, no memory.
 
     Whether its own code may run is always said: left out, transformers would ask the terminal.
@@ -41,10 +39,12 @@ def empty_model(config: PreTrainedConfig, *, trust_remote_code: bool, **options:
         )
 
 
-def whole_model(directory: Path, *, trust_remote_code: bool, **options: Any) -> PreTrainedModel:
+def whole_model(
+    directory: Path, *, trust_remote_code: bool, **options: Any
+) -> transformers.PreTrainedModel:
     """The model of a directory, with its weights."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    model: PreTrainedModel = auto_class(config).from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    model: transformers.PreTrainedModel = auto_class(config).from_pretrained(
         directory, trust_remote_code=trust_remote_code, **options
     )
     return model

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 HEAVY = ("torch", "triton", "transformers", "datasets", "deepspeed", "peft", "accelerate")
+OF_MODELS = ("transformers.modeling_utils", "torch.distributed.tensor", "torch._dynamo")
 
 
-def loaded_by(code):
+def loaded_by(code, heavy=HEAVY):
     """The heavy modules in sys.modules after running ``code`` in a fresh interpreter."""
-    probe = f"{code}\nimport sys; print([m for m in {HEAVY!r} if m in sys.modules])"
+    probe = f"{code}\nimport sys; print([m for m in {heavy!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     return done.stdout.strip().splitlines()[-1]
 
@@ -28,6 +29,12 @@ def test_light_modules_stay_light(module):
 
 def test_kernels_bring_torch_and_triton_only():
     assert set(eval(loaded_by("import trainkit.kernels"))) <= {"torch", "triton"}
+
+
+def test_what_only_needs_a_tokenizer_brings_no_models():
+    """Half of the processor time of `trainkit data check` went there."""
+    code = "import trainkit.data; from trainkit.models.loading import load_tokenizer"
+    assert loaded_by(code, OF_MODELS) == "[]"
 
 
 ROOT = Path(__file__).parents[2]

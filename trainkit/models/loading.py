@@ -1,5 +1,7 @@
 """Loading the model and its tokenizer, with errors that say what is missing and what to do."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import pickle
@@ -7,7 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -22,7 +24,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_utils import PreTrainedModel
 
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
@@ -33,10 +34,12 @@ from trainkit.models.files import (
     with_sound_normalizer,
 )
 from trainkit.models.random_weights import random_model, random_part
-from trainkit.models.skeleton import skeleton
 from trainkit.models.vocabulary import NewTokens, grow, teach
 from trainkit.options.model import DTYPES, ModelOptions
 from trainkit.places import local_path, regular, regular_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # seconds of imports, which a tokenizer does not need
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 
@@ -287,6 +290,8 @@ def load_model(
                 )
 
             if reads_parts is not None and not (quantization or source.adds_tokens):
+                from trainkit.models.skeleton import skeleton
+
                 place = device or torch.device("cpu")
                 found = skeleton(partial(load, loader), source_path, place, reads_parts)
                 if found is not None:

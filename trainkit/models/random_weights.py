@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from torch import nn
-from transformers.modeling_utils import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def random_model(
@@ -62,5 +65,7 @@ def random_part(
 def in_order(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
     """Children first, each with the model whose rules it is initialised by."""
     for child in module.children():
-        yield from in_order(child, child if isinstance(child, PreTrainedModel) else owner)
+        yield from in_order(
+            child, child if isinstance(child, transformers.PreTrainedModel) else owner
+        )
     yield module, owner

@@ -7,18 +7,23 @@ the random rows of a plain resize do. Rows are added one for one; nothing is rou
 peft and every server find a matrix of ``len(tokenizer)`` rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from trainkit.errors import RecipeError
 from trainkit.options.model import ModelOptions
 from trainkit.parallel.parameters import whole_shape, written_by_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
