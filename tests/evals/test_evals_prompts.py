@@ -184,7 +184,9 @@ def test_vllm_is_asked_in_the_words_of_training_and_its_wrapper_is_the_one_that_
         for node in next(c for c in classes if c.name == "VLLM").body
         if isinstance(node, ast.FunctionDef)
     }
-    given = vllm_arguments(ModelPaths(ModelOptions(name_or_path="m"), None, "m", None, None), Asking(), "auto")
+    given = vllm_arguments(
+        ModelPaths(ModelOptions(name_or_path="m"), None, "m", None, None), Asking(), "auto"
+    )
     assert set(given) | {"lora_local_path", "max_lora_rank"} <= methods["__init__"]
     assert {"tok_encode", "apply_chat_template", "loglikelihood", "generate_until"} <= set(methods)
 

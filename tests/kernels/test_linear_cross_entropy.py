@@ -5,7 +5,7 @@ import torch
 
 from trainkit.kernels.contract import Draw
 from trainkit.kernels.launch import INTERPRETING
-from trainkit.kernels.linear_cross_entropy import function, products
+from trainkit.kernels.linear_cross_entropy import function, products, token_losses
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
@@ -282,21 +282,61 @@ def test_each_row_has_its_loss(rows, variant):
         torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_each_token_s_factor_goes_into_its_chunk():
-    """Losses that are weighed one by one, in chunks of five rows; fp64, so only sums differ."""
-    states, weight, labels, _ = make_case()
-    factors = torch.randn(len(labels), generator=torch.Generator().manual_seed(1)).double()
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("trained", [0.2, 1.0])
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+def test_each_token_s_factor_goes_into_its_chunk(frozen, trained, scale):
+    """Losses that are weighed one by one, in chunks of five rows; fp64, so only sums differ.
+
+    A second backward pass through the same graph is as right as the first.
+    """
+    states, weight, labels, _ = make_case(trained=trained)
+    factors = scale * torch.randn(len(labels), generator=torch.Generator().manual_seed(1)).double()
+    factors[labels == -100] = float("inf")  # what nobody trains is not even multiplied
     gradients = []
     for chunk_tokens in (5, None):
-        leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_()]
+        leaves = [states.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)]
         if chunk_tokens:
             losses = linear_token_losses(*leaves, labels, chunk_tokens=chunk_tokens)
         else:
             logits = leaves[0] @ leaves[1].T
             losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
-        gradients.append(torch.autograd.grad((losses * factors).sum(), leaves))
+        wanted = leaves[: 1 if frozen else 2]
+        weighed = torch.where(labels != -100, losses * factors, 0).sum()
+        torch.autograd.grad(weighed, wanted, retain_graph=True)
+        gradients.append(torch.autograd.grad(weighed, wanted))
     for found, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize(("wants", "passes"), [("both", 2), ("hidden", 1), ("none", 1)])
+def test_token_losses_of_a_frozen_head_make_their_logits_once(wants, passes, monkeypatch):
+    seen = []
+    for module in (function, token_losses):
+        chunk = module.cross_entropy_chunk
+
+        def counting(logits, *rest, chunk=chunk, **options):
+            seen.append(options["want_grad"])
+            chunk(logits, *rest, **options)
+
+        monkeypatch.setattr(module, "cross_entropy_chunk", counting)
+    states, weight, labels, _ = make_case()
+    states.requires_grad_(wants != "none")
+    weight.requires_grad_(wants == "both")
+    losses = linear_token_losses(states, weight, labels)
+    if wants != "none":
+        losses.sum().backward()
+    assert len(seen) == passes
+    assert seen[-1] is (wants != "none")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_token_losses_pass_gradcheck(frozen):
+    states, weight, labels, _ = make_case(5, 2, 5, trained=0.8)
+    inputs = [states.requires_grad_(), weight.requires_grad_(not frozen)]
+    assert torch.autograd.gradcheck(
+        lambda *given: linear_token_losses(*given, labels, chunk_tokens=2, softcap=4.0), inputs
+    )
 
 
 def test_batched_inputs_and_strides():

@@ -137,7 +137,7 @@ def linear_cross_entropy_counted(
     labels = labels.reshape(-1)
     if num_trained is None and not labels.is_cuda:
         num_trained = int(torch.count_nonzero(labels != ignore_index))
-    settings = _Settings(
+    settings = Settings(
         compute_dtype=compute_dtype_of(hidden, weight),
         ignore_index=ignore_index,
         softcap=softcap,
@@ -155,17 +155,19 @@ def linear_cross_entropy_counted(
 
 
 @dataclass(frozen=True)
-class _Settings:
+class Settings:
+    """What a call was asked for, without its tensors."""
+
     compute_dtype: torch.dtype
     ignore_index: int
     softcap: float | None
-    label_smoothing: float
-    z_loss: float
     num_trained: int | None
     chunk_tokens: int | None
     wants_gradients: bool
-    keeps_gradient: bool
     in_fp8: Directions | None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    keeps_gradient: bool = True
 
 
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -212,11 +214,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         num_items: Tensor | int | None,
-        settings: _Settings,
+        settings: Settings,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         wants = [settings.wants_gradients and wanted for wanted in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False), device_of(hidden):
-            result = _compute(hidden, weight, bias, labels, settings, *wants)
+            result = compute(hidden, weight, bias, labels, settings, *wants)
         per_item = inverse(result.num_trained if num_items is None else num_items, result.total)
         ctx.save_for_backward(
             result.dhidden, result.dweight, result.dbias, result.slots, per_item / result.grad_scale
@@ -246,8 +248,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dhidden, dweight, dbias, None, None, None
 
 
-class _Result(NamedTuple):
-    """``total`` is the plain sum of losses, the gradients are ``grad_scale`` times those of it."""
+class Result(NamedTuple):
+    """``total`` is the plain sum of losses, the gradients are ``grad_scale`` times those of it.
+
+    ``dhidden`` has the computed rows, and behind them, where there are ``slots``, one of zeros.
+    """
 
     total: Tensor
     num_correct: Tensor
@@ -260,21 +265,22 @@ class _Result(NamedTuple):
     grad_scale: float
 
 
-def _compute(
+def compute(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    settings: _Settings,
+    settings: Settings,
     want_dhidden: bool,
     want_dweight: bool,
     want_dbias: bool,
-) -> _Result:
+) -> Result:
+    """Losses, and the gradients of their plain sum, chunk after chunk."""
     dtype = settings.compute_dtype
     wide = torch.promote_types(dtype, torch.float32)
     rows = hidden.reshape(-1, hidden.shape[-1])
     num_trained = torch.count_nonzero(labels != settings.ignore_index)
-    rows, labels, slots = _keep_trained(rows, labels, num_trained, settings)
+    rows, labels, slots = keep_trained(rows, labels, num_trained, settings)
     rows = rows.to(dtype)
     products = products_of(weight, bias, dtype, settings.in_fp8)
     num_rows, vocab_size = rows.shape[0], weight.shape[0]
@@ -326,7 +332,7 @@ def _compute(
         dweight.zero_()
     if dhidden is not None and slots is None:
         dhidden = dhidden[:num_rows]
-    return _Result(
+    return Result(
         losses[:num_rows].sum(),
         torch.count_nonzero(correct),
         num_trained,
@@ -339,8 +345,8 @@ def _compute(
     )
 
 
-def _keep_trained(
-    rows: Tensor, labels: Tensor, num_trained: Tensor, settings: _Settings
+def keep_trained(
+    rows: Tensor, labels: Tensor, num_trained: Tensor, settings: Settings
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The trained rows in order, filled up with ignored ones to a size the host knows.
 

@@ -22,6 +22,7 @@ def linear_cross_entropy_case(
     ignored: float = 0.3,
     bias: bool = False,
     turned: bool = False,
+    frozen: bool = False,
     large: bool = False,
     **options: Any,
 ) -> OpCase:
@@ -35,6 +36,7 @@ def linear_cross_entropy_case(
         ignored: share of the rows that are not trained.
         bias: with a bias.
         turned: hidden states whose rows do not follow one another in memory.
+        frozen: the weight has no gradient.
         large: GPU only.
         options: further keyword arguments of linear_cross_entropy.
     """
@@ -55,7 +57,9 @@ def linear_cross_entropy_case(
             tensors["bias"] = draw.normal(vocab_size)
         return tensors
 
-    grads = ("hidden", "weight", "bias") if bias else ("hidden", "weight")
+    grads = (
+        ("hidden",) if frozen else ("hidden", "weight", "bias") if bias else ("hidden", "weight")
+    )
     return OpCase(label, inputs, grads, options, large)
 
 
@@ -119,7 +123,12 @@ LINEAR_TOKEN_LOSSES = OpSpec(
         linear_cross_entropy_case("no rows", (0,), 8, 40),
         linear_cross_entropy_case("nothing trained", (5,), 8, 40, ignored=1.0),
         linear_cross_entropy_case("softcap", (32,), 128, 2000, softcap=5.0),
+        linear_cross_entropy_case("frozen", (4, 11), 123, 1999, frozen=True),
+        linear_cross_entropy_case("frozen, softcap", (32,), 128, 2000, frozen=True, softcap=5.0),
+        linear_cross_entropy_case("frozen, no rows", (0,), 8, 40, frozen=True),
+        linear_cross_entropy_case("frozen, untrained", (5,), 8, 40, frozen=True, ignored=1.0),
         linear_cross_entropy_case("qwen2 0.5b", (3, 700), 896, 151936, large=True),
+        linear_cross_entropy_case("frozen, large", (3, 700), 896, 151936, frozen=True, large=True),
     ),
     tiny=linear_cross_entropy_case("tiny", (4,), 2, 5, bias=True, softcap=5.0),
     one_graph=False,

@@ -292,7 +292,13 @@ class LossCall:
         """Each token's own loss, (B, S), neither divided nor counted; 0 in the last place."""
         ignore_index = -100 if self.ignore_index is None else self.ignore_index
         targets = _aligned(labels, self.shift_labels, ignore_index)
-        return self.loss(logits, targets, ignore_index=ignore_index, token_losses=True)
+        return self.loss(
+            logits,
+            targets,
+            ignore_index=ignore_index,
+            num_trained=self.num_trained,
+            token_losses=True,
+        )
 
     def loss(self, logits: LazyLogits, targets: Tensor, **options: Any) -> Tensor:
         """The head's own loss of aligned targets."""

@@ -117,7 +117,9 @@ class LossHead(KernelForward):
             hidden_states = hidden_states * scale
             bias = None if bias is None else bias * scale
         if token_losses:
-            return self._token_losses(hidden_states, labels, bias, ignore_index, softcap)
+            return self._token_losses(
+                hidden_states, labels, bias, softcap, num_trained, ignore_index
+            )
         counted = linear_cross_entropy_counted(
             hidden_states,
             self.weight,
@@ -145,8 +147,9 @@ class LossHead(KernelForward):
         hidden_states: torch.Tensor,
         labels: torch.Tensor,
         bias: torch.Tensor | None,
-        ignore_index: int,
         softcap: float | None,
+        num_trained: int | None,
+        ignore_index: int,
     ) -> torch.Tensor:
         options = self.loss_options
         if options.label_smoothing or options.z_loss:
@@ -158,6 +161,7 @@ class LossHead(KernelForward):
             bias=bias,
             ignore_index=ignore_index,
             softcap=softcap,
+            num_trained=num_trained,
             chunk_tokens=options.chunk_tokens,
             in_fp8=directions_of(self),
         )

@@ -26,7 +26,7 @@ def token_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
     Args:
         model: a causal language model, patched or plain, under any wrapper.
         inputs: of its forward; ``labels`` (B, S) are not shifted, ``IGNORE_INDEX`` where a token
-            does not count.
+            does not count; ``num_trained_tokens``, those that do, saves a patched model the others.
 
     Returns:
         (B, S) in fp32 (fp64 for fp64): at each place the loss of the next token; 0 where that one
@@ -37,6 +37,7 @@ def token_losses(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
         losses: torch.Tensor = model(**given, token_losses=True)["loss"]
         return losses
     labels = given.pop("labels")
+    given.pop("num_trained_tokens", None)
     logits = model(**given)["logits"]
     return pad(losses_of_logits(logits[:, :-1], labels[:, 1:]), (0, 1))
 
