@@ -17,7 +17,7 @@ PAGES = sorted(TUTORIAL.glob("[0-9]-*.md"))
 
 
 def run_pages(numbers, **variables):
-    # PYTHONSAFEPATH, which a command that ran in this process has left, hides pages from each other.
+    # PYTHONSAFEPATH, which a command in this process has left, hides pages from each other.
     hidden = ("TRITON_INTERPRET", "PYTHONSAFEPATH")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | variables
     return subprocess.run(
