@@ -1,8 +1,10 @@
 """How an answer is judged against its reference. Neither torch nor the harness is needed."""
 
 import importlib.util
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from trainkit.options.evaluation import AnswerMetricChoice, RegexMetric, metric_
 
 _WHERE = "generation_eval.metrics"
 _SECONDS = 2
+_LONG = 2000
+"""Characters: what a model writes in 500 tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +34,47 @@ class AnswerMetric:
 
 
 def answer_metrics(
-    choices: Sequence[AnswerMetricChoice], references: Sequence[str] = ()
+    choices: Sequence[AnswerMetricChoice],
+    references: Sequence[str] = (),
+    warn: Callable[[str], None] = lambda text: None,
 ) -> list[AnswerMetric]:
-    """The metrics that a recipe names.
+    """The metrics that a recipe names, each tried before anything is trained.
 
     Args:
         choices: of ``generation_eval.metrics``.
         references: what answers will be held against, to see that patterns find something.
+        warn: is told of the first answer that a metric cannot judge; such answers count as 0.
 
     Raises:
-        RecipeError: a pattern is none or finds nothing, or a function is not there.
+        RecipeError: a pattern is none, finds nothing or takes too long, or a function is not there
+            or fails.
     """
-    return [
-        AnswerMetric(name, _judge(choice, references))
-        for choice, name in zip(choices, metric_names(choices), strict=True)
-    ]
+    found = []
+    for choice, name in zip(choices, metric_names(choices), strict=True):
+        judge = _judge(choice, references)
+        for reference in references[:1]:
+            judge("", reference)
+            judge(reference, reference)
+        found.append(AnswerMetric(name, _never_failing(name, judge, warn)))
+    return found
+
+
+def _never_failing(
+    name: str, judge: Callable[[str, str], float], warn: Callable[[str], None]
+) -> Callable[[str, str], float]:
+    """No answer ends the training of hours."""
+    failed: list[str] = []
+
+    def judged(answer: str, expected: str) -> float:
+        try:
+            return judge(answer, expected)
+        except RecipeError as error:
+            if not failed:
+                warn(f"{error}\n  {name} counts this answer as 0, and others like it")
+            failed.append(answer)
+            return 0.0
+
+    return judged
 
 
 def _judge(choice: AnswerMetricChoice, references: Sequence[str]) -> Callable[[str, str], float]:
@@ -81,6 +111,8 @@ def _regex(pattern: str, references: Sequence[str]) -> Callable[[str, str], floa
             ) from None
         return None if match is None else match.group(1 if compiled.groups else 0)
 
+    for text in _hostile_to(pattern):
+        found(text)
     if references and all(found(each) is None for each in references):
         raise RecipeError(
             f"regex {pattern!r} finds nothing in any of the {len(references)} references",
@@ -93,6 +125,17 @@ def _regex(pattern: str, references: Sequence[str]) -> Callable[[str, str], floa
         return float(wanted is not None and wanted == found(answer))
 
     return judge
+
+
+def _hostile_to(pattern: str) -> Iterator[str]:
+    """Texts that a pattern goes through in ever more ways, and that do not end as it wants."""
+    words = re.sub(
+        r"\\[a-zA-Z]?", "", pattern
+    )  # the engine first looks for words that must be there
+    letters = dict.fromkeys(words + "a0 \n")
+    for count in (1, 2):
+        for repeated in itertools.product(letters, repeat=count):
+            yield f"{''.join(repeated) * (_LONG // count)}\0{words}"
 
 
 def _function(path: str) -> Callable[[str, str], float]:
@@ -118,7 +161,10 @@ def _function(path: str) -> Callable[[str, str], float]:
         raise RecipeError(f"there is no function {name} in it", where=str(file))
 
     def judge(answer: str, expected: str) -> float:
-        value = function(answer, expected)
+        try:
+            value = function(answer, expected)
+        except Exception as error:  # the user's own code
+            raise RecipeError(f"{name} fails on an answer: {error!r}", where=str(file)) from error
         is_number = isinstance(value, int | float | bool) and math.isfinite(value)
         if not is_number:
             raise RecipeError(

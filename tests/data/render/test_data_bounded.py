@@ -3,10 +3,12 @@
 import pytest
 from tiny import make_tokenizer
 
+from trainkit.data import Source, bounded
 from trainkit.data.options import DataOptions
+from trainkit.data.read.formats import read_row
 from trainkit.data.read.messages import RowError
 from trainkit.data.render.template import ChatTemplate
-from trainkit.errors import TrainkitError
+from trainkit.errors import DataError, TrainkitError
 
 GROWN = (
     "{% set ns = namespace(s=%s) %}{% for i in range(60) %}{% set ns.s = %s %}{% endfor %}{{ %s }}"
@@ -66,6 +68,11 @@ BOMBS = [
     "{{ [1]|slice(1000000000)|list|length }}",
     "{{ 1.5|round(1000000000, 'ceil') }}",
     "{% for a in range(10**9) %}{% endfor %}",
+    "{% set s = 'a' * 30000000 %}{% for i in range(99999) %}{{ s }}{% endfor %}",
+    "{% macro m(s) %}{% for i in range(99999) %}{{ s }}{% endfor %}{% endmacro %}"
+    "{{ m('a' * 30000000)|length }}",
+    "{% set ns = namespace(l=[]) %}{% set s = 'a' * 30000000 %}"
+    "{% for i in range(99) %}{% set ns.l = ns.l + [s ~ i] %}{% endfor %}{{ ns.l|length }}",
     "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
 ]
 
@@ -99,3 +106,20 @@ def test_what_templates_do_goes_on(text, shown):
     template = ChatTemplate(make_tokenizer(), DataOptions())
     template._frozen = text
     assert template.render([{"role": "user", "content": "q"}]) == shown
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=map(str, range(len(BOMBS))))
+def test_a_template_of_columns_is_refused_as_soon(bomb):
+    row = {"messages": [{"role": "user", "content": "q"}], "width": 10**9, "eos_token": "e"}
+    with pytest.raises((RowError, TrainkitError)):
+        read_row(row, "template", {"completion": bomb})
+
+
+def test_an_endless_template_of_columns_is_named_with_its_line(write, ready, monkeypatch):
+    monkeypatch.setattr(bounded, "SECONDS", 0.2)
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    path = write([{"a": "1"}])
+    source = Source(str(path), format="template", columns={"completion": endless})
+    with pytest.raises(DataError, match="template of `columns` was still rendering") as caught:
+        ready(source)
+    assert f"{path}, line 1: data: columns" in str(caught.value)

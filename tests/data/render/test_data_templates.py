@@ -16,9 +16,9 @@ import pytest
 from tiny import make_tokenizer
 from tokenizers import AddedToken
 
+from trainkit.data import bounded
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation, Message, RowError
-from trainkit.data.render import bounded
 from trainkit.data.render.encode import Encoder
 from trainkit.data.render.masking import MaskFinder
 from trainkit.data.render.template import ChatTemplate
@@ -310,7 +310,7 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch):
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = make_tokenizer()
     tokenizer.chat_template = endless
-    with pytest.raises(DataError, match="still rendering one conversation"):
+    with pytest.raises(DataError, match="still rendering one row"):
         ChatTemplate(tokenizer, DataOptions())
 
 

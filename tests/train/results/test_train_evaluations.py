@@ -9,6 +9,8 @@ from ranks import run_ranks
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
+from trainkit.evals.metrics import answer_metrics
+from trainkit.options.evaluation import RegexMetric
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "evals"))
 from set_files import write_sets
@@ -165,6 +167,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(
         (["eval_tasks.data=/nowhere"], "/nowhere/boolq"),
         (["generation_eval.metrics=[{regex: 'zzz'}]"], "finds nothing"),
         (["generation_eval.metrics=[{regex: '('}]"], "is no pattern"),
+        (["generation_eval.metrics=[{regex: '(a+)+,'}]"], "takes longer than"),
         (["generation_eval.metrics=[no/where.py:f]"], "there is no file"),
     ],
 )
@@ -189,9 +192,6 @@ def test_losses_of_a_source_are_better_when_lower():
 
 
 def test_metrics_judge_answers(tmp_path):
-    from trainkit.evals.metrics import answer_metrics
-    from trainkit.options.evaluation import RegexMetric
-
     (tmp_path / "m.py").write_text(
         "def half(a, e):\n    return 0.5\n\ndef bad(a, e):\n    return 'x'\n"
     )
@@ -206,6 +206,37 @@ def test_metrics_judge_answers(tmp_path):
     }
     assert metrics["exact_match"](" #### 12\n", expected) == 1.0
     assert metrics["regex"]("none", "none") == 0.0
-    (bad,) = answer_metrics([f"{tmp_path}/m.py:bad"])
     with pytest.raises(RecipeError, match="finite number"):
-        bad.judge("a", "b")
+        answer_metrics([f"{tmp_path}/m.py:bad"], ["b"])
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a+)+,", "(?:a|aa)*,", "(ab|a|b)*c", r"(\w+\s?)+!", r"(\d+)*z", "(.*?,){11}P"]
+)
+def test_patterns_that_some_text_never_leaves_are_refused_at_the_start(pattern, monkeypatch):
+    monkeypatch.setattr("trainkit.evals.metrics._SECONDS", 0.2)
+    with pytest.raises(RecipeError, match="takes longer than"):
+        answer_metrics([RegexMetric(regex=pattern)])
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"#### (-?[0-9.,]+)", r"(?s).*answer is (.*?)\.", r"(?i)answer:?\s*\(?([A-J])\)?"]
+)
+def test_patterns_in_use_pass_the_trial(pattern, monkeypatch):
+    monkeypatch.setattr("trainkit.evals.metrics._SECONDS", 0.2)
+    assert answer_metrics([RegexMetric(regex=pattern)])
+
+
+def test_an_answer_that_a_metric_cannot_judge_counts_as_0_and_is_told_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainkit.evals.metrics._hostile_to", lambda pattern: [])
+    (tmp_path / "m.py").write_text("def inverse(a, e):\n    return 1 / (len(a) - 1)\n")
+    told = []
+    choices = [RegexMetric(regex="(a+)+,"), f"{tmp_path}/m.py:inverse"]
+    metrics = answer_metrics(choices, ["a,b"], told.append)
+    assert [[each.judge(answer, "a,") for answer in "xx"] for each in metrics] == [[0, 0], [0, 0]]
+    monkeypatch.setattr("trainkit.evals.metrics._SECONDS", 0.1)
+    assert metrics[0].judge("a" * 2000 + ";,", "a,") == 0.0
+    assert len(told) == 2
+    assert "takes longer than 0.1 s" in told[1]
+    assert "inverse counts this answer as 0" in told[0]
+    assert metrics[0].judge("a,", "a,") == 1.0

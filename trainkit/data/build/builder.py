@@ -419,7 +419,11 @@ class SampleBuilder:
 
     def _parse(self, raw: RawRow, source: Source, built: BuiltRows) -> ParsedRow:
         row = decode_row(raw)
-        parsed = read_row(row, source.format, source.columns)
+        try:
+            parsed = read_row(row, source.format, source.columns)
+        except DataError as error:  # a template that does not end
+            place = f"{source.path}, line {raw.line}: {error.where}"
+            raise DataError(error.what, where=place, fix=error.fix) from error
         name: str = source.format
         if name == "auto":
             name = (detect(row) if isinstance(row, Mapping) else None) or "messages"

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from trainkit.data.bounded import RENDER_ERRORS, BoundedEnvironment, patience
 from trainkit.data.read import fields
 from trainkit.data.read.messages import (
     Comparison,
@@ -185,7 +185,7 @@ class _Absent(jinja2.StrictUndefined):
 
 @functools.lru_cache(maxsize=64)
 def _compiled(text: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(undefined=_Absent, keep_trailing_newline=True)
+    environment = BoundedEnvironment(undefined=_Absent, keep_trailing_newline=True)
     return environment.from_string(text)
 
 
@@ -201,8 +201,11 @@ def _rendered(row: Mapping[str, Any], templates: Mapping[str, str]) -> dict[str,
     """The texts that templates make of a row; a column without a value is not there."""
     given = {str(key): value for key, value in row.items() if value is not None}
     try:
-        return {ours: _compiled(text).render(given) for ours, text in templates.items()}
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+        with patience(
+            what="a template of `columns`", where="data: columns", fix="give one that ends there"
+        ):
+            return {ours: _compiled(text).render(given) for ours, text in templates.items()}
+    except RENDER_ERRORS as error:
         raise RowError("template", f"the template of `columns` fails: {error}") from error
 
 

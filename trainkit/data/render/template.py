@@ -11,12 +11,11 @@ from datetime import datetime
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.bounded import RENDER_ERRORS, bound_templates, patience
 from trainkit.data.options import DataOptions
 from trainkit.data.read.messages import Conversation, Message, RowError
-from trainkit.data.render.bounded import bound_templates, patience
 from trainkit.errors import DataError, ModelError
 
 ESCAPE = "\u200b"
@@ -158,19 +157,6 @@ def refuse_unread(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> N
                 fix=f"did you mean {like[0]}?" if like else "remove it",
             )
 
-
-RENDER_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    RecursionError,
-    ArithmeticError,
-    MemoryError,
-)
-"""What a chat template raises on messages it does not take: its own error, or an untested case."""
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 

@@ -120,7 +120,7 @@ def load_questions(run: Run, ledger: Path) -> None:
             for message in conversation.messages
             if message.role == "assistant" and not message.tool_calls
         ]
-        run.metrics = answer_metrics(generation.metrics, references)
+        run.metrics = answer_metrics(generation.metrics, references, run.console.warn)
     if tasks is not None:
         run.tasks = _load_tasks(tasks, metric_of(run.recipe.training))
 

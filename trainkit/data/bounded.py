@@ -1,4 +1,4 @@
-"""Bounds on what a chat template takes: templates are programs, and come from outside.
+"""Bounds on what a template takes: templates are programs, and come from outside.
 
 A signal stops a template between two steps of Python. A single step that makes a number of ten
 billion digits, or pads a word to that width, would go on for hours or take all memory; it is
@@ -15,24 +15,45 @@ from types import FrameType
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers.utils import chat_template_utils
 
 from trainkit.errors import DataError
+
+RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What a template raises on a row it does not take: its own error, or an untested case."""
 
 SECONDS = 10.0
 """Longer than any conversation takes to render: a thousand turns take about 0.1 s."""
 
 
 @contextlib.contextmanager
-def patience(seconds: float | None = None) -> Iterator[None]:
+def patience(
+    seconds: float | None = None,
+    *,
+    what: str = "the chat template",
+    where: str = "the tokenizer's chat_template, or data.chat_template",
+    fix: str = "give one that ends with data.chat_template",
+) -> Iterator[None]:
     """Raise a DataError in the body when it takes too long.
 
     Only in a process's main thread, where signals arrive; elsewhere the body runs as it is.
 
     Args:
         seconds: by default ``SECONDS``.
+        what: the error is about.
+        where: it stands.
+        fix: what to do about it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -41,9 +62,7 @@ def patience(seconds: float | None = None) -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise DataError(
-            f"the chat template was still rendering one conversation after {limit:g} s",
-            where="the tokenizer's chat_template, or data.chat_template",
-            fix="give one that ends with data.chat_template",
+            f"{what} was still rendering one row after {limit:g} s", where=where, fix=fix
         )
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -83,7 +102,7 @@ _FIELD_OF_A_FIELD = re.compile(r"\{[^{}]*\{|%[^a-zA-Z%]*\*")
 
 
 def _refuse(what: str) -> None:
-    raise SecurityError(f"{what}: more than a chat template may make at once")
+    raise SecurityError(f"{what}: more than a template may make at once")
 
 
 def _check_size(size: int, what: str) -> None:
@@ -100,7 +119,10 @@ def _size(value: Any) -> int:
     """In characters; an item of a list counts as many."""
     if isinstance(value, (str, bytes)):  # first: a template adds little else
         return len(value)
-    return len(value) * (LARGEST // LARGEST_LIST) if isinstance(value, (list, tuple)) else 0
+    if not isinstance(value, (list, tuple)):
+        return 0
+    texts = sum(len(each) for each in value if isinstance(each, str))
+    return texts + len(value) * (LARGEST // LARGEST_LIST)
 
 
 def _check_nested(value: Any) -> Any:
@@ -116,6 +138,16 @@ def _check_nested(value: Any) -> Any:
         if count > _MOST_NESTED:
             _refuse("a list of lists with so many things")
     return value
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """What a template, a macro or a block has printed."""
+    size, found = 0, []
+    for each in parts:
+        size += len(each)
+        _check_size(size, "a text")
+        found.append(each)
+    return "".join(found)
 
 
 def _check_format(text: str, values: Sequence[Any]) -> None:
@@ -192,6 +224,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox, in which no single step takes long or much memory."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
+    concat = staticmethod(_joined)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **{"finalize": _check_shown, **named})
@@ -249,4 +282,6 @@ def _check_shown(value: Any) -> Any:
 
 def bound_templates() -> None:
     """From now on, wherever a tokenizer of transformers renders its template."""
+    from transformers.utils import chat_template_utils  # rows are read without it
+
     chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
