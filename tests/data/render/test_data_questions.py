@@ -11,7 +11,7 @@ from tiny import make_tokenizer
 from trainkit.data.build.builder import SampleBuilder
 from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import FORMATS
-from trainkit.data.read.messages import TokenRow
+from trainkit.data.read.messages import Conversation, TextRow, TokenRow
 from trainkit.data.read.questions import QuestionOptions, read_questions
 from trainkit.data.read.reading import read_rows
 from trainkit.data.render.prompt import PromptRenderer
@@ -117,6 +117,15 @@ def test_a_row_without_its_answer_asks_the_same(name, tmp_path):
         (question,) = read_questions(str(path), options)
         asked.append(PromptRenderer(tokenizer).input_ids(question.row))
     assert asked[0] == asked[1]
+
+
+def test_a_lone_prompt_is_a_message_unless_texts_were_trained(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "q"}, {"prompt": "q", "completion": "?"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for plain, kinds in ((False, [Conversation, TextRow]), (True, [TextRow, TextRow])):
+        questions = read_questions(str(path), QuestionOptions(plain_prompts=plain))
+        assert [type(each.row) for each in questions] == kinds
 
 
 def containers(rows, folder):

@@ -246,13 +246,41 @@ def detect(row: Mapping[str, Any]) -> str | None:
     return "text" if "text" in keys else "alpaca" if pair_of(row) else None
 
 
-def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> ParsedRow:
+UNREAD = "(unread)"
+_ANSWER_COLUMNS: Mapping[str, str] = {
+    "alpaca": "output",
+    "belle": "output",
+    "leetcode": "code_only",
+    "prompt_completion": "completion",
+}
+"""Where a format keeps its answer, for those formats that cannot be read without one."""
+
+
+def _answered(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
+    """A row that may lack its answer, with ``UNREAD`` as one, and its format."""
+    if name == "auto":
+        name = (
+            detect(row)
+            or detect({**row, **dict.fromkeys(_ANSWER_COLUMNS.values(), UNREAD)})
+            or name
+        )
+    answer = _ANSWER_COLUMNS.get(name)
+    if answer is None or row.get(answer) or (name == "alpaca" and pair_of(row)):
+        return row, name
+    is_text = name != "prompt_completion" or isinstance(row.get("prompt"), str)
+    return {**row, answer: UNREAD if is_text else [{"role": "assistant", "content": UNREAD}]}, name
+
+
+def parse_row(
+    row: Any, name: str, columns: Mapping[str, str] | None = None, *, asks: bool = False
+) -> ParsedRow:
     """Parse one decoded row.
 
     Args:
         row: what the container held.
         name: a name of ``FORMATS``, or ``auto`` to go by this row's own keys.
         columns: our column name -> the row's column name.
+        asks: whether the answer may be absent; then it is ``UNREAD``.
 
     Raises:
         RowError: the row does not fit, or has a field that would change what is trained and cannot
@@ -268,6 +296,8 @@ def parse_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> 
     elif columns:
         renamed = {theirs: ours for ours, theirs in columns.items()}
         row = {renamed.get(key, key): value for key, value in row.items()}
+    if asks:
+        row, name = _answered(row, name)
     if name == "auto":
         name = detect(row) or _unknown(row)
     pair = pair_of(row) if name == "alpaca" else None
@@ -385,18 +415,21 @@ def decode_row(raw: RawRow) -> Any:
         raise RowError("nested_too_deep", "the JSON nests too deep to be read") from error
 
 
-def read_row(row: Any, name: str, columns: Mapping[str, str] | None = None) -> ParsedRow:
+def read_row(
+    row: Any, name: str, columns: Mapping[str, str] | None = None, *, asks: bool = False
+) -> ParsedRow:
     """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
 
     Args:
         row: the decoded value.
         name: a name of ``FORMATS``, or ``auto``.
         columns: our column name -> the row's column name.
+        asks: as for ``parse_row``.
 
     Raises:
         RowError: the row does not fit, or holds text that no tokenizer takes.
     """
-    parsed = parse_row(row, name, columns)
+    parsed = parse_row(row, name, columns, asks=asks)
     if isinstance(parsed, TextRow):
         check_text(parsed.prompt, "'prompt'")
         check_text(parsed.text, "the text")

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import FORMATS, decode_row, detect, pair_of, read_row
+from trainkit.data.read.formats import FORMATS, UNREAD, decode_row, read_row
 from trainkit.data.read.messages import (
     Comparison,
     Conversation,
@@ -29,17 +29,6 @@ from trainkit.data.read.messages import (
 )
 from trainkit.data.read.reading import DAMAGED, TEXT, RawRow, container, open_bytes, read_rows
 from trainkit.errors import DataError
-
-_ANSWER_COLUMNS: Mapping[str, str] = {
-    "alpaca": "output",
-    "belle": "output",
-    "leetcode": "code_only",
-    "prompt_completion": "completion",
-}
-"""Where a format keeps its answer, for those formats that cannot be read without one."""
-
-_UNREAD = "?"
-_UNREAD_MESSAGES = [{"role": "assistant", "content": _UNREAD}]
 
 
 @dataclass(frozen=True)
@@ -191,26 +180,11 @@ def question_of(parsed: ParsedRow) -> Row:
 
 def _parse(row: Any, options: QuestionOptions) -> ParsedRow:
     """Parse a row; an answer that is not there yet is put in and cut off later."""
-    if not isinstance(row, Mapping) or options.format == "template":
-        return read_row(row, options.format, options.columns)
-    theirs = {theirs: ours for ours, theirs in options.columns.items()}
-    row = {theirs.get(key, key): value for key, value in row.items()}
-    name = options.format
-    if name == "auto":
-        found = detect(row)
-        alone = found is None and isinstance(row.get("prompt"), str)
-        if alone and not options.plain_prompts:
-            return Conversation((Message("user", row["prompt"]),))
-        name = found or detect(row | dict.fromkeys(_ANSWER_COLUMNS.values(), _UNREAD)) or "auto"
-    # Columns of other names: their own answer is read, and one that is not there is put in.
-    by_names = name == "alpaca" and "instruction" not in row
-    if by_names and pair_of(row):
-        return read_row(row, "auto")
-    answer = _ANSWER_COLUMNS.get(name)
-    if answer is not None and not row.get(answer):
-        is_text = name != "prompt_completion" or isinstance(row.get("prompt"), str)
-        row[answer] = _UNREAD if is_text else _UNREAD_MESSAGES
-    return read_row(row, "auto" if by_names and pair_of(row) else name)
+    parsed = read_row(row, options.format, options.columns, asks=True)
+    is_message = options.format == "auto" and not options.plain_prompts
+    if is_message and isinstance(parsed, TextRow) and parsed.text is UNREAD:
+        return Conversation((Message("user", parsed.prompt),))
+    return parsed
 
 
 def _with_system(conversation: Conversation, system: str | None) -> Conversation:
