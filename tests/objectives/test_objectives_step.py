@@ -1,5 +1,7 @@
 """What the parts of a step divide by, and what an answer and a weight are cut to."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -25,6 +27,14 @@ def test_parts_of_a_row_each_have_a_part_of_the_loss():
     options = ParallelOptions(sequence=2)
     layout = Layout(strategy_for("none"), ProcessRank(1, 1, 8), None, options)
     assert (layout.data_size, layout.loss_ranks) == (4, 8)
+
+
+def test_each_stage_of_a_pipeline_has_its_part_of_the_optimizer():
+    for keeps_masters, shards in ((False, 2), (True, 8)):
+        engine = SimpleNamespace(keeps_masters=keeps_masters)
+        options = ParallelOptions(pipeline=2)
+        layout = Layout(strategy_for("none"), ProcessRank(1, 1, 8), engine, options)
+        assert (layout.data_size, layout.optimizer_shards) == (4, shards)
 
 
 def test_the_first_stop_ends_an_answer_and_the_last_thought_begins_it():

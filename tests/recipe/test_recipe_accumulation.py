@@ -36,6 +36,7 @@ def test_steps(load, total, micro, accumulation, world_size, steps):
         (256, 16, None, 3, "not a multiple of 48"),
         (16, 16, None, 3, "take 48, or"),
         (256, 16, 4, 8, "16 rows x 4 = 512"),
+        (256, 16, 1, 8, "16 rows x 1 = 128"),
     ],
 )
 def test_disagreement_is_told(load, total, micro, accumulation, world_size, message):
