@@ -66,6 +66,7 @@ QWEN2_VL = {
 NO_LAYER_NORM = {
     "layer_norm": "the model has no LayerNorm",
     "add_layer_norm": "no addition is followed by a LayerNorm",
+    "gated_rms_norm": "the model has no RMSNorm with a gate",
 }
 OFF = {name: dict(NO_LAYER_NORM) for name in (*FAMILIES, *MORE)}
 OFF["olmo2"]["add_rms_norm"] = "no addition is followed by a norm"

@@ -8,13 +8,17 @@ OPS = {
     "a": "add_rms_norm",
     "N": "layer_norm",
     "A": "add_layer_norm",
+    "z": "gated_rms_norm",
     "r": "rope",
     "g": "swiglu",
     "l": "linear_cross_entropy",
 }
 TYPES = {
     "narg": "deepseek_v2 deepseek_v3 doge ernie4_5 falcon_h1 gemma2 gemma3_text glm4_moe granite "
-    "helium hunyuan_v1_dense lfm2 llama4_text minicpm3 qwen2_moe qwen3_next laguna",
+    "helium hunyuan_v1_dense lfm2 llama4_text minicpm3 qwen2_moe laguna",
+    "nargz": "bamba olmo_hybrid qwen3_5_text qwen3_next",
+    "nagz": "bailing_hybrid granitemoehybrid",
+    "nz": "mamba2 nemotron_h",
     "nrg": "exaone4 olmo2",
     "nar": "apertus arcee gpt_oss mixtral qwen3_moe",
     "nag": "jamba",
@@ -22,7 +26,6 @@ TYPES = {
     "Nrg": "cohere2",
     "Nr": "codegen falcon gptj phi",
     "NAr": "gpt_neox nemotron",
-    "n": "mamba2",
     "N": "bloom gpt2 gpt_bigcode opt",
     "NA": "bert biogpt",
 }

@@ -72,7 +72,8 @@ def wide_cases(spec: OpSpec) -> list[OpCase]:
     """Rows so wide that shared memory decides how they are read."""
     if not spec.name.endswith("norm"):
         return []
-    kind = {"residual": spec.name.startswith("add"), "bias": "layer" in spec.name}
+    name = spec.name
+    kind = {"residual": name[:3] == "add", "bias": "layer" in name, "gate": name[:5] == "gated"}
     return [rms_norm_case(str(width), (2, width), **kind) for width in WIDE]
 
 

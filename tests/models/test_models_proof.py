@@ -13,6 +13,7 @@ from families.family_models import make
 from torch import nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
+from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridRMSNormGated
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rope
 from transformers.models.llama.modeling_llama import (
@@ -21,11 +22,15 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     rotate_half,
 )
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from trainkit.models.loss.lazy_logits import LazyLogits, LogitsChange, LossCall
 from trainkit.models.patch import patch_kernels
+from trainkit.models.proof.gated_norms import find_gated_norm
 from trainkit.models.proof.gates import find_gate
 from trainkit.models.proof.norms import find_norm
 from trainkit.models.proof.plan import plan_for
@@ -169,6 +174,90 @@ def test_a_layer_norm_rounds_as_torchs_does_under_autocast():
             module.__class__ = subclass_of(kind, found.forward, found.settings)
             assert module(x).dtype == plain.dtype
             assert torch.equal(module(x), plain)
+
+
+def gated_of(body, **settings):
+    torch.manual_seed(0)
+    module = type("MutantNorm", (Qwen3NextRMSNormGated,), {"forward": body})(H, eps=1e-5)
+    module.weight.data.normal_(1, 0.3)
+    for name, value in settings.items():
+        setattr(module, name, value)
+    return module.train()
+
+
+def found_gated(module):
+    x, gate = torch.randn(2, 7, H), torch.randn(2, 7, H)
+    return find_gated_norm(module, x, gate, module(x, gate))
+
+
+def gated(body):
+    """A forward of the arguments' names, in fp32."""
+
+    def forward(self, hidden_states, gate=None):
+        x, z = hidden_states.to(torch.float32), gate.to(torch.float32)
+        return body(self, x, z).to(hidden_states.dtype)
+
+    return forward
+
+
+def columns_by_length(self, hidden_states, gate=None):
+    hidden_states = hidden_states.transpose(1, 2)
+    *_rest, last_dim = hidden_states.shape
+    n = 1 + last_dim // self.group_size
+    return self.weight * over_root(hidden_states.transpose(1, 2)) * F.silu(gate) * n
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "wanted"),
+    [
+        (Qwen3NextRMSNormGated, {}, "llama rounding, eps 1e-05, silu gate behind it"),
+        (BailingHybridRMSNormGated, {}, "gemma rounding, eps 1e-05, sigmoid gate behind it"),
+        (MambaRMSNormGated, {}, "llama rounding, eps 1e-05, silu gate before it"),
+        (NemotronHRMSNormGated, {"group_size": 16}, "before it, groups of 16"),
+    ],
+)
+def test_gated_norms_are_recognised(kind, settings, wanted):
+    make = (
+        {"group_size": H, **settings} if "group_size" in kind.__init__.__code__.co_varnames else {}
+    )
+    module = kind(H, eps=1e-5, **make).train()
+    module.weight.data.normal_(1, 0.3)
+    found = found_gated(module)
+    assert (found.verdict, wanted in found.detail) == ("on", True), found
+    assert found.bits == 0
+    x, gate = torch.randn(2, 7, H), torch.randn(2, 7, 3 * H)[..., :H]
+    plain = module(x, gate)
+    module.__class__ = subclass_of(kind, found.forward, found.settings)
+    torch.testing.assert_close(module(x, gate=gate), plain, rtol=0, atol=0)
+
+
+NO_GATED = {
+    "gate_in_the_square_only": gated(
+        lambda s, x, z: s.weight * x * torch.rsqrt((x * F.silu(z)).pow(2).mean(-1, True) + 1e-5)
+    ),
+    "gate_twice": gated(lambda s, x, z: s.weight * over_root(x * F.silu(z)) * F.silu(z)),
+    "tanh_gate": gated(lambda s, x, z: s.weight * over_root(x) * torch.tanh(z)),
+    "gate_and_half": gated(lambda s, x, z: s.weight * over_root(x) * F.silu(0.5 * z)),
+    "gate_detached": gated(lambda s, x, z: s.weight * over_root(x) * F.silu(z.detach())),
+    "eps_outside": gated(
+        lambda s, x, z: s.weight * x / (x.pow(2).mean(-1, True).sqrt() + 1e-5) * F.silu(z)
+    ),
+    "centred": gated(lambda s, x, z: s.weight * over_root(x - x.mean(-1, True)) * F.silu(z)),
+    "clamped": gated(lambda s, x, z: s.weight * over_root(x) * F.silu(z).clamp(max=1e6)),
+    "other_in_evaluation": gated(
+        lambda s, x, z: s.weight * over_root(x) * F.silu(z) * (1 if s.training else 2)
+    ),
+    "other_when_long": gated(
+        lambda s, x, z: s.weight * over_root(x) * F.silu(z) * (1 + x.shape[1] // 4096)
+    ),
+    "length_as_columns": columns_by_length,
+}
+
+
+@pytest.mark.parametrize("name", NO_GATED)
+def test_near_misses_of_gated_norms_are_refused(name):
+    found = found_gated(gated_of(NO_GATED[name], group_size=4096))
+    assert found.verdict == "refused", found
 
 
 def mlp_of(body=None, **modules):
@@ -515,6 +604,7 @@ def test_layers_of_several_kinds_are_all_proved():
         "add_rms_norm": 8,
         "layer_norm": 0,
         "add_layer_norm": 0,
+        "gated_rms_norm": 0,
         "rope": 8,
         "swiglu": 8,
         "linear_cross_entropy": 2,

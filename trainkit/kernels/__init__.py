@@ -19,6 +19,7 @@ from trainkit.kernels.rms_norm.function import (
     layer_norm,
     rms_norm,
 )
+from trainkit.kernels.rms_norm.gated import gated_rms_norm
 from trainkit.kernels.rope.function import apply_rope
 from trainkit.kernels.row_reduce.function import row_max, row_min
 from trainkit.kernels.swiglu.function import geglu_tanh, swiglu, swiglu_packed
@@ -30,6 +31,7 @@ __all__ = [
     "apply_rope",
     "cross_entropy",
     "cross_entropy_chunk",
+    "gated_rms_norm",
     "geglu_tanh",
     "layer_norm",
     "linear_cross_entropy",

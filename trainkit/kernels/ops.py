@@ -19,7 +19,13 @@ from trainkit.kernels.fp8.spec import (
     FP8_TRANSPOSE,
 )
 from trainkit.kernels.linear_cross_entropy.spec import LINEAR_CROSS_ENTROPY, LINEAR_TOKEN_LOSSES
-from trainkit.kernels.rms_norm.spec import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM, RMS_NORM
+from trainkit.kernels.rms_norm.spec import (
+    ADD_LAYER_NORM,
+    ADD_RMS_NORM,
+    GATED_RMS_NORM,
+    LAYER_NORM,
+    RMS_NORM,
+)
 from trainkit.kernels.rope.spec import APPLY_ROPE
 from trainkit.kernels.row_reduce.spec import ROW_MAX, ROW_MIN
 from trainkit.kernels.swiglu.spec import GEGLU_TANH, SWIGLU, SWIGLU_PACKED
@@ -31,6 +37,7 @@ OPS: dict[str, OpSpec] = {
         ADD_RMS_NORM,
         LAYER_NORM,
         ADD_LAYER_NORM,
+        GATED_RMS_NORM,
         APPLY_ROPE,
         SWIGLU,
         GEGLU_TANH,

@@ -194,6 +194,7 @@ OPS: tuple[str, ...] = (
     "add_rms_norm",
     "layer_norm",
     "add_layer_norm",
+    "gated_rms_norm",
     "rope",
     "swiglu",
     "linear_cross_entropy",

@@ -355,8 +355,14 @@ def launch_backward(
     )
     if not want_dw:
         return dx, None, None
-    width = partial.shape[1]
-    sums = weight.new_empty(width)
+    sums = sum_partials(partial, weight)
+    return (dx, sums[:hidden], sums[hidden:]) if has_bias else (dx, sums, None)
+
+
+def sum_partials(partial: Tensor, like: Tensor) -> Tensor:
+    """The sum of the rows of (P, H), in a fixed order, in the dtype of ``like``."""
+    programs, width = partial.shape
+    sums = like.new_empty(width)
     block_p, block_h, warps = SUM_CONFIG
     SUM_PARTIALS.launch(
         -(-width // block_h),
@@ -366,7 +372,7 @@ def launch_backward(
         (width, block_p, block_h),
         warps,
     )
-    return (dx, sums[:hidden], sums[hidden:]) if has_bias else (dx, sums, None)
+    return sums
 
 
 def _promote(left: torch.dtype, right: torch.dtype) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The contracts of rms_norm and layer_norm, each also of a sum."""
+"""The contracts of rms_norm and layer_norm, each also of a sum, and of rms_norm with a gate."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +16,7 @@ from trainkit.kernels.rms_norm.function import (
     rms_norm,
     rms_norm_reference,
 )
+from trainkit.kernels.rms_norm.gated import gated_rms_norm, gated_rms_norm_reference
 
 Layout = Callable[[Draw, tuple[int, ...]], Tensor]
 
@@ -54,16 +55,19 @@ def rms_norm_case(
     wide_weight: bool = False,
     residual: bool = False,
     bias: bool = False,
+    gate: bool = False,
     grads: tuple[str, ...] = ("x", "weight"),
     large: bool = False,
     **options: Any,
 ) -> OpCase:
-    """A call on x of the given shape; with a residual, of the op that adds it."""
+    """A call on x of the given shape; with a residual or a gate, of the op that takes it."""
 
     def inputs(draw: Draw) -> dict[str, Tensor]:
         tensors = {"x": layout(draw, shape)}
         if residual:
             tensors["residual"] = draw.normal(*shape)
+        if gate:
+            tensors["gate"] = layout(draw, shape)
         weight = draw.normal(shape[-1])
         tensors["weight"] = weight.float() if wide_weight and weight.itemsize < 4 else weight
         if bias:
@@ -74,6 +78,8 @@ def rms_norm_case(
         grads = (*grads, "bias")
     if residual and "x" in grads:
         grads = ("x", "residual", *grads[1:])
+    if gate and "x" in grads:
+        grads = ("x", "gate", *grads[1:])
     return OpCase(label, inputs, grads, options, large)
 
 
@@ -185,4 +191,46 @@ ADD_LAYER_NORM = OpSpec(
     outputs=("y", "sum"),
     cases=_layer_norm_cases(residual=True),
     tiny=rms_norm_case("tiny", (3, 5), residual=True, bias=True),
+)
+
+
+def _gated_cases() -> tuple[OpCase, ...]:
+    def case(label: str, shape: tuple[int, ...], **settings: Any) -> OpCase:
+        return rms_norm_case(label, shape, gate=True, **settings)
+
+    kimi: dict[str, Any] = {"activation": "sigmoid", "cast": "gemma"}
+    return (
+        case("odd", (5, 7, 123)),
+        case("mamba2", (3, 11, 512), gate_first=True),
+        case("groups", (3, 11, 384), gate_first=True, group=96),
+        case("groups, gate last", (300, 24), group=8),
+        case("kimi", (2, 9, 4, 128), **kimi),
+        case("gemma, gate first", (5, 320), gate_first=True, cast="gemma"),
+        case("sigmoid", (5, 320), activation="sigmoid"),
+        case("one row", (1, 896)),
+        case("tiles", (300, 24)),
+        case("no rows", (0, 4, 896)),
+        case("sliced", (3, 5, 192), layout=sliced),
+        case("swapped", (3, 5, 2, 64), layout=swapped, gate_first=True),
+        case("columns first", (6, 4, 48), layout=columns_first, group=16),
+        case("expanded", (6, 4, 48), layout=expanded),
+        case("wide weight", (9, 256), wide_weight=True),
+        case("wide weight, gate first", (9, 256), wide_weight=True, gate_first=True),
+        case("frozen weight", (9, 256), grads=("x",)),
+        case("frozen input", (9, 256), grads=("weight",), gate_first=True),
+        case("eps", (9, 64), eps=1e-2),
+        case("qwen3-next", (65537, 128), large=True),
+        case("bamba", (2049, 8192), gate_first=True, large=True),
+        case("nemotron-h", (4097, 8192), gate_first=True, group=1024, large=True),
+        case("wide", (513, 20000), large=True),
+    )
+
+
+GATED_RMS_NORM = OpSpec(
+    name="gated_rms_norm",
+    function=gated_rms_norm,
+    reference=gated_rms_norm_reference,
+    outputs=("y",),
+    cases=_gated_cases(),
+    tiny=rms_norm_case("tiny", (3, 6), gate=True, gate_first=True, group=3),
 )

@@ -12,7 +12,7 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -61,6 +61,9 @@ _DECIDING = frozenset(
 )
 """Functions of Python by which code may turn a size into a decision."""
 
+_DECORATES = ("torch.", "transformers.utils", "transformers.integrations", "transformers.modeling_")
+"""Modules whose decorators change what is recorded, not what a norm or a gate computes."""
+
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 Error = tuple[float, str]
 """The largest relative error, and why it could not be measured."""
@@ -93,14 +96,6 @@ def _widened(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _NARROW else value
 
 
-def error_of(
-    plain: Callable[..., Any], ours: Callable[..., Any], inputs: Sequence[Tensor]
-) -> Error:
-    """How far ours is from the plain one; refuses what `BRANCHES` names."""
-    truth = Truth(plain, inputs, ())
-    return truth.error or truth.against(ours)
-
-
 class Truth:
     """The plain function's outputs and gradients on some inputs, computed once.
 
@@ -110,7 +105,11 @@ class Truth:
     """
 
     def __init__(
-        self, plain: Callable[..., Any], inputs: Sequence[Tensor], parameters: Iterable[Tensor]
+        self,
+        plain: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        parameters: Iterable[Tensor],
+        allowed: Collection[str] = (),
     ) -> None:
         self._inputs, self._parameters = inputs, list(parameters)
         self.error: Error | None = None
@@ -120,8 +119,8 @@ class Truth:
         self.used = mode.used
         if isinstance(found, str):
             self.error = (float("inf"), found)
-        elif mode.used & BRANCHES:
-            names = ", ".join(sorted(mode.used & BRANCHES))
+        elif refused := (mode.used & BRANCHES).difference(allowed):
+            names = ", ".join(sorted(refused))
             self.error = (float("inf"), f"uses {names}, whose both sides no inputs show")
         self._found = found
 
@@ -232,6 +231,30 @@ def other_mode(module: nn.Module) -> Iterator[str]:
             each.training = mode
 
 
+def why_not(
+    module: nn.Module,
+    ours: Callable[..., Any],
+    inputs: Sequence[Tensor],
+    allowed: Collection[str] = (),
+    decides: Sequence[str] | None = None,
+) -> str | None:
+    """Why a module that gave the same numbers as ours may still be another function.
+
+    Args:
+        module: in the mode in which it gave them.
+        ours: in its place.
+        inputs: of both.
+        allowed: of `BRANCHES`, what is known to be seen on both sides.
+        decides: what the module decides by, where some of it is known to do no harm.
+    """
+    if found := decisions(module) if decides is None else decides:
+        return f"it decides by {found[0]}"
+    with other_mode(module) as mode, torch.no_grad():
+        truth = Truth(module, inputs, (), allowed)
+        error, _ = truth.error or truth.against(ours)
+    return None if error < EXACT else f"another function in {mode}: {error:.0e}"
+
+
 def decisions(subject: nn.Module | FunctionType) -> list[str]:
     """What a module's or function's own code decides by, other than a module's plain settings.
 
@@ -245,12 +268,16 @@ def decisions(subject: nn.Module | FunctionType) -> list[str]:
     found: list[str] = []
     while todo:
         owner, function = todo.pop()
-        function = inspect.unwrap(function)
+        wrapped = getattr(function, "__wrapped__", None)
+        if wrapped is not None:
+            todo.append((owner, wrapped))
         if not isinstance(function, FunctionType) or function in seen:
+            continue
+        if wrapped is not None and function.__globals__["__name__"].startswith(_DECORATES):
             continue
         seen.add(function)
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
         except (OSError, SyntaxError, TypeError):  # no source of its own
             found += _jumps_of(function)
             called = (function.__globals__.get(name) for name in function.__code__.co_names)
@@ -268,7 +295,9 @@ def decisions(subject: nn.Module | FunctionType) -> list[str]:
 def _called_by(node: ast.AST, owner: Any, function: FunctionType) -> Iterator[Any]:
     """What a name in a function may call: methods, its module's functions, a class's above."""
     if isinstance(node, ast.Name):
-        called = function.__globals__.get(node.id)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cell = cells.get(node.id)
+        called = cell.cell_contents if cell else function.__globals__.get(node.id)
         if not getattr(called, "__module__", "torch").startswith("torch"):
             yield called
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

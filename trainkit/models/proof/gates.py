@@ -15,10 +15,8 @@ from trainkit import kernels
 from trainkit.models.proof.compare import (
     EXACT,
     Truth,
-    decisions,
     draw,
-    error_of,
-    other_mode,
+    why_not,
 )
 from trainkit.models.proof.forward import Finding, KernelForward
 from trainkit.models.shared_input import apply_feed_forward, apply_linears
@@ -130,12 +128,8 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
             break
     else:
         return Finding("swiglu", "refused", f"no gate fits, the nearest is off by {nearest:.0e}")
-    if found := decisions(module):
-        return Finding("swiglu", "refused", f"it decides by {found[0]}", error)
-    with other_mode(module) as mode, torch.no_grad():
-        other = error_of(module, ours, inputs)
-    if not other[0] < EXACT:
-        return Finding("swiglu", "refused", f"another function in {mode}: {other[0]:.0e}")
+    if reason := why_not(module, ours, inputs):
+        return Finding("swiglu", "refused", reason, error)
     kind, *linears = form
     detail = f"{name}(gate) * up, {kind.replace('_', ', then ')}"
     forward: type[KernelForward] | None = None

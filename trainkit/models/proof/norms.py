@@ -19,15 +19,14 @@ from trainkit.models.proof.compare import (
     Truth,
     decisions,
     draw,
-    error_of,
-    other_mode,
     share_of_other_bits,
+    why_not,
 )
 from trainkit.models.proof.forward import Finding, KernelForward
 
 Cast = Literal["llama", "gemma"]
 CASTS: tuple[Cast, ...] = ("llama", "gemma")
-_EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps, torch.finfo().eps, 0.0)
+EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps, torch.finfo().eps, 0.0)
 _ASKS_AUTOCAST = re.compile(r"(not )?torch\.is_autocast_enabled\(\w*\)")
 _NO_NORMS = (nn.Linear, nn.Embedding, nn.Dropout, nn.Conv1d, nn.Conv2d, nn.Identity)
 
@@ -131,7 +130,7 @@ def _prove(module: nn.Module, x: Tensor, is_called_norm: bool) -> Finding | None
     if truth.error:
         return Finding("rms_norm", "refused", truth.error[1]) if is_called_norm else None
     own = {k: v for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1}
-    epsilons = dict.fromkeys([*own.values(), *_EPSILONS])
+    epsilons = dict.fromkeys([*own.values(), *EPSILONS])
     nearest: Error = (float("inf"), "")
     weight, bias = [*names, "", ""][:2]
     made = NormSettings(weight, bias, 0.0, 0.0, "gemma", False, False)
@@ -150,12 +149,9 @@ def _prove(module: nn.Module, x: Tensor, is_called_norm: bool) -> Finding | None
     op = "layer_norm" if made.centred else "rms_norm"
     found = decisions(module)
     by_autocast = [each for each in found if _ASKS_AUTOCAST.fullmatch(each)]
-    if left := [each for each in found if each not in by_autocast]:
-        return Finding(op, "refused", f"it decides by {left[0]}", error[0])
-    with other_mode(module) as mode, torch.no_grad():
-        other = error_of(module, functools.partial(made.run, module), inputs)
-    if not other[0] < EXACT:
-        return Finding(op, "refused", f"another function in {mode}: {other[0]:.0e}")
+    left = [each for each in found if each not in by_autocast]
+    if no := why_not(module, functools.partial(made.run, module), inputs, (), left):
+        return Finding(op, "refused", no, error[0])
     low = copy.deepcopy(module).to(torch.bfloat16)
     x16 = [draw(64, *middle, seed=5).to(torch.bfloat16)]
     shares = {

@@ -21,6 +21,7 @@ from trainkit.errors import PatchError
 from trainkit.models.loss.loss_head import CausalLM, LossHead, head_at_work, why_no_loss_head
 from trainkit.models.proof.compare import FAILURES, Wide, other_mode, relative
 from trainkit.models.proof.forward import Finding, KernelForward
+from trainkit.models.proof.gated_norms import find_gated_norm
 from trainkit.models.proof.gates import find_gate
 from trainkit.models.proof.norms import LayerNorm, RMSNorm, find_norm
 from trainkit.models.proof.replica import (
@@ -244,6 +245,7 @@ WHY_NOTHING = {
     "add_rms_norm": "no addition is followed by a norm",
     "layer_norm": "the model has no LayerNorm",
     "add_layer_norm": "no addition is followed by a LayerNorm",
+    "gated_rms_norm": "the model has no RMSNorm with a gate",
     "rope": "no function turns its queries and keys by cosines and sines",
     "swiglu": "the model has no gated feed-forward block outside of experts",
     "linear_cross_entropy": "the model has no output layer",
@@ -308,8 +310,8 @@ def _find_leaf(call: _Seen) -> Finding | None:
         return None
     if is_leaf and len(tensors) == 1:
         return find_norm(module, tensors[0], call.result)
-    if is_leaf and len(tensors) == 2 and "norm" in type(module).__name__.lower():
-        return Finding("rms_norm", "no kernel", "a gated norm: trainkit has no kernel for it")
+    if is_leaf and len(tensors) == 2:
+        return find_gated_norm(module, tensors[0], tensors[1], call.result)
     return find_gate(module, tensors[0], call.result) if len(tensors) == 1 else None
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from trainkit import kernels
 from trainkit.models.proof.compare import (
     EXACT,
+    Truth,
     decisions,
     draw,
-    error_of,
     relative,
     share_of_other_bits,
 )
@@ -168,10 +168,11 @@ def find_turn(function: FunctionType, args: tuple[Any, ...], kwargs: dict[str, A
 
     if found := decisions(function):
         return Finding("rope", "refused", f"{function.__name__} decides by {found[0]}")
-    nearest = (float("inf"), "")
-    for turn in turns():
+    truth = Truth(on(function, wide), inputs, ())
+    nearest = truth.error or (float("inf"), "")
+    for turn in () if truth.error else turns():
         ours = kernel_for(function, turn)
-        error = error_of(on(function, wide), on(ours, wide), inputs)
+        error = truth.against(on(ours, wide))
         if error[0] < EXACT and (turn.angles or turn.interleaved or _repeats(wide, inputs)):
             low = [_low(each) for each in flat]
             x16 = [each.to(torch.bfloat16) for each in inputs]
