@@ -14,7 +14,7 @@ from trainkit.data.build.datasets import hold_out
 from trainkit.data.build.store import store_key, tokenizer_digest
 
 QUICK = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 READ = {
     "format": st.sampled_from(["auto", "alpaca", "messages"]),
@@ -24,8 +24,11 @@ READ = {
 
 
 @QUICK
-@given(one=st.fixed_dictionaries(READ), other=st.fixed_dictionaries(READ))
-def test_sources_that_are_read_alike_share_a_store_and_no_others(one, other):
+@given(
+    one=st.fixed_dictionaries(READ), other=st.fixed_dictionaries(READ), key=st.sampled_from([*READ])
+)
+def test_sources_that_are_read_alike_share_a_store_and_no_others(one, other, key):
+    other = {**one, key: other[key]}
     keys = [
         store_key(Source("p", **each), ("", []), [("jsonl", "0")], "t", DataOptions(), "c")
         for each in (one, other)
