@@ -363,7 +363,7 @@ def main(words: list[str]) -> None:
     import torch
     import transformers
 
-    import trainkit.cli.commands.training.sft
+    import trainkit.cli.commands.sft
     import trainkit.train.build  # noqa: F401
 
     outcomes: dict[str, dict[str, Any]] = {}

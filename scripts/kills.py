@@ -207,7 +207,7 @@ def prepare(folder: Path) -> None:
     import torch.distributed.run
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import trainkit.cli.commands.training.sft
+    import trainkit.cli.commands.sft
     import trainkit.run.report.html
     import trainkit.run.report.redraw
     import trainkit.train.build

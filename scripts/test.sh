@@ -18,7 +18,7 @@ if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 "$python" -m mypy & types=$!
 trap 'kill "$types" 2>/dev/null || true' EXIT
 "$(dirname "$python")/lint-imports"
-"$python" -c "import deepspeed, trainkit.cli.commands.training.sft, trainkit.train.build" >/dev/null
+"$python" -c "import deepspeed, trainkit.cli.commands.sft, trainkit.train.build" >/dev/null
 wait "$types"
 # Two workers for the two cores. A file stays on one of them: its tests share fixtures. Files come
 # in the order of tests/conftest.py.

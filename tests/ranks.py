@@ -86,7 +86,7 @@ def _serve():
     import torch
     from forks import give_forks_their_own_threads
 
-    import trainkit.cli.commands.training.sft
+    import trainkit.cli.commands.sft
     import trainkit.train.build  # noqa: F401
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from trainkit.bench.cells import Cell, run
 from trainkit.bench.lora import MODES, quantize
 from trainkit.bench.lora import measure as measure_lora
 from trainkit.bench.providers import MODELS, Shape, attention_of, build
-from trainkit.cli.commands.setup.bench import app
+from trainkit.cli.commands.machine import bench_app as app
 
 TINY = Shape(
     "qwen2",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.cli.commands.training import sft
+from trainkit.cli.commands import sft
 from trainkit.run import Console
 from trainkit.terminal import lasting
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trainkit.cli.app import main
-from trainkit.cli.commands.training import runs
+from trainkit.cli.commands import runs
 from trainkit.run.directory import RunDirectory
 from trainkit.run.stages import Stages, now, process_began
 

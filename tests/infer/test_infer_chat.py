@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trainkit.cli.commands.models.chat import Chat
+from trainkit.cli.commands.chat import Chat
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, RecipeError
 from trainkit.infer.conversation import ChatHistory

@@ -4,13 +4,11 @@
 subcommands, in a module of this package; to add one, add a row.
 """
 
-import gc
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,9 +16,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trainkit.cli.arguments import normalize
-from trainkit.cli.completion import serve_shell
 from trainkit.cli.failures import report_failure
-from trainkit.cli.output import echo
+from trainkit.cli.options import echo
 from trainkit.errors import StoppedError
 from trainkit.version import __version__
 
@@ -30,7 +27,7 @@ class Entry:
     """A row of the table.
 
     Attributes:
-        target: ``room.module:attribute`` of the command, in ``trainkit.cli.commands``.
+        target: ``module:attribute`` of the command, in ``trainkit.cli.commands``.
         help: its line in the help.
         passes_on: options that it does not know are another command's, and are left as they are.
     """
@@ -41,44 +38,44 @@ class Entry:
 
 
 COMMANDS: dict[str, Entry] = {
-    "new": Entry("setup.new:new", "Write a recipe to start from."),
-    "sft": Entry("training.sft:sft", "Train a model as a recipe says."),
+    "new": Entry("new:new", "Write a recipe to start from."),
+    "sft": Entry("sft:sft", "Train a model as a recipe says."),
     "launch": Entry(
-        "training.launch:launch",
+        "launch:launch",
         "Start sft on every GPU of one or more hosts, and again after a crash.",
         passes_on=True,
     ),
-    "estimate": Entry("setup.estimate:estimate", "Say what a recipe takes: memory and time."),
-    "config": Entry("setup.config:app", "Show what a recipe means, value by value."),
-    "data": Entry("setup.data:app", "Look at the data, judge it, measure it."),
-    "kernels": Entry("setup.kernels:app", "Check the kernels against plain torch."),
+    "estimate": Entry("config:estimate", "Say what a recipe takes: memory and time."),
+    "config": Entry("config:app", "Show what a recipe means, value by value."),
+    "data": Entry("data:app", "Look at the data, judge it, measure it."),
+    "kernels": Entry("machine:kernels_app", "Check the kernels against plain torch."),
     "checkpoint": Entry(
-        "models.checkpoint:app",
+        "weights:checkpoint_app",
         "Check that checkpoints are as they were written.",
     ),
-    "chat": Entry("models.chat:chat", "Talk to a trained model in the terminal."),
-    "generate": Entry("models.generate:generate", "Answer a file of prompts."),
-    "eval": Entry("models.evaluate:evaluate", "Measure a model on benchmarks."),
-    "merge": Entry("weights.merge:merge", "Make one plain model of an adapter or shards."),
-    "convert": Entry("weights.convert:app", "Convert GLM-4 checkpoints to Qwen2 and back."),
+    "chat": Entry("chat:chat", "Talk to a trained model in the terminal."),
+    "generate": Entry("chat:generate", "Answer a file of prompts."),
+    "eval": Entry("evaluate:evaluate", "Measure a model on benchmarks."),
+    "merge": Entry("weights:merge", "Make one plain model of an adapter or shards."),
+    "convert": Entry("weights:convert_app", "Convert GLM-4 checkpoints to Qwen2 and back."),
     "export": Entry(
-        "weights.export:app", "Write a trained model for llama.cpp, Ollama or vLLM, with a proof."
+        "export:app", "Write a trained model for llama.cpp, Ollama or vLLM, with a proof."
     ),
-    "runs": Entry("training.runs:runs", "List runs: state, step, loss, speed, age."),
-    "show": Entry("training.runs:show", "Show one run and what can be done with it."),
-    "watch": Entry("training.runs:watch", "Follow a run from another terminal or host."),
+    "runs": Entry("runs:runs", "List runs: state, step, loss, speed, age."),
+    "show": Entry("runs:show", "Show one run and what can be done with it."),
+    "watch": Entry("runs:watch", "Follow a run from another terminal or host."),
     "verify-resume": Entry(
-        "faults.verify_resume:verify_resume",
+        "faults:verify_resume",
         "Kill and resume a short run of a recipe here, and compare every byte.",
     ),
     "diagnose": Entry(
-        "faults.diagnose:diagnose",
+        "faults:diagnose",
         "Name what made a step's loss or gradient NaN, infinite or spike.",
     ),
-    "compare": Entry("training.compare:compare", "Compare runs, with what chance would do."),
-    "doctor": Entry("setup.doctor:doctor", "Check that this machine is fit to train."),
-    "bench": Entry("setup.bench:app", "Measure trainkit and its peers side by side."),
-    "plot": Entry("training.compare:plot", "Draw the curves of runs over one another."),
+    "compare": Entry("runs:compare", "Compare runs, with what chance would do."),
+    "doctor": Entry("machine:doctor", "Check that this machine is fit to train."),
+    "bench": Entry("machine:bench_app", "Measure trainkit and its peers side by side."),
+    "plot": Entry("runs:plot", "Draw the curves of runs over one another."),
 }
 
 
@@ -153,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         that a signal stopped, 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    served = serve_shell(arguments)
+    served = _serve_shell(arguments)
     if served is not None:
         return served
     # Before torch is imported. Its threads would spin while they wait for each other: where other
@@ -172,6 +169,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
+_COMPLETION = ("--show-completion", "--install-completion")
+
+
+def _serve_shell(arguments: Sequence[str]) -> int | None:
+    """``--show-completion zsh``: typer goes by the shell that runs, and passes over the name.
+
+    Returns:
+        The exit code; None where the arguments are something else.
+    """
+    if len(arguments) != 2 or arguments[0] not in _COMPLETION or arguments[1].startswith("-"):
+        return None
+    from typer._completion_shared import get_completion_script, install
+
+    option, shell = arguments
+    names = {"prog_name": "trainkit", "complete_var": "_TRAINKIT_COMPLETE"}
+    if shell not in _SHELLS:
+        echo(f"error: {option}: there is no shell {shell!r}", err=True)
+        echo(f"  fix: one of {', '.join(_SHELLS)}", err=True)
+        return 2
+    if option == "--show-completion":
+        echo(get_completion_script(shell=shell, **names))
+    else:
+        _, path = install(shell=shell, **names)
+        echo(f"{shell} completes trainkit's words from its next start on: {path}")
+    return 0
+
+
 def _normalized(arguments: Sequence[str]) -> list[str]:
     command = COMMANDS.get(arguments[0]) if arguments else None
     return list(arguments) if command and command.passes_on else normalize(arguments)
@@ -179,24 +204,3 @@ def _normalized(arguments: Sequence[str]) -> list[str]:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-# -- How a command starts sooner ------------------------------------------------------------------
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Within, nobody searches for garbage; what is there at the end is not searched later either.
-
-    The libraries that a model needs make about a million objects, and all of them stay. To search
-    them again and again, the last time when the process ends, was a third of a short command.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-            if not gc.get_freeze_count():  # once: a process that goes on may have made garbage
-                gc.freeze()

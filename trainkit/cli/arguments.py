@@ -6,12 +6,6 @@ launchers add.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from trainkit.cli.completion import recipe_keys
 
 OPTIONAL_VALUES: Mapping[str, Mapping[str, str]] = {
     "sft": {"--deepspeed": "zero2", "--resume": "auto", "--allow-changed": "all"},
@@ -30,23 +24,6 @@ def normalize(arguments: Sequence[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     words = list(_rewritten(arguments[:end], OPTIONAL_VALUES.get(command, {}), command == "sft"))
     return [*words, *arguments[end:]]
-
-
-def recipe_and_overrides(
-    config: Path | None, words: Sequence[str] | None
-) -> tuple[Path | None, list[str]]:
-    """Take a recipe given without ``--config`` from the front of the overrides.
-
-    Args:
-        config: what ``--config`` says.
-        words: the arguments without an option.
-    """
-    from trainkit.recipe.document import is_override
-
-    words = list(words or ())
-    if config is None and words and not is_override(words[0]):
-        return Path(words[0]), words[1:]
-    return config, words
 
 
 def _rewritten(
@@ -84,25 +61,3 @@ def _is_value(word: str | None) -> bool:
     from trainkit.recipe.document import is_override  # not for help, which needs no recipe
 
     return not is_override(word) and not word.endswith((".yaml", ".yml"))
-
-
-# -- What several commands share ------------------------------------------------------------------
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[RECIPE] [SECTION.KEY=VALUE]...",
-        help="The recipe, where --config does not name it; values that win over its own.",
-        autocompletion=recipe_keys,
-    ),
-]
-BaseModel = Annotated[
-    str | None, typer.Option(help="The base model, where it is not where the adapter says.")
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code", help="Run Python code that comes with the model. Read it first."
-    ),
-]

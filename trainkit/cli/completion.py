@@ -1,37 +1,9 @@
 """What the shell offers after TAB: keys of a recipe, shipped recipes, runs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from trainkit.cli.output import echo
-
 _DEFAULT_PARENT = Path("train_model")
-_SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
-_OPTIONS = ("--show-completion", "--install-completion")
-
-
-def serve_shell(arguments: Sequence[str]) -> int | None:
-    """``--show-completion zsh``: typer goes by the shell that runs, and passes over the name.
-
-    Returns:
-        The exit code; None where the arguments are something else.
-    """
-    if len(arguments) != 2 or arguments[0] not in _OPTIONS or arguments[1].startswith("-"):
-        return None
-    from typer._completion_shared import get_completion_script, install
-
-    option, shell = arguments
-    names = {"prog_name": "trainkit", "complete_var": "_TRAINKIT_COMPLETE"}
-    if shell not in _SHELLS:
-        echo(f"error: {option}: there is no shell {shell!r}", err=True)
-        echo(f"  fix: one of {', '.join(_SHELLS)}", err=True)
-        return 2
-    if option == "--show-completion":
-        echo(get_completion_script(shell=shell, **names))
-    else:
-        _, path = install(shell=shell, **names)
-        echo(f"{shell} completes trainkit's words from its next start on: {path}")
-    return 0
 
 
 def recipe_keys(incomplete: str) -> Iterator[tuple[str, str]]:

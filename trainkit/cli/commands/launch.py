@@ -5,8 +5,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from enum import Enum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -36,14 +35,6 @@ def _without_others_names(words: Sequence[str]) -> Sequence[str]:
         if name.startswith("--") and ours is not None:
             raise RecipeError(f"launch has no option {name}", fix=f"did you mean --{ours}?")
     return words
-
-
-class Form(str, Enum):
-    """What ``--print`` writes."""
-
-    torchrun = "torchrun"
-    slurm = "slurm"
-    hostfile = "hostfile"
 
 
 def launch(
@@ -79,7 +70,8 @@ def launch(
         float, typer.Option(min=0, help="Seconds that other hosts wait for host 0.")
     ] = 50,
     form: Annotated[
-        Form | None, typer.Option("--print", help="Print the lines to run, and run nothing.")
+        Literal["torchrun", "slurm", "hostfile"] | None,
+        typer.Option("--print", help="Print the lines to run, and run nothing."),
     ] = None,
     as_json: Annotated[
         bool,
@@ -108,7 +100,7 @@ def launch(
     if form is not None:
         own = ["--max-restarts", str(max_restarts)] if max_restarts else []
         text = _lines(form, [*own, *arguments[1:]])
-        row = {"form": form.value, "lines": text.removesuffix("\n").split("\n")}
+        row = {"form": form, "lines": text.removesuffix("\n").split("\n")}
         typer.echo(json.dumps(row) if as_json else text, nl=as_json)
         return
     arguments += ["--json"] if as_json else []
@@ -128,7 +120,7 @@ def launch(
     os.execv(command[0], command)
 
 
-def _lines(form: Form, arguments: Sequence[str]) -> str:
+def _lines(form: str, arguments: Sequence[str]) -> str:
     """What is to be run, for NNODES hosts with NPROC_PER_NODE processes each."""
     from trainkit.parallel.launch.hosts import Hosts
     from trainkit.parallel.launch.processes import count_local_gpus
@@ -137,7 +129,7 @@ def _lines(form: Form, arguments: Sequence[str]) -> str:
     hosts = Hosts.from_environment()
     per_host = os.environ.get("NPROC_PER_NODE") or str(max(count_local_gpus(), 1))
     command = shlex.join(module_command("trainkit", "launch", *arguments))
-    if form is Form.slurm:
+    if form == "slurm":
         return (
             "#!/usr/bin/env bash\n"
             f"#SBATCH --nodes={hosts.number}\n"
@@ -150,7 +142,7 @@ def _lines(form: Form, arguments: Sequence[str]) -> str:
     first = hosts.address if "MASTER_ADDR" in os.environ or count == 1 else "HOST0"
     names = [first, *(f"HOST{rank}" for rank in range(1, count))]
     lines = [_line(hosts.port, count, rank, first, per_host, command) for rank in range(count)]
-    if form is Form.torchrun:
+    if form == "torchrun":
         return "".join(f"{line}\n" for line in lines)
     notes = [f"# on {name}: {line}\n" for name, line in zip(names, lines, strict=True)]
     return "".join([*notes, *(f"{name} slots={per_host}\n" for name in names)])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.cli.arguments import Overrides, TrustRemoteCode, recipe_and_overrides
+from trainkit.cli.options import JsonLines, RecipeChoice, TrustRemoteCode, expanded
 from trainkit.errors import DataError, RecipeError
 from trainkit.terminal import visible
 
@@ -25,22 +25,27 @@ app = typer.Typer(no_args_is_help=True, help="Look at the data, judge it, measur
 
 NO_LIMIT = 10**9
 
-Config = Annotated[
-    Path | None, typer.Option("--config", "-c", help="A recipe.", show_default=False)
-]
-Data = Annotated[
-    list[str] | None,
-    typer.Option("--data", help="A file, directory, glob or hub name; may be given again."),
-]
-Model = Annotated[
-    str | None, typer.Option("--model", help="A model directory or hub name: its tokenizer.")
-]
-Mask = Annotated[str | None, typer.Option(help="assistant, last_assistant or none.")]
-Columns = Annotated[
-    str | None,
-    typer.Option(help="Our columns and the file's: instruction=QUESTION,output=REPLY."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+
+@dataclass(frozen=True)
+class DataChoice(RecipeChoice):
+    """The data of a recipe, or files and the model whose tokenizer reads them."""
+
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="A recipe.", show_default=False)
+    ] = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", help="A file, directory, glob or hub name; may be given again."),
+    ] = None
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model directory or hub name: its tokenizer.")
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+    mask: Annotated[str | None, typer.Option(help="assistant, last_assistant or none.")] = None
+    columns: Annotated[
+        str | None,
+        typer.Option(help="Our columns and the file's: instruction=QUESTION,output=REPLY."),
+    ] = None
 
 
 @app.callback()
@@ -58,14 +63,9 @@ class Subject:
 
 
 @app.command()
+@expanded
 def preview(
-    config: Config = None,
-    overrides: Overrides = None,
-    data: Data = None,
-    model: Model = None,
-    trust_remote_code: TrustRemoteCode = False,
-    mask: Mask = None,
-    columns: Columns = None,
+    choice: DataChoice,
     num: Annotated[int, typer.Option("-n", "--num", min=1, help="Samples drawn.")] = 3,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the draw.")] = 0,
     html: Annotated[
@@ -74,7 +74,7 @@ def preview(
             "--html", "-o", help="Write one self-contained page here.", show_default=False
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Show real samples: trained text is shown «between marks» and in colour.
 
@@ -84,7 +84,7 @@ def preview(
     JSON objects have the keys id, source, input_ids, labels, tokens, num_trained_tokens,
     untrained_answer (ranges of tokens); those of dropped rows id, source, dropped, detail, row.
     """
-    with _subject(config, overrides, data, model, mask, columns, trust_remote_code) as subject:
+    with _subject(choice) as subject:
         prepared = _prepare(subject, subject.options)
         from trainkit.data.look.preview import Authors, choose, dropped_rows, view
 
@@ -117,18 +117,13 @@ def preview(
 
 
 @app.command()
+@expanded
 def check(
-    config: Config = None,
-    overrides: Overrides = None,
-    data: Data = None,
-    model: Model = None,
-    trust_remote_code: TrustRemoteCode = False,
-    mask: Mask = None,
-    columns: Columns = None,
-    as_json: AsJson = False,
+    choice: DataChoice,
+    as_json: JsonLines = False,
 ) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
-    with _subject(config, overrides, data, model, mask, columns, trust_remote_code) as subject:
+    with _subject(choice) as subject:
         from trainkit.data.look.check import judge, measure
         from trainkit.data.look.preview import dropped_rows
 
@@ -162,29 +157,24 @@ def check(
 
 
 @app.command()
+@expanded
 def stats(
-    config: Config = None,
-    overrides: Overrides = None,
-    data: Data = None,
-    model: Model = None,
-    trust_remote_code: TrustRemoteCode = False,
-    mask: Mask = None,
-    columns: Columns = None,
+    choice: DataChoice,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", "-o", help="Draw the lengths here (PNG).", show_default=False),
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Lengths, trained share, duplicates, what each max_length would cut, packing efficiency."""
-    with _subject(config, overrides, data, model, mask, columns, trust_remote_code) as subject:
+    with _subject(choice) as subject:
         from trainkit.data.look.check import as_rows, draw_histogram, measure
 
         limit = subject.options.max_length
         whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
         figures = measure(whole)
         if plot is not None:
-            draw_histogram(figures, limit if config is not None else None, str(plot))
+            draw_histogram(figures, limit if choice.config is not None else None, str(plot))
     if as_json:
         for row in as_rows(figures):
             typer.echo(json.dumps(row))
@@ -217,15 +207,7 @@ def stats(
 
 
 @contextmanager
-def _subject(
-    config: Path | None,
-    overrides: list[str] | None,
-    data: list[str] | None,
-    model: str | None,
-    mask: str | None,
-    columns: str | None,
-    trusted: bool,
-) -> Iterator[Subject]:
+def _subject(choice: DataChoice) -> Iterator[Subject]:
     """Sources, tokenizer and options of a recipe, or of plain arguments.
 
     Samples go to the cache, as in training; without a recipe to a directory that is removed.
@@ -240,9 +222,11 @@ def _subject(
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()
+    config, overrides = choice.config, choice.overrides or []
     if overrides and overrides[0].endswith((".yaml", ".yml")):
-        config, overrides = recipe_and_overrides(config, overrides)
-    changes: dict[str, Any] = {} if mask is None else {"mask": mask}
+        config, overrides = choice.given()
+    data, model, trusted = choice.data, choice.model, choice.trust_remote_code
+    changes: dict[str, Any] = {} if choice.mask is None else {"mask": choice.mask}
     named = None
     if model is not None:
         named = ModelOptions(name_or_path=model, trust_remote_code=trusted)
@@ -253,7 +237,7 @@ def _subject(
             from trainkit.recipe import load_recipe, read_chat_template
             from trainkit.train.prepare import data_options
 
-            recipe = load_recipe(config, overrides or ()).recipe
+            recipe = load_recipe(config, overrides).recipe
             if recipe.data.streaming and not data:
                 raise RecipeError(
                     "this recipe streams its data; this command would first prepare all of it",
@@ -279,8 +263,8 @@ def _subject(
             )
         if data:
             sources = tuple(Source(path=path) for path in data)
-        if columns is not None:
-            renamed = _pairs(columns)
+        if choice.columns is not None:
+            renamed = _pairs(choice.columns)
             sources = tuple(each.replace(columns=each.columns | renamed) for each in sources)
         check_exists(source, is_model=model is None)
         changes["stop_token_ids"] = stop_token_ids(source)

@@ -1,60 +1,47 @@
 """``trainkit sft``: a recipe in, a run directory out."""
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from trainkit.cli.arguments import Overrides
 from trainkit.cli.completion import run_directories
-from trainkit.cli.output import echo
+from trainkit.cli.options import RecipeChoice, echo, expanded, note
 from trainkit.terminal import lasting
 
 if TYPE_CHECKING:
     from trainkit.recipe import LoadedRecipe, SftOptions
 
-Shard = Annotated[
-    str | None,
-    typer.Option(
-        metavar="[PRESET|PATH]",
-        help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
-        "zero3_offload, or a JSON file.",
-    ),
-]
-Resume = Annotated[
-    str | None,
-    typer.Option(
-        metavar="[auto|PATH]",
-        help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
-        "(when nothing is named).",
-        autocompletion=run_directories,
-    ),
-]
-AllowChanged = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[KEY]",
-        help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
-        "what it was; all when nothing is named.",
-    ),
-]
 
+@dataclass(frozen=True)
+class RecipeOrRun(RecipeChoice):
+    """A recipe, which a resumed run has of its own."""
 
-def sft(
-    context: typer.Context,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", help="The recipe (YAML); by default a resumed run's own."),
+    ] = None
+
+
+@expanded
+def sft(
+    context: typer.Context,
+    recipe: RecipeOrRun,
+    deepspeed: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[PRESET|PATH]",
+            help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
+            "zero3_offload, or a JSON file.",
+        ),
     ] = None,
-    overrides: Overrides = None,
-    deepspeed: Shard = None,
     replace_kernel: Annotated[
         bool | None,
         typer.Option(
@@ -72,8 +59,23 @@ def sft(
             help="The run directory to make; by default a new one under train_model/.",
         ),
     ] = None,
-    resume: Resume = None,
-    allow_changed: AllowChanged = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[auto|PATH]",
+            help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
+            "(when nothing is named).",
+            autocompletion=run_directories,
+        ),
+    ] = None,
+    allow_changed: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[KEY]",
+            help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
+            "what it was; all when nothing is named.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -91,13 +93,15 @@ def sft(
     ] = False,
 ) -> None:
     """Train a model as a recipe says. The last line printed is the run directory."""
-    from trainkit.cli.arguments import recipe_and_overrides
     from trainkit.recipe import SftOptions, check_files
+    from trainkit.run import RunDirectory
+    from trainkit.run.stages import now, process_began
     from trainkit.train.resume.given import read_command
 
     command = tuple(context.obj or sys.argv[1:])
-    began = _began(command)
-    config, overrides = recipe_and_overrides(config, overrides)
+    # Called from Python, a command is younger than its process.
+    began = process_began() if command == tuple(sys.argv[1:]) else now()
+    config, overrides = recipe.given()
     options = {
         "--deepspeed": deepspeed,
         "--replace-kernel": replace_kernel,
@@ -106,12 +110,16 @@ def sft(
     }
     given = read_command(config, overrides, options, resume=resume, output_dir=output_dir)
     if given.is_done and not dry_run:
-        _say_done(given.resume, as_json)
+        if os.environ.get("RANK", "0") == "0":
+            note("the run is done; nothing of it was touched")
+            _say_run(given.resume, as_json)
         return
     check_files(given.loaded)
     chosen_dir = given.loaded.recipe.training.get("output_dir")
-    if chosen_dir is not None and given.resume is None and not dry_run:
-        _check_free(chosen_dir)
+    # Before torch is loaded; only the rank that will make the directory can say.
+    is_maker = os.environ.get("RANK", "0") == "0" and given.resume is None and not dry_run
+    if chosen_dir is not None and is_maker:
+        RunDirectory.check_free(chosen_dir)
     _train(
         given.loaded,
         SftOptions(
@@ -128,19 +136,6 @@ def sft(
     )
 
 
-def _began(command: tuple[str, ...]) -> float:
-    """When the command was given: called from Python, it is younger than its process."""
-    from trainkit.run.stages import now, process_began
-
-    return process_began() if command == tuple(sys.argv[1:]) else now()
-
-
-def _say_done(run: "Path | str | None", as_json: bool) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        echo("the run is done; nothing of it was touched", err=True)
-        _say_run(run, as_json)
-
-
 def _say_run(run: "Path | str | None", as_json: bool) -> None:
     echo(json.dumps({"run": str(run)}, ensure_ascii=False) if as_json else str(run))
 
@@ -153,7 +148,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
 
     ours, people = lasting(sys.stdout), lasting(sys.stderr)
     if as_json:
-        options = dataclasses.replace(options, rows=functools.partial(_write_row, ours))
+        options = replace(options, rows=functools.partial(_write_row, ours))
     # Standard output is for the result: what libraries print goes to people, too.
     with (
         watching_signals(),
@@ -179,11 +174,3 @@ def _write_row(stream: TextIO, row: Mapping[str, object]) -> None:
 
     stream.write(json.dumps(jsonable(dict(row)), ensure_ascii=False) + "\n")
     stream.flush()
-
-
-def _check_free(output_dir: str) -> None:
-    """Refuse a directory in use before torch is loaded; only the rank that will make it can say."""
-    from trainkit.run import RunDirectory
-
-    if os.environ.get("RANK", "0") == "0":
-        RunDirectory.check_free(output_dir)

@@ -1,22 +1,22 @@
-"""``trainkit runs``, ``show`` and ``watch``: what became of runs, from any terminal."""
+"""``trainkit runs``, ``show``, ``watch``, ``compare`` and ``plot``: what became of runs."""
 
 import json
 import shlex
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trainkit.cli.completion import run_directories
-from trainkit.cli.output import echo
+from trainkit.cli.options import JsonLines, echo, note
+from trainkit.terminal import visible
 
 if TYPE_CHECKING:
     from trainkit.run.listing import RunSummary
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Run = Annotated[Path, typer.Argument(help="A run directory.", autocompletion=run_directories)]
 
 _ENDED = ("done", "failed", "interrupted", "killed", "damaged")
@@ -24,7 +24,7 @@ _ENDED = ("done", "failed", "interrupted", "killed", "damaged")
 
 def runs(
     directory: Annotated[Path, typer.Argument(help="Where the runs are.")] = Path("train_model"),
-    as_json: AsJson = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List runs, the latest first: state, step, loss, speed, age."""
     from trainkit.run.listing import find_runs
@@ -35,13 +35,13 @@ def runs(
             echo(json.dumps(run.to_dict(), ensure_ascii=False))
         return
     if not found:
-        echo(f"no runs in {directory}", err=True)
+        note(f"no runs in {directory}")
         return
     for line in _table(found, shutil.get_terminal_size().columns):
         echo(line)
 
 
-def show(run: Run, as_json: AsJson = False) -> None:
+def show(run: Run, as_json: JsonLines = False) -> None:
     """Show one run: its state, its last values, its files, and what can be done with it."""
     from trainkit.run.listing import summarize
 
@@ -58,7 +58,7 @@ def watch(
     every: Annotated[
         float, typer.Option("--every", min=0.1, help="Seconds between two looks.")
     ] = 2.0,
-    as_json: AsJson = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Follow a run from another terminal or host until it ends; Ctrl-C leaves it running.
 
@@ -112,7 +112,6 @@ def _row_line(row: dict[str, Any], total: int | None) -> str:
 
 def _cells(run: "RunSummary") -> list[str]:
     from trainkit.run.format import format_count, format_duration, format_loss
-    from trainkit.terminal import visible
 
     def shown(value: float | None, form: Any) -> str:
         return "" if value is None else form(value)
@@ -139,7 +138,6 @@ def _table(found: "list[RunSummary]", width: int) -> list[str]:
 
 def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
     from trainkit.run.stages import FILE
-    from trainkit.terminal import visible
 
     try:
         start = json.loads((run / FILE).read_text(encoding="utf-8"))
@@ -151,7 +149,6 @@ def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
 
 def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
     from trainkit.run.going_on import resume_command
-    from trainkit.terminal import visible
 
     name, state, step, loss, speed, age = _cells(run)
     yield "run", name
@@ -176,3 +173,97 @@ def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
         yield "talk to it", shlex.join(["trainkit", "chat", str(path)])
     elif run.checkpoints and run.state != "running":
         yield "go on", resume_command(path)
+
+
+# -- Runs side by side --------------------------------------------------------------------------
+
+
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN RUN...",
+            help="Run directories; the first is what the others are held against.",
+            autocompletion=run_directories,
+        ),
+    ],
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", "-o", help="Write a page with curves and answers here.", show_default=False
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", help="Print JSON lines: {run, ...}, {key, values}, then {quantity, ...}."
+        ),
+    ] = False,
+) -> None:
+    """Compare runs: recipes, losses with their noise, speed, memory, answers.
+
+    Runs that differ in training.seed alone are repetitions of one recipe: their spread is the noise
+    that a difference between recipes is judged by.
+    """
+    from trainkit.compare.report import as_page, as_text
+    from trainkit.compare.runs import differing_keys, group_by_recipe, one_of_each, read_run
+    from trainkit.compare.verdicts import verdicts
+
+    if len(runs) < 2:
+        raise typer.BadParameter("give two or more run directories")
+    read, notes = one_of_each([read_run(path, _resolved(path)) for path in runs])
+    for line in notes:
+        note(line)
+    keys = differing_keys(read)
+    found = list(verdicts(group_by_recipe(read)))
+    if html is not None:
+        from trainkit.run.files import write_text_atomic
+        from trainkit.run.report.plot import comparison_svgs
+
+        write_text_atomic(
+            html, as_page(read, keys, found, comparison_svgs([run.path for run in read]))
+        )
+        note(str(html))
+    if as_json:
+        rows: list[Mapping[str, Any]] = [run.summary() for run in read]
+        rows += [{"key": key, "values": values} for key, values in keys.items()]
+        rows += [verdict.to_dict() for verdict in found]
+        for row in rows:
+            echo(json.dumps(row, ensure_ascii=False))
+        return
+    for line in as_text(read, keys, found):
+        echo(line)
+
+
+def _resolved(run: Path) -> dict[str, Any]:
+    """A run's resolved values by dotted key; none where it recorded none."""
+    from trainkit.recipe.document import read_document
+
+    path = run / "resolved.yaml"
+    return dict(_flat(read_document(path).values)) if path.is_file() else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run directories.", autocompletion=run_directories),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The picture to write; comparison.png here."),
+    ] = None,
+    as_json: JsonLines = False,
+) -> None:
+    """Draw the curves of runs over one another and print where the pictures are."""
+    from trainkit.run.report.plot import draw_comparison
+
+    for path in draw_comparison(runs, output):
+        echo(json.dumps({"picture": str(path)}) if as_json else str(path))

@@ -1,4 +1,4 @@
-"""``trainkit config``: what a recipe means."""
+"""``trainkit config`` and ``estimate``: what a recipe means, and what it takes."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainkit.cli.completion import key_words, recipe_keys
-from trainkit.cli.output import echo
+from trainkit.cli.options import JsonObject, RecipeChoice, echo, expanded, note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -99,7 +99,7 @@ def keys(
     entries, notes, unknown = find_keys(words or ())
     _print_keys(entries, as_json=as_json)
     for line in unknown:
-        echo(line, err=True)
+        note(line)
     for line in notes:
         echo(line, err=as_json)
     if unknown:
@@ -157,3 +157,48 @@ def table(values: "list[ResolvedValue]", width: int) -> list[str]:
             rows.append(value.origin.rjust(width))
         lines += rows
     return lines[1:] if lines[:1] == [""] else lines
+
+
+@expanded
+def estimate(
+    choice: RecipeChoice,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            help="h200, h100, a100-80g, l40s, 4090, ...; by default this machine's, or else h100.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="How many; by default this machine's.")
+    ] = None,
+    as_json: JsonObject = False,
+) -> None:
+    """Say how much memory a recipe takes of each GPU, of whom, and how long it runs.
+
+    Needs no GPU and no weights; of a model on the hub only its config.json is fetched.
+    """
+    from trainkit.estimate.estimate import estimate as estimate_plan
+    from trainkit.estimate.estimate import lines
+    from trainkit.estimate.gpus import gpu_of, this_gpu
+    from trainkit.estimate.recipe import notes_of, plan_of, replanning, tokens_of
+    from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.recipe import load_recipe
+
+    loaded = load_recipe(*choice.required())
+    recipe = loaded.recipe
+    chosen = gpu_of(gpu) if gpu else this_gpu() or gpu_of("h100")
+    number = gpus or max(count_local_gpus(), 1)
+    plan = plan_of(recipe, number)
+    found = estimate_plan(
+        plan,
+        chosen,
+        tokens=tokens_of(recipe, plan),
+        notes=notes_of(recipe, plan.shape),
+        replan=replanning(loaded, number),
+    )
+    if as_json:
+        echo(json.dumps(found.to_dict()))
+        return
+    for line in lines(found):
+        echo(line)

@@ -1,5 +1,6 @@
-"""``trainkit bench``: trainkit and its peers side by side on this machine."""
+"""``trainkit doctor``, ``kernels`` and ``bench``: this machine, its kernels, their speed."""
 
+import contextlib
 import json
 import sys
 import tempfile
@@ -9,9 +10,126 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli.output import echo
+from trainkit.cli.options import TrustRemoteCode, echo
 
-app = typer.Typer(no_args_is_help=True, help="Measure trainkit and its peers side by side.")
+
+def doctor(
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON object {check, state, found, fix} a line."),
+    ] = False,
+) -> None:
+    """Check GPUs, packages, communication, disk, limits and the hub; say how to fix each fault.
+
+    Exits with 1 where something keeps training from working.
+    """
+    from trainkit.doctor import diagnose
+
+    failed = False
+    for finding in diagnose():
+        failed |= finding.state == "error"
+        if as_json:
+            echo(json.dumps(finding.to_dict(), ensure_ascii=False))
+            continue
+        echo(f"{finding.state:<8} {finding.check}: {finding.found}")
+        if finding.fix:
+            echo(f"{'':8}   fix: {finding.fix}")
+    if failed:
+        raise typer.Exit(1)
+
+
+# -- kernels: what they do to a model, proved ---------------------------------------------------
+
+kernels_app = typer.Typer(no_args_is_help=True, help="Check the kernels against plain torch.")
+
+_NUM_TOKENS = 512
+
+
+@kernels_app.callback()
+def kernels() -> None:
+    """Check the kernels against plain torch."""
+
+
+@kernels_app.command()
+def check(
+    model: Annotated[
+        Path, typer.Option(help="A model directory, or a .gguf file.", show_default=False)
+    ],
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Print one JSON object {op, family, max_error, reference_error, speedup, status, "
+            "...} a line.",
+        ),
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="cuda, cpu, ...; by default a GPU if there is one.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Run every op of a model's family at the model's shapes, then the patched model, both ways.
+
+    An error stands for a distance to the fp64 truth, relative to its size; reference_error is the
+    distance that plain torch has in the model's dtype, and what an op must match. The speedup is at
+    512 tokens, host time included.
+    """
+    failure = None
+    with contextlib.redirect_stdout(sys.stderr):  # libraries that are imported here print
+        from trainkit.models.checks.self_check import SelfCheckError
+
+        try:
+            rows = _checked(model, device, trust_remote_code)
+        except SelfCheckError as error:
+            rows, failure = error.rows, error
+    _show_checks(rows, as_json=as_json)
+    if failure is not None:
+        raise failure
+
+
+def _checked(model: Path, device: str | None, trusted: bool) -> list[dict[str, Any]]:
+    import torch
+
+    from trainkit.infer.locate import refuse_code
+    from trainkit.models.checks.self_check import self_check
+    from trainkit.models.device import device_named
+    from trainkit.models.loading import check_exists, load_model
+    from trainkit.options import ModelOptions
+    from trainkit.patching import patch
+
+    target = device_named(device)
+    source = ModelOptions(name_or_path=str(model), dtype="auto", trust_remote_code=trusted)
+    check_exists(source)
+    refuse_code(source, (), None)
+    loaded = load_model(source, attention="sdpa", device=target)
+    report = patch(loaded)
+    vocabulary = loaded.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, _NUM_TOKENS), generator=generator)
+    return self_check(loaded, report, {"input_ids": tokens})
+
+
+def _show_checks(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            echo(json.dumps(row))
+        return
+    echo(f"{'op':<22}{'status':<11}{'error':>9}{'plain':>9}{'speedup':>9}  where")
+    for row in rows:
+        numbers = "".join(
+            f"{'' if row[key] is None else format(row[key], style):>9}"
+            for key, style in (
+                ("max_error", ".1e"),
+                ("reference_error", ".1e"),
+                ("speedup", ".2f"),
+            )
+        )
+        echo(f"{row['op']:<22}{row['status']:<11}{numbers}  {row['detail']}".rstrip())
+
+
+# -- bench: trainkit and its peers side by side -------------------------------------------------
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure trainkit and its peers side by side.")
 
 AsJson = Annotated[
     bool,
@@ -29,7 +147,7 @@ Model = Annotated[str, typer.Option(help="The model's shape.")]
 Names = Annotated[str, typer.Option(help="Names with commas between them.")]
 
 
-@app.command()
+@bench_app.command()
 def step(
     models: Names = "qwen2-0.5b,llama-3.2-1b,qwen2-7b",
     providers: Names = "hf_sdpa,hf_flash,torch_compile,liger,liger_flash,trainkit,trainkit_compile",
@@ -52,12 +170,12 @@ def step(
     ]
     _need_a_gpu()
     records = Records("step", output)
-    _show(records.ceilings(), as_json=as_json)
+    _show_records(records.ceilings(), as_json=as_json)
     for row in run(cells):
-        _show(records.of(row.pop("model"), row), row, as_json=as_json)
+        _show_records(records.of(row.pop("model"), row), row, as_json=as_json)
 
 
-@app.command()
+@bench_app.command()
 def lora(
     model: Model = "qwen2-7b",
     providers: Annotated[
@@ -85,7 +203,7 @@ def lora(
     chosen = _names(providers, bench.PROVIDERS, "--providers")
     _need_a_gpu()
     records = Records("lora", output)
-    _show(records.ceilings(), as_json=as_json)
+    _show_records(records.ceilings(), as_json=as_json)
     with tempfile.TemporaryDirectory() as folder:
         if "unsloth" in chosen:
             bench.save_base(MODELS[name], folder, torch.device("cuda"))
@@ -98,7 +216,7 @@ def lora(
         ]
         for row in run(cells, environments=[bench.environment_of(c, peer_path) for c in cells]):
             case = f"{row.pop('model')} {row.pop('mode')}"
-            _show(records.of(case, row), row, as_json=as_json)
+            _show_records(records.of(case, row), row, as_json=as_json)
 
 
 def _need_a_gpu() -> None:
@@ -134,7 +252,7 @@ def _names(text: str, known: Iterable[str], option: str) -> list[str]:
 _SHOWN = ("ms", "tokens_per_second", "mfu", "peak_memory_gib", "tflops", "gb_per_second")
 
 
-def _show(
+def _show_records(
     records: list[dict[str, Any]], row: dict[str, Any] | None = None, *, as_json: bool
 ) -> None:
     """Records as JSON lines, or the figures of a provider on a case as a line of a table."""

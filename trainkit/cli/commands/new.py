@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trainkit.cli.completion import shipped
-from trainkit.cli.output import echo
+from trainkit.cli.options import echo
 
 QUICKSTART = "quickstart"
 

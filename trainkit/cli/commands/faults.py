@@ -1,4 +1,4 @@
-"""``trainkit verify-resume``: kill and resume, proved on this machine with this recipe."""
+"""``trainkit diagnose`` and ``verify-resume``: why numbers went bad; kill and resume, proved."""
 
 import json
 from pathlib import Path
@@ -6,15 +6,13 @@ from typing import Annotated
 
 import typer
 
-from trainkit.cli.arguments import Overrides
-from trainkit.cli.output import echo
+from trainkit.cli.completion import run_directories
+from trainkit.cli.options import JsonObject, RecipeChoice, echo, expanded, note
 
 
+@expanded
 def verify_resume(
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", help="The recipe (YAML).")
-    ] = None,
-    overrides: Overrides = None,
+    recipe: RecipeChoice,
     num_ranks: Annotated[
         int | None,
         typer.Option("--num-ranks", min=1, help="Processes; by default one for each GPU."),
@@ -27,21 +25,17 @@ def verify_resume(
         Path,
         typer.Option("--work-dir", help="Where its runs are while it lasts; on the disk to try."),
     ] = Path(),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonObject = False,
 ) -> None:
     """Train a few steps unbroken, and the same killed and resumed; compare every byte.
 
     Exits with 1 where anything differs. Its two runs are deleted in the end.
     """
-    from trainkit.cli.arguments import recipe_and_overrides
-    from trainkit.errors import RecipeError
     from trainkit.parallel.launch.processes import count_local_gpus
     from trainkit.recipe import check_files, load_recipe
     from trainkit.train.rehearsal.rehearse import rehearse
 
-    config, words = recipe_and_overrides(config, overrides)
-    if config is None:
-        raise RecipeError("no recipe is given", where="--config", fix="--config FILE")
+    config, words = recipe.required()
     check_files(load_recipe(config, words))
     verdict = rehearse(
         config,
@@ -50,7 +44,7 @@ def verify_resume(
         kills=kills,
         seed=seed,
         parent=parent,
-        say=(lambda text: None) if as_json else lambda text: echo(text, err=True),
+        say=(lambda text: None) if as_json else note,
     )
     if as_json:
         echo(json.dumps(verdict.to_dict()))
@@ -63,4 +57,38 @@ def verify_resume(
         num_kills = sum(start.what.startswith("killed") for start in verdict.starts)
         echo(f"killed {num_kills} times and resumed, the run {end}")
     if not verdict.is_same:
+        raise typer.Exit(1)
+
+
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="A run directory.", autocompletion=run_directories)],
+    step: Annotated[
+        int | None, typer.Option(help="Of the steps whose batch was kept; the last by default.")
+    ] = None,
+    as_json: JsonObject = False,
+) -> None:
+    """Replay the batch of a bad step, change one thing at a time, and name the culprit.
+
+    Exits with 1 where the batch is not bad any more.
+    """
+    from trainkit.parallel.launch.processes import quieten_imports
+
+    quieten_imports()
+    from trainkit.run import RunDirectory
+    from trainkit.run.files import jsonable
+    from trainkit.train.diagnose.diagnosis import diagnose as find
+    from trainkit.train.log.quiet import quieten_libraries
+
+    quieten_libraries()
+    found = find(RunDirectory.open(run), step, (lambda text: None) if as_json else note)
+    if as_json:
+        echo(json.dumps(jsonable(found.to_dict()), ensure_ascii=False))
+    else:
+        culprit = f"{found.culprit}: {found.name}" if found.culprit else "none found"
+        echo(f"step {found.step}  {found.says}")
+        echo(f"weights of {found.weights}")
+        echo(f"culprit  {culprit}")
+        echo(f"because  {found.because}")
+        echo(f"fix      {found.fix}")
+    if found.culprit is None:
         raise typer.Exit(1)

@@ -1,0 +1,208 @@
+"""``trainkit eval``: benchmarks of a trained model."""
+
+import functools
+import json
+from dataclasses import asdict, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainkit.cli.commands.chat import load
+from trainkit.cli.options import Held, ModelChoice, echo, expanded, note
+from trainkit.cli.quick_imports import without_collection
+from trainkit.errors import RecipeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from trainkit.evals.scores import Evaluation
+    from trainkit.infer.locate import ModelPaths
+
+
+@expanded
+def evaluate(
+    context: typer.Context,
+    *,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Names with commas between: boolq, mmlu, gsm8k, humaneval, agieval, bbh, ceval, "
+            "a part of one (mmlu_anatomy), or any task of lm-evaluation-harness."
+        ),
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="A directory with the sets' files, a folder for each set; without it they come "
+            "from the hub."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Ask only so many questions of each task.")
+    ] = None,
+    shots: Annotated[
+        int | None,
+        typer.Option(min=0, help="Examples before each question; by default as the set has it."),
+    ] = None,
+    chat_template: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat-template/--no-chat-template",
+            help="Ask with the chat template; by default where the model was trained with one.",
+        ),
+    ] = None,
+    thinking: Annotated[
+        Literal["on", "off"] | None,
+        typer.Option(help="Switch thoughts on or off, where the chat template can."),
+    ] = None,
+    allow_code: Annotated[
+        bool,
+        typer.Option("--allow-code", help="Run the programs that the model writes (humaneval)."),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write; by default eval/ of the run, or eval/ here."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows at once; by default as memory has it.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest answer; by default as the task has it.")
+    ] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels/--no-kernels", help="Use trainkit's kernels on a GPU.")
+    ] = True,
+    backend: Annotated[
+        Literal["transformers", "vllm"], typer.Option(help="What runs the model.")
+    ] = "transformers",
+    source: ModelChoice,
+    held: Held,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one a score.")] = False,
+) -> None:
+    """Ask a model the questions of benchmarks, and keep scores and samples.
+
+    Several GPUs of this host share the questions. HumanEval runs what the model writes, and needs
+    --allow-code.
+    """
+    from trainkit.evals.scores import check_free, earlier
+    from trainkit.infer import benchmark
+
+    benchmark.check_harness()
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    if not names:
+        raise RecipeError("there is no task in it", where="--tasks", fix="--tasks boolq,mmlu")
+    paths = source.find()
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
+    target = benchmark.target_of(output, paths, stamp)
+    asking = benchmark.Asking(
+        chat_template,
+        None if thinking is None else thinking == "on",
+        batch_size,
+        max_new_tokens,
+        kernels,
+    )
+    choice = {
+        "data": None if data is None else str(data),
+        "limit": limit,
+        "shots": shots,
+        "allow_code": allow_code,
+    }
+    question = {
+        "tasks": names, **choice, "backend": backend, "dtype": held.dtype,
+        "chat_template": chat_template, **benchmark.settings_of(paths, asking),
+    }  # fmt: skip
+    known = earlier(target, question)
+    if known is not None and question["weights"] is not None:
+        note(f"{target} has these scores from an earlier call")
+        _tell(paths, target, *known, as_json=as_json)
+        return
+    check_free(target)
+    if backend == "transformers":
+        benchmark.on_all_gpus(list(context.obj or ()), held.device)
+    with without_collection():
+        ask = _ready(paths, asking, {"tasks": names, **choice}, backend, held)
+    found = ask()
+    if found is None:
+        return  # not the first rank
+    replace(found, settings={**found.settings, "asked": question}).write(target)
+    _tell(paths, target, found.scores, found.notes, as_json=as_json)
+
+
+def _tell(
+    paths: "ModelPaths", target: Path, scores: Any, notes: "Sequence[str]", *, as_json: bool
+) -> None:
+    """Put the scores into the run's report, and print them."""
+    from trainkit.evals.scores import as_lines
+    from trainkit.run import RunDirectory
+    from trainkit.run.report.html import write_report
+
+    if paths.run is not None and (paths.run / "report.html").is_file():
+        write_report(RunDirectory.open(paths.run))
+    for score in scores if as_json else ():
+        echo(json.dumps({**asdict(score), "output": str(target)}, ensure_ascii=False))
+    if not as_json:
+        for line in as_lines(scores):
+            echo(line)
+    for line in notes:
+        note(line)
+    if not as_json:
+        echo(str(target))
+
+
+def _ready(
+    paths: "ModelPaths",
+    asking: Any,
+    choice: dict[str, Any],
+    backend: str,
+    held: Held,
+) -> "Callable[[], Evaluation | None]":
+    """A function that asks the loaded model, and gives None on all ranks but the first.
+
+    Questions first, since they are cheap to refuse; then the model.
+    """
+    from trainkit.train.log.quiet import quieten_libraries
+
+    quieten_libraries()  # first: some libraries speak when they are imported
+    from trainkit.evals.run import evaluate_model
+    from trainkit.evals.tasks import TaskChoice, load_tasks
+    from trainkit.infer import benchmark
+    from trainkit.parallel import ProcessRank
+
+    process = ProcessRank.from_environment()
+
+    def say(line: str) -> None:
+        if process.is_main:
+            note(line)
+
+    wanted = TaskChoice(**choice)
+    tasks = load_tasks(wanted)
+    benchmark.check_thinking(asking, tasks)
+    if backend == "vllm":
+        from trainkit.infer.vllm_backend import vllm_model
+
+        model, chat, ranks, is_patched = *vllm_model(paths, asking, held.dtype), None, False
+    else:
+        ranks = benchmark.start_ranks(process)
+        own = replace(held, device=benchmark.rank_device(held.device, process))
+        engine = load(paths, own, None)
+        chat = benchmark.uses_chat(asking, paths, engine.tokenizer)
+        is_patched = asking.kernels and benchmark.patch(engine, say)
+        model = benchmark.harness_model(engine, asking, chat=chat, ranks=ranks)
+    say(f"chat template: {'on' if chat else 'off'}")
+    settings = benchmark.settings_of(
+        paths, asking, shots=wanted.shots, backend=backend, dtype=held.dtype,
+        kernels=is_patched, processes=process.world_size,
+    )  # fmt: skip
+    return functools.partial(
+        evaluate_model,
+        model,
+        tasks,
+        limit=wanted.limit,
+        chat=chat,
+        settings=settings,
+        gather=ranks.gather if ranks is not None else None,
+    )

@@ -1,0 +1,203 @@
+"""``trainkit export``: a trained model for another program, proved to say the same."""
+
+import json
+import re
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from trainkit.cli.commands.weights import Dtype
+from trainkit.cli.completion import run_directories
+from trainkit.cli.options import (
+    BaseModel,
+    JsonObject,
+    Output,
+    TrustRemoteCode,
+    echo,
+    expanded,
+    note,
+)
+from trainkit.errors import RecipeError
+
+app = typer.Typer(no_args_is_help=True, help="Write a trained model for another program.")
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|MODEL",
+        help="A run directory, a checkpoint, an adapter, or a model directory.",
+        autocompletion=run_directories,
+    ),
+]
+GgufType = Annotated[
+    Literal["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m"],
+    typer.Option("--type", help="How the weights are stored."),
+]
+
+
+class Kind(str, Enum):
+    """A kind of conversations; typer knows no list of literals."""
+
+    plain = "plain"
+    system = "system"
+    tools = "tools"
+    thinking = "thinking"
+    turns = "several turns"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every export takes."""
+
+    base_model: BaseModel = None
+    trust_remote_code: TrustRemoteCode = False
+    any_base: Annotated[
+        bool,
+        typer.Option("--any-base", help="Merge an adapter into other weights than its own base."),
+    ] = False
+    name: Annotated[str | None, typer.Option(help="What the server calls the model.")] = None
+    min_agreement: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of greedy tokens that must be the trained model's; 0.99 for plain weights."
+        ),
+    ] = None
+    excepted: Annotated[
+        list[Kind] | None,
+        typer.Option("--except", help="Prompts of this kind may differ from training's."),
+    ] = None
+    as_json: JsonObject = False
+
+
+@app.callback()
+def export() -> None:
+    """Write a trained model for another program, with the proof that it says the same."""
+
+
+@app.command()
+@expanded
+def gguf(*, source: Source, output: Output, kind: GgufType = "f16", shared: Shared) -> None:
+    """A GGUF for llama.cpp and what is built on it."""
+    _export("gguf", source, output, shared, type=kind)
+
+
+@app.command()
+@expanded
+def ollama(
+    *,
+    source: Source,
+    output: Output,
+    kind: GgufType = "q8_0",
+    system: Annotated[str | None, typer.Option(help="A system prompt for all chats.")] = None,
+    shared: Shared,
+) -> None:
+    """A GGUF and a Modelfile with the trained template, stop tokens and settings."""
+    _export("ollama", source, output, shared, type=kind, system=system)
+
+
+@app.command()
+@expanded
+def vllm(
+    *,
+    source: Source,
+    output: Output,
+    as_adapter: Annotated[
+        bool, typer.Option("--as-adapter", help="Keep base and adapter apart.")
+    ] = False,
+    dtype: Dtype = None,
+    shared: Shared,
+) -> None:
+    """A directory for vLLM and SGLang, and the command that serves it."""
+    _export("vllm", source, output, shared, as_adapter=as_adapter, dtype=dtype)
+
+
+@app.command()
+@expanded
+def fp8(source: Source, output: Output, shared: Shared) -> None:
+    """FP8 weights and activations (compressed-tensors), made without data."""
+    _export("fp8", source, output, shared)
+
+
+@app.command()
+@expanded
+def awq(
+    *,
+    source: Source,
+    output: Output,
+    group_size: Annotated[
+        int, typer.Option(help="Inputs that share a scale: 128, 64 or 32.")
+    ] = 128,
+    shared: Shared,
+) -> None:
+    """Weights in 4 bits (AWQ), with scales searched over the run's own data."""
+    if group_size not in (128, 64, 32):
+        raise RecipeError(f"{group_size} is not 128, 64 or 32", where="--group-size")
+    _export("awq", source, output, shared, group_size=group_size)
+
+
+def _export(target: str, source: str, output: Output, shared: Shared, **own: Any) -> None:
+    """Write it for ``target``, with that command's own options."""
+    path, agreement = output.place(), shared.min_agreement
+    if agreement is not None and not 0 <= agreement <= 1:
+        raise RecipeError(f"{agreement} is not between 0 and 1", where="--min-agreement")
+    from trainkit.infer.locate import find_model, run_settings
+    from trainkit.train.log.quiet import quieten_libraries
+
+    quieten_libraries()
+    from trainkit.export.run import ExportOptions, Job, export
+    from trainkit.export.source import Held
+
+    options = ExportOptions(
+        **own,
+        name=_served_name(shared.name, source),
+        min_agreement=agreement,
+        excepted=tuple(kind.value for kind in shared.excepted or ()),
+    )
+    paths = find_model(
+        source, base_model=shared.base_model, trust_remote_code=shared.trust_remote_code
+    )
+    settings = run_settings(paths.run)
+    held = Held(settings.quantize, settings.dtype, shared.any_base)
+    certificate = export(target, paths, Job(options, path, note), held)
+    echo(json.dumps(certificate) if shared.as_json else _summary(path, certificate))
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def _served_name(name: str | None, source: str) -> str:
+    """What was asked for, or what is safe of the source's own name."""
+    if name is not None:
+        if _NAME.fullmatch(name) is None:
+            raise RecipeError(
+                f"{name!r} is not letters, digits, dots, dashes and underscores (64 at most)",
+                where="--name",
+            )
+        return name
+    kept = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).absolute().name).strip("-._")
+    return kept[:64] or "model"
+
+
+def _summary(target: Path, certificate: dict[str, Any]) -> str:
+    prompts, answers = certificate["prompts"], certificate["answers"]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in prompts["kinds"].items())
+    different = {kind: count for kind, count in prompts["excepted"].items() if count}
+    lines = [
+        f"{target}: {prompts['num_equal']} of {prompts['num_prompts']} prompts are training's, "
+        f"token by token ({kinds})",
+        f"{answers['agreement']:.1%} of {answers['num_tokens']} greedy tokens are the trained "
+        f"model's; {answers['divergence_nats']:.1e} nats a token from it "
+        f"({certificate['read_with']})",
+    ]
+    lines += [f"{count} prompts with {kind} differ" for kind, count in different.items()]
+    adapter = certificate["adapter"]
+    if adapter is not None:
+        lines.append(
+            f"the adapter is in it: {adapter['effect_nats']:.1e} nats a token and "
+            f"{adapter['tokens_changed']:.0%} of the tokens away from the base"
+        )
+    lines += [f"note: {note}" for note in certificate["notes"]]
+    return "\n".join([*lines, f"serve it: {certificate['command']}"])

@@ -1,1 +1,0 @@
-"""Commands for when something goes wrong."""

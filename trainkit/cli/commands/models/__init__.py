@@ -1,1 +1,0 @@
-"""Commands about models that are trained, or that come from elsewhere."""

@@ -1,1 +1,0 @@
-"""Commands before the first step: recipes, data, the machine."""

@@ -1,0 +1,388 @@
+"""``trainkit merge``, ``convert`` and ``checkpoint``: other weights, proved."""
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainkit.cli.completion import run_directories
+from trainkit.cli.options import (
+    BaseModel,
+    JsonObject,
+    Output,
+    TrustRemoteCode,
+    echo,
+    expanded,
+    note,
+)
+from trainkit.errors import CheckpointError, ModelError, RecipeError
+
+if TYPE_CHECKING:
+    from trainkit.checkpoint.merge.merge import MergeOptions
+    from trainkit.options import ModelOptions
+
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Store the weights so; by default as in the source."),
+]
+ShardSize = Annotated[
+    str, typer.Option(metavar="SIZE", help="Largest weights file, such as 5GB or 500MB.")
+]
+
+_LARGE_SHARE = 0.1  # of the adapter's own effect, lost by rounding the merged weights
+
+
+@expanded
+def merge(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ADAPTER_OR_RUN",
+            help="A run directory, an adapter, or a checkpoint with DeepSpeed shards.",
+            autocompletion=run_directories,
+        ),
+    ],
+    output: Output,
+    base: Annotated[
+        Literal["dequantized", "original"] | None,
+        typer.Option(
+            help="For an adapter trained over a quantised base: merge into the weights that "
+            "training saw (dequantized; the default over nf4) or into the original ones (over fp8)."
+        ),
+    ] = None,
+    base_model: BaseModel = None,
+    trust_remote_code: TrustRemoteCode = False,
+    dtype: Dtype = None,
+    shard_size: ShardSize = "5GB",
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare the result with base and adapter on a few prompts; loads both.",
+        ),
+    ] = True,
+    any_base: Annotated[
+        bool,
+        typer.Option("--any-base", help="Merge into other weights than the adapter's own base."),
+    ] = False,
+    as_json: JsonObject = False,
+) -> None:
+    """Write one plain model: base and adapter merged, or ZeRO shards put together."""
+    target = output.place()
+    size = _bytes(shard_size)
+    if not source.is_dir():
+        raise ModelError("there is no such directory", where=str(source))
+    from trainkit.checkpoint.merge.merge import MergeOptions, own_base
+    from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, UNPROVED, verify_directory
+    from trainkit.infer.locate import base_of, locate, refuse_code, run_settings
+    from trainkit.options import ModelOptions
+    from trainkit.train.log.quiet import quieten_libraries
+
+    quieten_libraries()
+    directory, run = locate(source)
+    if (directory / MANIFEST_NAME).exists():
+        verify_directory(directory)
+    elif run is not None:
+        note(f"{directory} {UNPROVED}")
+    model = ModelOptions(name_or_path=str(directory), trust_remote_code=trust_remote_code)
+    if (directory / "adapter_config.json").exists():
+        model = base_of(directory, base_model, trust_remote_code=trust_remote_code)
+    refuse_code(model, (str(directory),), run)
+    settings = run_settings(run)
+    quantize = settings.quantize or ("nf4" if base is not None else None)
+    options = MergeOptions(
+        quantize=quantize,
+        compute_dtype=settings.dtype if settings.dtype != "auto" else None,
+        base=base or own_base(quantize),
+        dtype=dtype,
+        max_shard_bytes=size,
+        verify=verify,
+        any_base=any_base,
+        trust_remote_code=trust_remote_code,
+    )
+    row = _written(directory, model, target, options)
+    echo(json.dumps(row) if as_json else _merge_summary(row))
+
+
+def _written(
+    directory: Path, model: "ModelOptions", target: Path, options: "MergeOptions"
+) -> dict[str, Any]:
+    """The merged model, and what is said of it."""
+    from trainkit.checkpoint.zero.zero import (
+        export_zero,
+        extract_adapter,
+        find_zero_folder,
+        needs_adapter_from_shards,
+    )
+
+    folder, is_adapter = find_zero_folder(directory), (directory / "adapter_config.json").exists()
+    if folder is not None and needs_adapter_from_shards(directory):
+        with tempfile.TemporaryDirectory() as temporary:
+            adapter = extract_adapter(folder, directory, Path(temporary))
+            return _merge_adapter(adapter, model, target, options, origin=directory)
+    if is_adapter:
+        return _merge_adapter(directory, model, target, options, origin=directory)
+    if folder is not None:
+        number = export_zero(
+            folder,
+            directory,
+            target,
+            dtype=options.dtype,
+            max_shard_bytes=options.max_shard_bytes,
+            with_code=options.trust_remote_code,
+        )
+        return {"target": str(target), "num_tensors": number}
+    raise ModelError(
+        "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
+        where=str(directory),
+    )
+
+
+def _merge_adapter(
+    adapter: Path, model: "ModelOptions", target: Path, options: "MergeOptions", *, origin: Path
+) -> dict[str, Any]:
+    from trainkit.checkpoint.merge.merge import merge_adapter, own_base
+    from trainkit.checkpoint.weights.adapter import read_adapter
+    from trainkit.infer.locate import base_directory
+    from trainkit.infer.plain_base import plain_base
+
+    base = base_directory(model)
+    taken = read_adapter(adapter, with_peft=True)
+    with plain_base(model, base, options.compute_dtype, target, note) as plain:
+        done = merge_adapter(taken, plain, target, options, note, origin=origin, stored=base)
+    updates = [change.relative_update for change in done.changes]
+    row: dict[str, Any] = {
+        "target": str(target),
+        "num_merged": len(done.changes),
+        "max_relative_update": max(updates),
+        "merged_into": options.base if options.quantize else "original",
+    }
+    pairs = [
+        (change.error_dequantized, change.error_original)
+        for change in done.changes
+        if change.error_dequantized is not None and change.error_original is not None
+    ]
+    if pairs:
+        row["weight_error_dequantized"] = sum(pair[0] for pair in pairs) / len(pairs)
+        row["weight_error_original"] = sum(pair[1] for pair in pairs) / len(pairs)
+    if done.parity is not None:
+        row["divergence"] = done.parity.divergence
+        row["other_divergence"] = done.parity.other_divergence
+        row["adapter_effect"] = done.parity.effect
+        is_rounding = options.base == own_base(options.quantize)
+        row["is_rounded_away"] = (
+            is_rounding
+            and options.dtype != "float32"
+            and done.parity.divergence > _LARGE_SHARE * done.parity.effect
+        )
+        row["num_same_continuations"] = done.parity.num_same
+        row["num_prompts"] = len(done.parity.prompts)
+    return row
+
+
+def _merge_summary(row: dict[str, Any]) -> str:
+    if "num_tensors" in row:
+        return f"{row['target']}: {row['num_tensors']} tensors put together"
+    lines = [
+        f"{row['target']}: {row['num_merged']} tensors changed, by up to "
+        f"{row['max_relative_update']:.1%} of their size"
+    ]
+    if "weight_error_original" in row:
+        lines.append(
+            "error of the merged weights against those of training: "
+            f"{row['weight_error_dequantized']:.1%} into the dequantized base, "
+            f"{row['weight_error_original']:.1%} into the original; this is {row['merged_into']}"
+        )
+    if "divergence" in row:
+        lines.append(
+            f"{row['num_same_continuations']} of {row['num_prompts']} greedy continuations are "
+            f"the adapter's; {row['divergence']:.1e} nats a token from it (the adapter itself is "
+            f"{row['adapter_effect']:.1e} from the base)"
+        )
+        if row["is_rounded_away"]:
+            lines.append(
+                "that is a large part of what the adapter does; --dtype float32 keeps all of it"
+            )
+    if row.get("other_divergence") is not None:
+        lines.append(f"merged into the other base: {row['other_divergence']:.1e} nats a token")
+    return "\n".join(lines)
+
+
+# -- convert: one layout into another, proved to be the same function ---------------------------
+
+convert_app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between layouts.")
+
+Source = Annotated[Path, typer.Argument(metavar="SRC", help="Model or adapter directory.")]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What both directions take."""
+
+    dtype: Dtype = None
+    shard_size: ShardSize = "5GB"
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify", help="Compare source and result layer by layer, in float32."
+        ),
+    ] = True
+    base_model: Annotated[
+        Path | None,
+        typer.Option(help="For an adapter: the model directory that it belongs to."),
+    ] = None
+    as_json: JsonObject = False
+
+
+@convert_app.callback()
+def convert() -> None:
+    """Convert checkpoints between layouts."""
+
+
+@convert_app.command("glm4-to-qwen2")
+@expanded
+def glm4_to_qwen2(source: Source, output: Output, conversion: Conversion) -> None:
+    """Turn GLM-4-9B (remote-code or transformers layout) into a Qwen2 that computes the same."""
+    _convert(source, output.place(), "qwen2", conversion)
+
+
+@convert_app.command("qwen2-to-glm4")
+@expanded
+def qwen2_to_glm4(
+    *,
+    source: Source,
+    output: Output,
+    layout: Annotated[
+        Literal["glm", "chatglm"],
+        typer.Option(help="transformers' glm, or the remote-code chatglm."),
+    ] = "glm",
+    conversion: Conversion,
+) -> None:
+    """Turn a converted (and trained) Qwen2 back into GLM-4."""
+    _convert(source, output.place(), layout, conversion)
+
+
+def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> None:
+    size = _bytes(wanted.shard_size)
+    from trainkit.checkpoint.weights.adapter import is_adapter
+    from trainkit.train.log.quiet import quieten_libraries
+
+    quieten_libraries()
+    if is_adapter(source):
+        from trainkit.checkpoint.convert.convert_adapter import convert_adapter
+
+        if wanted.base_model is None:
+            raise RecipeError(
+                "an adapter is converted by the sizes of the model that it belongs to",
+                where=str(source),
+                fix="give that model's directory with --base-model",
+            )
+        number = convert_adapter(source, target, wanted.base_model, layout)
+        row: dict[str, Any] = {"target": str(target), "num_modules": number}
+    else:
+        from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
+
+        options = ConvertOptions(wanted.dtype, size, wanted.verify)
+        done = convert_model(source, target, layout, options, progress=note)
+        row = {"target": str(target), "num_tensors": done.num_tensors}
+        if done.proof is not None:
+            row["max_logit_error"] = done.proof.max_logit_error
+            row["max_logit"] = done.proof.max_logit
+            row["max_position"] = done.proof.positions[-1]
+    echo(json.dumps(row) if wanted.as_json else _convert_summary(row))
+
+
+def _bytes(shard_size: str) -> int:
+    """Bytes of ``--shard-size``.
+
+    Raises:
+        RecipeError: it is not a size.
+    """
+    from trainkit.checkpoint.weights.writer import parse_size
+
+    try:
+        return parse_size(shard_size)
+    except ValueError as error:
+        raise RecipeError(str(error), where="--shard-size") from None
+
+
+def _convert_summary(row: dict[str, Any]) -> str:
+    if "num_modules" in row:
+        return f"{row['target']}: {row['num_modules']} adapted modules"
+    text = f"{row['target']}: {row['num_tensors']} tensors"
+    if "max_logit_error" in row:
+        text += (
+            f"; logits differ by at most {row['max_logit_error']:.1e} of {row['max_logit']:.3g} "
+            f"up to position {row['max_position']}"
+        )
+    return text
+
+
+# -- checkpoint: whether it is as it was written ------------------------------------------------
+
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Check checkpoints.")
+
+
+@checkpoint_app.callback()
+def checkpoint() -> None:
+    """Check checkpoints."""
+
+
+@checkpoint_app.command()
+def verify(
+    directories: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="Runs, checkpoints, final models, merged models."),
+    ],
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object {path, status, reason} a line.")
+    ] = False,
+) -> None:
+    """Compare every byte with the manifest; the exit code is 1 if any directory is damaged."""
+    from trainkit.checkpoint.whole.manifest import verify_directory
+
+    is_damaged = False
+    for directory in _parts(directories):
+        reason = None
+        try:
+            manifest = verify_directory(directory)
+        except CheckpointError as error:
+            is_damaged, reason = True, error.what
+        row = {
+            "path": str(directory),
+            "status": "damaged" if reason else "whole",  # programs read it: it stays
+            "reason": reason,
+        }
+        if as_json:
+            echo(json.dumps(row))
+        elif reason:
+            echo(f"{directory}: damaged: {reason}")
+        else:
+            echo(f"{directory}: complete, {len(manifest.files)} files")
+    if is_damaged:
+        raise typer.Exit(1)
+
+
+def _parts(directories: list[Path]) -> list[Path]:
+    """The directories, and instead of a run its checkpoints and its final model.
+
+    Raises:
+        CheckpointError: a run has neither.
+    """
+    from trainkit.places import checkpoints_in
+
+    found: list[Path] = []
+    for directory in directories:
+        if not (directory / "status.json").is_file():
+            found.append(directory)
+            continue
+        inside = [*checkpoints_in(directory), *directory.glob("final")]
+        if not inside:
+            raise CheckpointError(
+                "this run holds neither a checkpoint nor a final model", where=str(directory)
+            )
+        found += inside
+    return found

@@ -1,1 +1,0 @@
-"""Commands that make other weights, or other files, of a trained model."""

@@ -1,0 +1,193 @@
+"""Options that several commands share, each group defined once; and what commands print with."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainkit.cli.completion import recipe_keys, run_directories
+from trainkit.errors import RecipeError
+from trainkit.terminal import visible
+
+if TYPE_CHECKING:
+    from trainkit.infer.locate import ModelPaths
+
+
+def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
+    """Print a line; words of users and of files may be in it, and none is a terminal's command."""
+    typer.echo(visible(text), err=err, nl=nl)
+
+
+def note(text: str) -> None:
+    """Print a line on standard error, which is for people: results go to standard output."""
+    echo(text, err=True)
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command for typer: a parameter that is a dataclass stands for the options of its fields."""
+    signature = inspect.signature(command)
+    groups = {
+        name: inspect.signature(parameter.annotation).parameters
+        for name, parameter in signature.parameters.items()
+        if isinstance(parameter.annotation, type) and is_dataclass(parameter.annotation)
+    }
+    options = [
+        option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in signature.parameters.items()
+        for option in groups.get(name, {name: parameter}).values()
+    ]
+
+    @functools.wraps(command)
+    def call(**values: Any) -> None:
+        for name, fields in groups.items():
+            group = signature.parameters[name].annotation
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        command(**values)
+
+    del call.__wrapped__  # typer would look through it
+    call.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
+    call.__annotations__ = {option.name: option.annotation for option in options}
+    return call
+
+
+JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+JsonLines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
+
+
+# -- A recipe -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    """A recipe, named with or without ``--config``, and values that win over its own."""
+
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="The recipe (YAML).", show_default=False),
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE] [SECTION.KEY=VALUE]...",
+            help="The recipe, where --config does not name it; values that win over its own.",
+            autocompletion=recipe_keys,
+        ),
+    ] = None
+
+    def given(self) -> tuple[Path | None, list[str]]:
+        """The recipe, also where it is the first word without an option, and the overrides."""
+        from trainkit.recipe.document import is_override
+
+        words = list(self.overrides or ())
+        if self.config is None and words and not is_override(words[0]):
+            return Path(words[0]), words[1:]
+        return self.config, words
+
+    def required(self) -> tuple[Path, list[str]]:
+        """The recipe and the overrides.
+
+        Raises:
+            RecipeError: no recipe is given.
+        """
+        path, words = self.given()
+        if path is None:
+            raise RecipeError("no recipe is given", where="--config", fix="--config FILE")
+        return path, words
+
+
+# -- A model --------------------------------------------------------------------------------------
+
+BaseModel = Annotated[
+    str | None, typer.Option(help="The base model, where it is not where the adapter says.")
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python code that comes with the model. Read it first."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model answers."""
+
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="A run directory, a checkpoint, an adapter, or a model.",
+            autocompletion=run_directories,
+        ),
+    ]
+    adapter: Annotated[Path | None, typer.Option(help="An adapter to put over the model.")] = None
+    base_model: BaseModel = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def find(self) -> "ModelPaths":
+        """Where its files are."""
+        from trainkit.infer.locate import find_model
+
+        return find_model(
+            self.model,
+            adapter=self.adapter,
+            base_model=self.base_model,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the weights are in memory, and what of them is checked before."""
+
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option(help="Of the weights in memory."),
+    ] = "auto"
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:1; by default the GPU if there is one.")
+    ] = "auto"
+    any_base: Annotated[
+        bool,
+        typer.Option("--any-base", help="Put the adapter over other weights than its own base."),
+    ] = False
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify/--no-verify",
+            help="Compare the model's files with their manifest before loading.",
+        ),
+    ] = True
+
+
+# -- A place for the result -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Output:
+    """The directory to make: ``-o``, or the last argument."""
+
+    target: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OUT]", help="The same as --output.", show_default=False),
+    ] = None
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Directory to make.", show_default=False),
+    ] = None
+
+    def place(self) -> Path:
+        """The one place that was given.
+
+        Raises:
+            RecipeError: there is none, or there are two.
+        """
+        given = [place for place in (self.target, self.output) if place is not None]
+        if len(given) != 1:
+            what = "say where the result goes" if not given else "the result goes to one place"
+            raise RecipeError(what, where="--output", fix="give -o DIRECTORY, once")
+        return given[0]
