@@ -2,7 +2,7 @@
 
 import functools
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,46 +21,53 @@ if TYPE_CHECKING:
     from trainkit.infer.locate import ModelPaths
 
 
-@expanded
-def evaluate(
-    context: typer.Context,
-    *,
+@dataclass(frozen=True)
+class Questions:
+    """The questions, and the form they take."""
+
     tasks: Annotated[
         str,
         typer.Option(
             help="Names with commas between: boolq, mmlu, gsm8k, humaneval, agieval, bbh, ceval, "
             "a part of one (mmlu_anatomy), or any task of lm-evaluation-harness."
         ),
-    ],
+    ]
     data: Annotated[
         Path | None,
         typer.Option(
             help="A directory with the sets' files, a folder for each set; without it they come "
             "from the hub."
         ),
-    ] = None,
+    ] = None
     limit: Annotated[
         int | None, typer.Option(min=1, help="Ask only so many questions of each task.")
-    ] = None,
+    ] = None
     shots: Annotated[
         int | None,
         typer.Option(min=0, help="Examples before each question; by default as the set has it."),
-    ] = None,
+    ] = None
     chat_template: Annotated[
         bool | None,
         typer.Option(
             "--chat-template/--no-chat-template",
             help="Ask with the chat template; by default where the model was trained with one.",
         ),
-    ] = None,
+    ] = None
     thinking: Annotated[
         Literal["on", "off"] | None,
         typer.Option(help="Switch thoughts on or off, where the chat template can."),
-    ] = None,
+    ] = None
     allow_code: Annotated[
         bool,
         typer.Option("--allow-code", help="Run the programs that the model writes (humaneval)."),
-    ] = False,
+    ] = False
+
+
+@expanded
+def evaluate(
+    context: typer.Context,
+    *,
+    questions: Questions,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -92,28 +99,28 @@ def evaluate(
     from trainkit.infer import benchmark
 
     benchmark.check_harness()
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    names = [name.strip() for name in questions.tasks.split(",") if name.strip()]
     if not names:
         raise RecipeError("there is no task in it", where="--tasks", fix="--tasks boolq,mmlu")
     paths = source.find()
     stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
     target = benchmark.target_of(output, paths, stamp)
     asking = benchmark.Asking(
-        chat_template,
-        None if thinking is None else thinking == "on",
+        questions.chat_template,
+        None if questions.thinking is None else questions.thinking == "on",
         batch_size,
         max_new_tokens,
         kernels,
     )
     choice = {
-        "data": None if data is None else str(data),
-        "limit": limit,
-        "shots": shots,
-        "allow_code": allow_code,
+        "data": None if questions.data is None else str(questions.data),
+        "limit": questions.limit,
+        "shots": questions.shots,
+        "allow_code": questions.allow_code,
     }
     question = {
         "tasks": names, **choice, "backend": backend, "dtype": held.dtype,
-        "chat_template": chat_template, **benchmark.settings_of(paths, asking),
+        "chat_template": questions.chat_template, **benchmark.settings_of(paths, asking),
     }  # fmt: skip
     known = earlier(target, question)
     if known is not None and question["weights"] is not None:

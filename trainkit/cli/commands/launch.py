@@ -37,6 +37,12 @@ def _without_others_names(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
+Form = Annotated[
+    Literal["torchrun", "slurm", "hostfile"] | None,
+    typer.Option("--print", help="Print the lines to run, and run nothing."),
+]
+
+
 def launch(
     words: Annotated[
         list[str] | None,
@@ -69,10 +75,7 @@ def launch(
     wait: Annotated[
         float, typer.Option(min=0, help="Seconds that other hosts wait for host 0.")
     ] = 50,
-    form: Annotated[
-        Literal["torchrun", "slurm", "hostfile"] | None,
-        typer.Option("--print", help="Print the lines to run, and run nothing."),
-    ] = None,
+    form: Form = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="As of `sft`; with --print, one JSON object {form, lines}."),

@@ -20,6 +20,41 @@ if TYPE_CHECKING:
     from trainkit.recipe import LoadedRecipe, SftOptions
 
 
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[PRESET|PATH]",
+        help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
+        "zero3_offload, or a JSON file.",
+    ),
+]
+OutputDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--output-dir",
+        "-o",
+        help="The run directory to make; by default a new one under train_model/.",
+    ),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        metavar="[auto|PATH]",
+        help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
+        "(when nothing is named).",
+        autocompletion=run_directories,
+    ),
+]
+AllowChanged = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[KEY]",
+        help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
+        "what it was; all when nothing is named.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class RecipeOrRun(RecipeChoice):
     """A recipe, which a resumed run has of its own."""
@@ -34,14 +69,7 @@ class RecipeOrRun(RecipeChoice):
 def sft(
     context: typer.Context,
     recipe: RecipeOrRun,
-    deepspeed: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[PRESET|PATH]",
-            help="Shard with DeepSpeed: zero1, zero2 (when nothing is named), zero3, "
-            "zero3_offload, or a JSON file.",
-        ),
-    ] = None,
+    deepspeed: Shard = None,
     replace_kernel: Annotated[
         bool | None,
         typer.Option(
@@ -51,31 +79,9 @@ def sft(
     pretrain: Annotated[
         bool, typer.Option("--pretrain", help="Train every token, not only answers.")
     ] = False,
-    output_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-dir",
-            "-o",
-            help="The run directory to make; by default a new one under train_model/.",
-        ),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[auto|PATH]",
-            help="Continue from a run's last checkpoint: PATH, or the latest run of this name "
-            "(when nothing is named).",
-            autocompletion=run_directories,
-        ),
-    ] = None,
-    allow_changed: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[KEY]",
-            help="Continue although KEY (data, num_ranks, versions, training.seed, ...) is not "
-            "what it was; all when nothing is named.",
-        ),
-    ] = None,
+    output_dir: OutputDir = None,
+    resume: Resume = None,
+    allow_changed: AllowChanged = None,
     dry_run: Annotated[
         bool,
         typer.Option(
