@@ -267,9 +267,8 @@ def load_model(
         config = load_config(source)
         unpacked = _unpacked(config, options)
         quantization = quantization or unpacked
-        loader = auto_class(config)
+        loader, trusted = auto_class(config), source.trust_remote_code
         if source.init == "random":
-            trusted = source.trust_remote_code
             model = _random(loader, config, dtype, attention, device, load_part, trusted)
         else:
 
