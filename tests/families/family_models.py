@@ -63,12 +63,13 @@ QWEN2_VL = {
 }
 
 
-NO_LAYER_NORM = {
+NOT_THERE = {
     "layer_norm": "the model has no LayerNorm",
     "add_layer_norm": "no addition is followed by a LayerNorm",
     "gated_rms_norm": "the model has no RMSNorm with a gate",
+    "experts": "the model has no experts with their weights in stacks",
 }
-OFF = {name: dict(NO_LAYER_NORM) for name in (*FAMILIES, *MORE)}
+OFF = {name: dict(NOT_THERE) for name in (*FAMILIES, *MORE)}
 OFF["olmo2"]["add_rms_norm"] = "no addition is followed by a norm"
 
 

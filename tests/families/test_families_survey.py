@@ -11,17 +11,21 @@ OPS = {
     "z": "gated_rms_norm",
     "r": "rope",
     "g": "swiglu",
+    "e": "experts",
     "l": "linear_cross_entropy",
 }
 TYPES = {
-    "narg": "deepseek_v2 deepseek_v3 doge ernie4_5 falcon_h1 gemma2 gemma3_text glm4_moe granite "
-    "helium hunyuan_v1_dense lfm2 llama4_text minicpm3 qwen2_moe laguna",
-    "nargz": "bamba olmo_hybrid qwen3_5_text qwen3_next",
+    "narg": "doge ernie4_5 falcon_h1 gemma2 gemma3_text granite helium hunyuan_v1_dense lfm2 "
+    "llama4_text minicpm3",
+    "narge": "deepseek_v2 deepseek_v3 glm4_moe qwen2_moe laguna",
+    "nargz": "bamba olmo_hybrid qwen3_5_text",
+    "nargez": "qwen3_next",
     "nagz": "bailing_hybrid granitemoehybrid",
     "nz": "mamba2 nemotron_h",
     "nrg": "exaone4 olmo2",
-    "nar": "apertus arcee gpt_oss mixtral qwen3_moe",
-    "nag": "jamba",
+    "nar": "apertus arcee gpt_oss",
+    "nare": "mixtral qwen3_moe granitemoe",
+    "nage": "jamba",
     "NArg": "olmo",
     "Nrg": "cohere2",
     "Nr": "codegen falcon gptj phi",

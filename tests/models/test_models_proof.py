@@ -607,6 +607,7 @@ def test_layers_of_several_kinds_are_all_proved():
         "gated_rms_norm": 0,
         "rope": 8,
         "swiglu": 8,
+        "experts": 0,
         "linear_cross_entropy": 2,
     }
     output = model(ids, labels=ids)

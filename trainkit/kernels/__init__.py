@@ -5,6 +5,7 @@ the Triton kernel runs. Nothing here mutates its inputs, saved tensors or incomi
 """
 
 from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_chunk
+from trainkit.kernels.experts.function import moe_mlp
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
     linear_cross_entropy_counted,
@@ -40,6 +41,7 @@ __all__ = [
     "lora_linear",
     "lora_mlp",
     "lora_qkv",
+    "moe_mlp",
     "rms_norm",
     "row_max",
     "row_min",

@@ -197,6 +197,7 @@ OPS: tuple[str, ...] = (
     "gated_rms_norm",
     "rope",
     "swiglu",
+    "experts",
     "linear_cross_entropy",
 )
 """The ops of a model, in the order of the report; see ``models.proof``."""

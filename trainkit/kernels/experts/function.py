@@ -7,14 +7,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from trainkit.kernels.launch import HAS_TRITON, KernelFunction, next_power_of_2, runs_kernel
+from trainkit.kernels.autocast import compute_dtype
+from trainkit.kernels.launch import HAS_TRITON, KernelFunction, runs_kernel
+from trainkit.kernels.lora.products import MAX_RANK, pad_rank
 
 if HAS_TRITON:
     from trainkit.kernels.experts import kernel
     from trainkit.kernels.experts.product_kernel import grouped_outer, grouped_product
     from trainkit.kernels.experts.route_kernel import Route, route
 
-MAX_RANK = 128
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -46,11 +47,12 @@ def moe_mlp_reference(
     if transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     out = torch.zeros_like(x)
-    for expert in range(gate_up.shape[0]):
+    # unbind's backward stacks; that of an index would fill a whole gradient for every expert
+    for expert, (first, second) in enumerate(zip(gate_up.unbind(0), down.unbind(0), strict=True)):
         token, choice = torch.where(index == expert)
-        gate, up = F.linear(x[token], gate_up[expert]).chunk(2, dim=-1)
+        gate, up = F.linear(x[token], first).chunk(2, dim=-1)
         act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        y = F.linear(act * up, down[expert]) * scale[token, choice, None]
+        y = F.linear(act * up, second) * scale[token, choice, None]
         out = out.index_add(0, token, y.to(out.dtype))
     return out
 
@@ -112,14 +114,18 @@ def moe_mlp(
     """
     factors = (gate_up_a, gate_up_b, down_a, down_b)
     rank = max((a.shape[1] for a in (gate_up_a, down_a) if a is not None), default=0)
+    dtype = x.dtype
+    if runs_kernel(x, gate_up, down) and torch.is_autocast_enabled(x.device.type):
+        x, gate_up, down = (each.to(compute_dtype(x)) for each in (x, gate_up, down))
     if why_no_kernel(x, gate_up, down, rank):
         return moe_mlp_reference(
             x, index, scale, gate_up, down, *factors,
             scaling=scaling, activation=activation, transposed=transposed,
         )  # fmt: skip
-    return _Experts.apply(
+    y: Tensor = _Experts.apply(
         x, index, scale, gate_up, down, *factors, scaling, activation == "gelu_tanh", transposed
     )
+    return y.to(dtype)
 
 
 def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:
@@ -156,7 +162,7 @@ class _Experts(KernelFunction):
         x, scale = x.contiguous(), scale.contiguous()
         way = route(index, num_experts)
         ranks = [0 if a is None else a.shape[1] for a in (gate_up_a, down_a)]
-        rank = max(16, next_power_of_2(max(ranks))) if any(ranks) else 0
+        rank = pad_rank(max(ranks)) if any(ranks) else 0
         b1 = None if gate_up_b is None else gate_up_b.transpose(1, 2)
         b2 = None if down_b is None else down_b.transpose(1, 2)
         a1, b1, a2, b2 = (

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainkit.kernels.experts.route_kernel import ROWS, Route
 from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
+from trainkit.kernels.lora.products import precision
 from trainkit.kernels.swiglu.kernel import _activation, _activation_and_slope
 
 _ROWS = 64
@@ -189,10 +190,6 @@ GATHER, FORWARD, BACKWARD = Kernel(_gather), Kernel(_forward), Kernel(_backward)
 COMBINE, GRAM = Kernel(_combine), Kernel(_gram)
 
 
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"
-
-
 def _tiles(route: Route) -> tuple[Tensor, ...]:
     return route.ends, route.tile_expert, route.tile_row, route.num_tiles
 
@@ -230,7 +227,7 @@ def _gathered(
             ),
             (),
             (route.top_k, scaling),
-            (width, rank, rows is not None, ROWS, _ROWS, 128, _precision(x)),
+            (width, rank, rows is not None, ROWS, _ROWS, 128, precision(x.dtype)),
             8,
             2,
         )
@@ -315,7 +312,7 @@ def gram(
         (left, right, route.slots, left if scale is None else scale, out, route.ends),
         (),
         (route.top_k,),
-        (width, rank, gathered, scale is not None, 128, block, _precision(left)),
+        (width, rank, gathered, scale is not None, 128, block, precision(left.dtype)),
         4,
         3,
     )

@@ -14,8 +14,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainkit.kernels.experts.route_kernel import ROWS, Route
 from trainkit.kernels.launch import INTERPRETING, device_of, num_multiprocessors, shared_bytes
+from trainkit.kernels.lora.products import precision
 
 _LARGE_SHARED = 200 * 1024
+
+
+def _block(x: Tensor) -> tuple[int, int]:
+    """Columns of a tile, and how much of the sum it takes at a time."""
+    if INTERPRETING:
+        return 64, 32
+    roomy = shared_bytes(x) > _LARGE_SHARED and x.dtype != torch.float32
+    return (256, 64) if roomy else (128, 32)
 
 
 @triton.jit
@@ -91,10 +100,7 @@ def grouped_product(
     y = x.new_empty((rows, cols))
     if not y.numel():
         return y
-    roomy = shared_bytes(x) > _LARGE_SHARED and x.dtype != torch.float32
-    block_cols, block_depth = (256, 64) if roomy else (128, 32)
-    if INTERPRETING:
-        block_cols, block_depth = 64, 32
+    block_cols, block_depth = _block(x)
     block_rows = ROWS
     w = weight.view(-1, weight.shape[2])
     left, right = low_rank
@@ -127,7 +133,7 @@ def grouped_product(
             rank,
             transposed,
             programs,
-            "ieee" if x.dtype == torch.float32 else "tf32",
+            precision(x.dtype),
             num_warps=8,
             num_stages=3,
         )  # fmt: skip
@@ -187,10 +193,8 @@ def grouped_outer(a: Tensor, b: Tensor, route: Route) -> Tensor:
     out = a.new_empty((num_experts, a.shape[1], b.shape[1]))
     if not a.shape[0]:
         return out.zero_()
-    roomy = shared_bytes(a) > _LARGE_SHARED and a.dtype != torch.float32
-    block_m, block_n, depth = (128, 256, 64) if roomy else (128, 128, 32)
-    if INTERPRETING:
-        block_m, block_n, depth = 64, 64, 32
+    block_m = 64 if INTERPRETING else 128
+    block_n, depth = _block(a)
     programs = num_multiprocessors(a)
     with device_of(a):
         _outer[(programs,)](
@@ -207,7 +211,7 @@ def grouped_outer(a: Tensor, b: Tensor, route: Route) -> Tensor:
             block_n,
             depth,
             programs,
-            "ieee" if a.dtype == torch.float32 else "tf32",
+            precision(a.dtype),
             num_warps=8,
             num_stages=3,
         )

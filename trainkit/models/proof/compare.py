@@ -81,6 +81,8 @@ class Wide(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        if name == "where" and len(args) + len(kwargs) == 1:
+            name = "nonzero"  # places, not a choice between values
         # p = 0 and evaluation drop nothing; with neither given, torch's p is a half.
         rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         drops = args[2] if len(args) > 2 else kwargs.get("training", True)
@@ -237,6 +239,7 @@ def why_not(
     inputs: Sequence[Tensor],
     allowed: Collection[str] = (),
     decides: Sequence[str] | None = None,
+    plain: Callable[..., Any] | None = None,
 ) -> str | None:
     """Why a module that gave the same numbers as ours may still be another function.
 
@@ -246,11 +249,12 @@ def why_not(
         inputs: of both.
         allowed: of `BRANCHES`, what is known to be seen on both sides.
         decides: what the module decides by, where some of it is known to do no harm.
+        plain: calls the module; None where it is called with the inputs as they are.
     """
     if found := decisions(module) if decides is None else decides:
         return f"it decides by {found[0]}"
     with other_mode(module) as mode, torch.no_grad():
-        truth = Truth(module, inputs, (), allowed)
+        truth = Truth(plain or module, inputs, (), allowed)
         error, _ = truth.error or truth.against(ours)
     return None if error < EXACT else f"another function in {mode}: {error:.0e}"
 
@@ -271,7 +275,7 @@ def decisions(subject: nn.Module | FunctionType) -> list[str]:
         wrapped = getattr(function, "__wrapped__", None)
         if wrapped is not None:
             todo.append((owner, wrapped))
-        if not isinstance(function, FunctionType) or function in seen:
+        if not isinstance(function, FunctionType) or function in seen or _is_torchs(function):
             continue
         if wrapped is not None and function.__globals__["__name__"].startswith(_DECORATES):
             continue
@@ -319,8 +323,8 @@ def _jumps_of(function: FunctionType) -> list[str]:
     return found
 
 
-def _is_torchs(subject: nn.Module | type) -> bool:
-    kind = subject if isinstance(subject, type) else type(subject)
+def _is_torchs(subject: nn.Module | type | FunctionType) -> bool:
+    kind = type(subject) if isinstance(subject, nn.Module) else subject
     return kind.__module__.startswith("torch.")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainkit.errors import PatchError
 from trainkit.models.loss.loss_head import CausalLM, LossHead, head_at_work, why_no_loss_head
 from trainkit.models.proof.compare import FAILURES, Wide, other_mode, relative
+from trainkit.models.proof.experts import find_experts
 from trainkit.models.proof.forward import Finding, KernelForward
 from trainkit.models.proof.gated_norms import find_gated_norm
 from trainkit.models.proof.gates import find_gate
@@ -248,6 +249,7 @@ WHY_NOTHING = {
     "gated_rms_norm": "the model has no RMSNorm with a gate",
     "rope": "no function turns its queries and keys by cosines and sines",
     "swiglu": "the model has no gated feed-forward block outside of experts",
+    "experts": "the model has no experts with their weights in stacks",
     "linear_cross_entropy": "the model has no output layer",
 }
 
@@ -306,6 +308,8 @@ def _find_leaf(call: _Seen) -> Finding | None:
     module = call.module
     tensors = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor)]
     is_leaf = not any(True for _ in module.children())
+    if tensors and (experts := find_experts(module, tensors, call.result)):
+        return experts
     if not isinstance(call.result, Tensor) or not tensors or not tensors[0].is_floating_point():
         return None
     if is_leaf and len(tensors) == 1:
