@@ -5,7 +5,7 @@ from project import make_project
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from trainkit.train.checkpoints import take_renamed
+from trainkit.train.checkpoints import read_weights
 
 
 def make_experts(vocab_size=32):
@@ -24,7 +24,7 @@ def test_weights_are_taken_from_files_with_other_names(tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    take_renamed(model, tmp_path)
+    read_weights(model, tmp_path)
     found = model.state_dict()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
 

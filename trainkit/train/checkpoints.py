@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
-from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, TrainerState
 
@@ -24,7 +23,7 @@ from trainkit.auto_class import is_own_code
 from trainkit.checkpoint.weights.base_fingerprint import write_fingerprint
 from trainkit.checkpoint.weights.companions import carry_record, copy_processors, stored_at
 from trainkit.checkpoint.weights.contents import ANOTHER, check_contents, refuse_unfit
-from trainkit.checkpoint.weights.reader import SafetensorsFile, TensorInfo
+from trainkit.checkpoint.weights.reader import tensors_in
 from trainkit.checkpoint.whole.atomic import (
     commit,
     discard,
@@ -380,26 +379,35 @@ def _resume_point(
 
 
 def read_weights(model: Any, folder: Path) -> None:
-    """Take up the weights of a checkpoint, or of a saved model, from the files of a whole model."""
+    """Take up the weights of a checkpoint, or of a saved model, from the files of a whole model.
+
+    transformers saves some classes under other names than they run with, experts one by one:
+    those are taken as it loads them.
+
+    Raises:
+        CheckpointError: a tensor is missing, or has another shape or dtype than the model's.
+    """
     if isinstance(model, PeftModel):
         file = folder / ADAPTER_NAME
-        own = get_peft_model_state_dict(model, save_embedding_layers=False)
-        refuse_unfit(file, _tensors_in(file), own)
-        _refuse_missing(file, [*(own.keys() - _tensors_in(file).keys())])
+        own, found = get_peft_model_state_dict(model, save_embedding_layers=False), tensors_in(file)
+        refuse_unfit(file, found, own)
+        _refuse_missing(file, [*(own.keys() - found.keys())])
         set_peft_model_state_dict(model, load_file(file))
         return
     own = model.state_dict()
-    found: set[str] = set()
+    names: set[str] = set()
     for part in sorted(folder.glob("model*.safetensors")):
-        refuse_unfit(part, _tensors_in(part), own)
-        found |= _tensors_in(part).keys()
+        found = tensors_in(part)
+        refuse_unfit(part, found, own)
+        names |= found.keys()
         model.load_state_dict(load_file(part), strict=False)
-    held = {own[name].data_ptr() for name in found & own.keys()}  # one of those that are tied
-    trained = [name for name, each in model.named_parameters() if each.requires_grad]
-    missing = [name for name in trained if name in own and own[name].data_ptr() not in held]
-    if found <= own.keys():  # else they have other names there
+    if names <= own.keys():
+        held = {own[name].data_ptr() for name in names}  # one of those that are tied
+        trained = [name for name, each in model.named_parameters() if each.requires_grad]
+        missing = [name for name in trained if name in own and own[name].data_ptr() not in held]
         _refuse_missing(folder, missing)
-    take_renamed(model, folder)
+    elif isinstance(model, PreTrainedModel):
+        _take_renamed(model, folder)
 
 
 def _refuse_missing(where: Path, names: Sequence[str]) -> None:
@@ -407,36 +415,11 @@ def _refuse_missing(where: Path, names: Sequence[str]) -> None:
         raise CheckpointError(f"{names[0]} is not in it", where=str(where), fix=ANOTHER)
 
 
-def _tensors_in(file: Path) -> dict[str, TensorInfo]:
-    opened = SafetensorsFile(file)
-    opened.close()
-    return opened.tensors
-
-
-def take_renamed(model: Any, folder: Path) -> None:
-    """Take up saved weights whose names in the files are not the model's.
-
-    transformers saves some classes under other names than they run with, experts one by one: a
-    continued run would go on, and a best model be saved, with experts of another step.
-
-    Args:
-        model: as it trains.
-        folder: a checkpoint, or a saved model.
-    """
-    files = sorted(folder.glob("model*.safetensors"))
-    own = model.state_dict() if isinstance(model, PreTrainedModel) else {}
-    if all(name in own for file in files for name in names_in(file)) or not own:
-        return
+def _take_renamed(model: PreTrainedModel, folder: Path) -> None:
     place = ModelOptions(
         name_or_path=str(folder), dtype="auto", trust_remote_code=is_own_code(model)
     )
     saved = load_model(place, attention="eager").state_dict()
     with torch.no_grad():
-        for name, value in own.items():
+        for name, value in model.state_dict().items():
             value.copy_(saved[name])
-
-
-def names_in(file: Path) -> list[str]:
-    """Of the tensors in a file."""
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.weights.plain_files import plain_file, read_json
-from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
+from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile, tensors_in
 from trainkit.errors import CheckpointError
 from trainkit.patterns import refuse_endless
 
@@ -206,11 +206,8 @@ def vocabulary_rows(directory: Path) -> int | None:
     """
     if not (Path(directory) / "adapter_model.safetensors").exists():
         return None
-    file = SafetensorsFile(plain_file(Path(directory), "adapter_model.safetensors"))
-    try:
-        rows = {i.shape[0] for i in file.tensors.values() if _WHOLE_EMBEDDING.search(i.name)}
-    finally:
-        file.close()
+    found = tensors_in(plain_file(Path(directory), "adapter_model.safetensors"))
+    rows = {info.shape[0] for name, info in found.items() if _WHOLE_EMBEDDING.search(name)}
     return rows.pop() if len(rows) == 1 else None
 
 

@@ -21,7 +21,7 @@ from transformers.trainer_pt_utils import safe_globals
 
 from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
 from trainkit.checkpoint.weights.plain_files import read_json
-from trainkit.checkpoint.weights.reader import SafetensorsFile
+from trainkit.checkpoint.weights.reader import tensors_in
 from trainkit.checkpoint.whole.manifest import list_files
 from trainkit.errors import CheckpointError
 
@@ -109,7 +109,7 @@ def check_contents(directory: Path, *, state_file: str, step: int) -> None:
         if path.suffix in _PICKLES:
             open_pickle(path)
         elif path.suffix == ".safetensors":
-            SafetensorsFile(path).close()
+            tensors_in(path)
         elif path.suffix == ".json" and name != state_file:
             read_json(path)
         elif name == "latest":

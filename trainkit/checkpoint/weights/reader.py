@@ -219,6 +219,17 @@ class SafetensorsFile:
         return info, begin, end
 
 
+def tensors_in(path: Path) -> dict[str, TensorInfo]:
+    """What a safetensors file holds, by its checked header.
+
+    Raises:
+        CheckpointError: the header does not fit the file.
+    """
+    file = SafetensorsFile(path)
+    file.close()
+    return file.tensors
+
+
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{value!r} is not a count")
