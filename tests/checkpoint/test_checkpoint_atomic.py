@@ -273,6 +273,18 @@ def test_free_space_check(tmp_path):
         atomic.free_space_check(tmp_path, 1 << 60)
 
 
+def test_what_a_killed_process_has_left_makes_room(tmp_path, monkeypatch):
+    left = tmp_path / f".x.trash-{32 * '0'}"
+    left.mkdir()
+    usage = shutil.disk_usage(tmp_path)
+    free = lambda _: usage._replace(free=1 if left.exists() else 1000)  # noqa: E731
+    monkeypatch.setattr(atomic.shutil, "disk_usage", free)
+    assert atomic.free_space_check(tmp_path / "out", 1) == 1
+    assert left.exists()
+    assert atomic.free_space_check(tmp_path / "out", 500) == 1000
+    assert not left.exists()
+
+
 def test_small_sizes_are_not_told_as_nothing(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=600_000)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda _: usage)

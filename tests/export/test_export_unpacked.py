@@ -6,10 +6,12 @@ import pytest
 import torch
 from commands import trainkit
 from conftest import RECIPE, merging_tokenizer, rows
+from peft import LoraConfig, get_peft_model
+from ranks import RankFailure, run_ranks
 from safetensors.torch import load_file, save_file
 from test_export_files import llama_cpp
 from tiny import make_qwen2
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.models.loading import load_model
@@ -36,12 +38,23 @@ def test_all_that_follows_training_works_over_a_gguf(gguf, tmp_path):
     said = trainkit(tmp_path, "sft", "r.yaml", "training.max_steps=2", pictures=False)
     assert said.code == 0, said.err
     run = str(next(path.parent for path in tmp_path.rglob("status.json")))
+    words = ["merge", run, "deep/er/merged"]
+    with pytest.raises(RankFailure):
+        run_ranks("export.merge_cases:merge_and_die", cwd=str(tmp_path), argv=words, world_size=1)
+    assert list(tmp_path.glob("deep/er/.base.staging-*"))
+    assert not (tmp_path / "deep" / "er" / "merged").exists()
+    assert trainkit(tmp_path, *words).code == 0
+    assert [path.name for path in tmp_path.glob("deep/er/*")] == ["merged"]
     asked = ["--prompts", "p.txt", "-o", "out.jsonl", "--max-new-tokens", "2", "--device", "cpu"]
     for words in (
         ["generate", run, *asked], ["merge", run, "merged"], ["export", "vllm", run, "served"],
     ):  # fmt: skip
         said = trainkit(tmp_path, *words)
         assert said.code == 0, said.err
+    said = trainkit(tmp_path, "export", "vllm", run, "apart", "--as-adapter")
+    assert said.code == 2  # the command to serve it would name a copy that is gone by then
+    assert "model.gguf has none" in said.err
+    assert "unpacking" not in said.err
     record = json.loads((tmp_path / "merged" / "merge.json").read_text())
     assert record["base"] == str(gguf)
     assert record["is_base_of_training"] is True
@@ -78,3 +91,22 @@ def test_experts_in_mxfp4_train_and_merge_as_the_same_plain_weights(tmp_path):
     plain = GptOssForCausalLM.from_pretrained(tmp_path / "plain")
     ids = torch.arange(8)[None]
     assert torch.equal(plain(ids).logits, trained(ids).logits)
+
+
+def test_biases_without_a_place_are_refused_before_the_model_is_asked(tmp_path):
+    tokenizer = merging_tokenizer()
+    make_qwen2(len(tokenizer)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    wrapped = get_peft_model(base, LoraConfig(r=2, target_modules=["o_proj"], lora_bias=True))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "p.txt").write_text("hello\n")
+    words = ["--prompts", "p.txt", "-o", "a.jsonl", "--max-new-tokens", "2", "--device", "cpu"]
+    said = trainkit(tmp_path, "generate", "adapter", *words)
+    assert said.code == 0, said.err
+    assert said.err.count("PeftWarning") == 1  # not one for each layer
+    for words in (["vllm"], ["vllm", "--as-adapter"], ["fp8"]):
+        said = trainkit(tmp_path, "export", words[0], "adapter", "out", *words[1:])
+        assert said.code != 0
+        assert "bias" in said.err
+        assert "asking" not in said.err

@@ -10,6 +10,8 @@ from torch import nn
 
 from trainkit.auto_class import empty_model
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, own_base
+from trainkit.checkpoint.merge.merged_weights import MergedWeights
+from trainkit.checkpoint.merge.peft_weights import needs_the_model
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES, copy_companions
 from trainkit.checkpoint.weights.export import (
@@ -53,6 +55,20 @@ def weights_directory(paths: ModelPaths) -> Path:
             fix="fetch it first: hf download",
         )
     return directory
+
+
+def refuse_unmergeable(paths: ModelPaths) -> None:
+    """Hold an adapter against its base's files, before anything is loaded.
+
+    Raises:
+        CheckpointError: they do not fit, or it has biases where the base has none.
+    """
+    if paths.adapter is None:
+        return
+    adapter, directory = read_adapter(paths.adapter, with_peft=True), weights_directory(paths)
+    with WeightsReader(directory) as reader:
+        if not needs_the_model(adapter, reader.tensors):
+            MergedWeights(reader, adapter, read_config(directory))
 
 
 def write_plain(
@@ -155,7 +171,7 @@ def layers_to_quantize(paths: ModelPaths, kind: str) -> LinearLayers:
         ModelError: the model is stored quantised, has experts, or no linear layers.
     """
     directory = weights_directory(paths)
-    if read_config(directory).get("quantization_config") and paths.adapter is None:
+    if paths.adapter is None and read_config(directory).get("quantization_config"):
         raise ModelError("it is stored quantised already", where=str(directory))
     layers = linear_layers(paths.at(directory), kind)
     if not layers.shapes:

@@ -124,10 +124,12 @@ def export(target: str, paths: ModelPaths, job: Job, held: Held) -> dict[str, An
             where=str(job.out),
             fix="choose another path or move the old one away",
         )
+    module.check(paths, job)
     with _over_plain_base(paths, held, job) as plain:
-        module.check(plain, job)
-        from trainkit.export.plain import stored_bytes
+        from trainkit.export.plain import refuse_unmergeable, stored_bytes
 
+        if not job.options.as_adapter:
+            refuse_unmergeable(plain)
         free_space_check(job.out, int(module.COPIES * stored_bytes(plain)))
         source = replace(open_source(paths, held, job.say), paths=plain)
         with staged_directory(job.out, metadata={"kind": "export", "target": target}) as staging:

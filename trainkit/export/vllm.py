@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.checkpoint.weights.adapter import Adapter, read_adapter
 from trainkit.checkpoint.weights.companions import copy_companions
-from trainkit.checkpoint.weights.plain_files import plain_file, read_config
+from trainkit.checkpoint.weights.plain_files import plain_file
 from trainkit.errors import ModelError
 from trainkit.export.certificate import certify
 from trainkit.export.plain import make_servable, weights_directory, write_plain
@@ -21,6 +21,8 @@ from trainkit.export.run import Job, Written
 from trainkit.export.served import TransformersServed
 from trainkit.export.source import Source
 from trainkit.infer.locate import ModelPaths
+from trainkit.infer.plain_base import is_plain
+from trainkit.models.loading import load_config
 
 COPIES = 2.1
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -48,7 +50,7 @@ _UNSERVED: Mapping[str, str] = {
     "modules_to_save": "vLLM takes no modules that were trained in full",
     "rank_pattern": "vLLM scales every module by the one r",
     "alpha_pattern": "vLLM scales every module by the one lora_alpha",
-    "lora_bias": "vLLM takes no biases of an adapter",
+    "lora_bias": "vLLM takes no biases of an adapter (and a merge only over the base's own)",
     "target_parameters": "vLLM has no adapters for parameters of experts",
     "trainable_token_indices": "vLLM passes trained token rows over",
     "layer_replication": "vLLM does not repeat layers",
@@ -68,10 +70,12 @@ def check(paths: ModelPaths, job: Job) -> None:
             "there is no adapter in it", where=paths.model, fix="leave out --as-adapter"
         )
     adapter = read_adapter(paths.adapter, with_peft=True)
-    config = read_config(weights_directory(paths))
+    base = weights_directory(paths)
     if job.options.dtype is not None:
         raise ModelError("it is of merged weights", where="--dtype", fix="leave it out")
-    problems = list(unserved(adapter, str(config.get("model_type"))))
+    problems = list(unserved(adapter, load_config(paths.at(base)).model_type))
+    if not is_plain(base):
+        problems.append(f"it goes over plain weights, and {base} has none")
     if problems:
         raise ModelError(
             f"vLLM would not serve this adapter as it was trained: {'; '.join(problems)}",

@@ -20,17 +20,16 @@ def plain_base(
         source: the base, and whether code that comes with it may run.
         base: where it is: a directory, or a .gguf file.
         dtype: what the run loaded it in; None takes the stored one.
-        near: where the result will be: the copy is made next to it. What a killed process left
-            there of its own goes first.
+        near: where the result will be: the copy is made next to it, where the next command that
+            writes there clears away what a killed one has left.
         say: called with one line where there is something to unpack.
     """
-    if not (base.is_file() or is_unpacked_to_train(base)):
+    if is_plain(base):
         yield base
         return
     say(f"unpacking {base}, as its run did")
     options = source.replace(name_or_path=str(base), dtype=dtype or "auto")
-    place = next(each for each in near.absolute().parents if each.is_dir())
-    directory = stage(place / "base", replace=True)
+    directory = stage(near.absolute().parent / "base", replace=True)
     try:
         load_model(options, attention=None).save_pretrained(directory)
         load_tokenizer(options).save_pretrained(directory)
@@ -39,7 +38,9 @@ def plain_base(
         discard(directory)
 
 
-def is_unpacked_to_train(base: Path) -> bool:
-    """Whether a directory's weights are of a kind that is always unpacked as they are loaded."""
+def is_plain(base: Path) -> bool:
+    """Whether it is a directory, and its weights are not always unpacked as they are loaded."""
+    if base.is_file():
+        return False
     settings = read_config(base).get("quantization_config")
-    return isinstance(settings, dict) and settings.get("quant_method") in UNPACKED_METHODS
+    return not (isinstance(settings, dict) and settings.get("quant_method") in UNPACKED_METHODS)

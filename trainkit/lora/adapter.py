@@ -183,7 +183,7 @@ def load_adapter(
             "saved, and that the base is the one it was trained on",
         ) from error
     _refuse_parts(path, wrapped, adapter_name, [str(each.message) for each in said])
-    for each in said:
+    for each in {str(each.message): each for each in said}.values():  # of every layer the same
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
     return wrapped
 

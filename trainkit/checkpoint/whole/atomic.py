@@ -282,7 +282,7 @@ def newest_valid(run: Path) -> NewestValid:
 
 
 def free_space_check(path: Path, needed_bytes: int) -> int:
-    """Refuse to start what cannot fit.
+    """Refuse to start what cannot fit, besides what a killed process has left there.
 
     Args:
         path: where the bytes will go; it need not exist yet.
@@ -295,9 +295,11 @@ def free_space_check(path: Path, needed_bytes: int) -> int:
         CheckpointError: with both figures.
     """
     place = Path(path).absolute()
-    while not place.exists():
+    while not place.is_dir():
         place = place.parent
     free = shutil.disk_usage(place).free
+    if free < needed_bytes and clean_leftovers(place):
+        free = shutil.disk_usage(place).free
     if free < needed_bytes:
         raise CheckpointError(
             f"{readable(needed_bytes)} are needed and {readable(free)} are free",
