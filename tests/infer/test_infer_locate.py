@@ -100,23 +100,3 @@ def test_record_of_the_run_decides_prompts_and_stops(run_directory):
     (run_directory / "data.json").write_text("[]")
     with pytest.raises(ModelError, match="damaged"):
         training_options(run_directory)
-
-
-def test_a_hub_out_of_reach_is_told_at_once(tmp_path, monkeypatch):
-    """The hub's own client would try each file of each part for half a minute."""
-    import socket
-
-    import huggingface_hub
-
-    from trainkit.infer.engine import load_engine
-
-    def refuse(*_, **__):
-        raise OSError(-2, "Name or service not known")
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(socket, "create_connection", refuse)
-    with pytest.raises(ModelError, match="there is no directory"):
-        load_engine(find_model("smollm"))

@@ -44,6 +44,16 @@ def test_trainkit_is_found_without_being_installed(canary):
     assert not canary.exists()
 
 
+def test_trainkit_itself_run_by_python_m(canary):
+    """A trainkit.py of the user's would be run before it can do anything."""
+    (canary.parent / "here" / "trainkit.py").unlink()
+    command = [sys.executable, "-m", "trainkit", "new"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stderr.count("\n"), done.returncode) == (1, 0), done.stderr
+    assert "qlora" in done.stdout
+    assert not canary.exists()
+
+
 def test_the_processes_of_torchrun_import_nothing_from_here(canary):
     (found,) = check_all_reduce()
     assert found.state == "ok", found

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import ModelError
+from trainkit.hub import check_hub
 from trainkit.places import local_path, regular
 
 
@@ -406,6 +407,7 @@ def _download(name: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
+        check_hub(name, ModelError, "model.name_or_path", "give a directory")
         return Path(hf_hub_download(name, "config.json", revision=revision, etag_timeout=5))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
+    except (ModelError, HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
         return None

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.hub import check_hub
 from trainkit.options import ModelOptions
 from trainkit.places import local_path, regular, regular_files
 from trainkit.run.going_on import resume_command
@@ -238,6 +239,8 @@ def base_directory(source: ModelOptions) -> Path:
         return directory
     if directory is not None:
         raise ModelError("there is no base model here", where=name, fix="check --base-model")
+    fix = "give its directory with --base-model"
+    check_hub(name, ModelError, f"the base model: {name}", fix)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -249,7 +252,7 @@ def base_directory(source: ModelOptions) -> Path:
             f"the base model {name} is not here and cannot be fetched: "
             f"{str(error).splitlines()[0]}",
             where=name,
-            fix="give its directory with --base-model",
+            fix=fix,
         ) from None
 
 

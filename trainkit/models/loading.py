@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import huggingface_hub
 import torch
@@ -27,6 +24,7 @@ from transformers import (
 
 from trainkit.auto_class import auto_class
 from trainkit.errors import ModelError, TrainkitError
+from trainkit.hub import check_hub
 from trainkit.models.files import (
     MOST,
     check_model_files,
@@ -84,7 +82,13 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
     """
     path = local_path(source.name_or_path)
     if path is None:
-        _check_hub(source.name_or_path)
+        check_hub(
+            source.name_or_path,
+            ModelError,
+            f"model.name_or_path: {source.name_or_path}",
+            "check the spelling of the directory; without a network, download the model elsewhere "
+            "(hf download NAME --local-dir DIR) and give DIR",
+        )
         return
     if path.is_dir():
         regular_files(path, ModelError)
@@ -99,28 +103,6 @@ def check_exists(source: ModelOptions, *, is_model: bool = True) -> None:
         where="model.name_or_path",
         fix="give a directory that save_pretrained wrote, a .gguf file, or a hub name",
     )
-
-
-def _check_hub(name: str) -> None:
-    """Ask once whether the hub can be reached: its client would retry for minutes, file by file."""
-    constants = huggingface_hub.constants
-    proxies = {"HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"}
-    if constants.HF_HUB_OFFLINE or proxies & os.environ.keys():
-        return
-    endpoint = urlsplit(constants.ENDPOINT)
-    try:
-        socket.create_connection((endpoint.hostname or "", endpoint.port or 443), 10).close()
-    except OSError as error:
-        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
-            constants.HF_HUB_OFFLINE = True  # the copy of an earlier download serves
-            return
-        raise ModelError(
-            f"there is no directory {Path(name).absolute()}, and the hub at {endpoint.hostname} "
-            f"cannot be reached ({error})",
-            where=f"model.name_or_path: {name}",
-            fix="check the spelling of the directory; without a network, download the model "
-            "elsewhere (hf download NAME --local-dir DIR) and give DIR",
-        ) from error
 
 
 def load_tokenizer(source: ModelOptions) -> PreTrainedTokenizerBase:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainkit.data.read.reading import SUFFIXES, TEXT, UNREADABLE, container
 from trainkit.errors import DataError
+from trainkit.hub import check_hub
 from trainkit.places import local_path, regular
 
 
@@ -180,7 +181,14 @@ def fetch(
         DataError: the hub cannot be reached, or has no such data set or split.
     """
     import datasets
+    from datasets.naming import camelcase_to_snakecase
+    from huggingface_hub import constants
 
+    owner, slash, last = name.rpartition("/")
+    copies = f"{owner}{slash and '___'}{camelcase_to_snakecase(last)}"
+    fix = "check the path or name; without a network, download it elsewhere and give the files"
+    check_hub(name, DataError, name, fix, Path(datasets.config.HF_DATASETS_CACHE, copies))
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE
     chosen: dict[str, Any] = {"name": subset} if subset else {}
     if files:
         chosen["data_files"] = list(files)
@@ -191,8 +199,7 @@ def fetch(
             f"there is no local file of this name, and the hub's data set {name!r} (split "
             f"{split!r}) cannot be loaded: {type(error).__name__}: {error}",
             where=name,
-            fix="check the path or name; without a network, download it elsewhere and give the "
-            "files (unset HF_HUB_OFFLINE where there is one)",
+            fix=fix,
         ) from error
     target = directory / f"{data._fingerprint}.parquet"
     if not target.exists():

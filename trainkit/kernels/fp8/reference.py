@@ -126,6 +126,7 @@ def fp8_gate_backward_reference(
 
 
 def gated(gate: Tensor, up: Tensor, tanh_gelu: bool) -> Tensor:
+    """h, of gate's shape (M, F)."""
     return (geglu_tanh_reference if tanh_gelu else swiglu_reference)(gate, up)
 
 
