@@ -7,14 +7,11 @@ imports neither torch nor transformers; ``patch`` is looked up on first use.
 
 from trainkit.version import __version__
 
-TYPE_CHECKING = False  # `python -m trainkit` would take a typing.py of the current directory
-if TYPE_CHECKING:
-    from typing import Any
-
 __all__ = ["__version__", "patch"]
 
 
-def __getattr__(name: str) -> "Any":
+# No types: `python -m trainkit` runs this first, and would take the current directory's typing.py.
+def __getattr__(name):  # type: ignore[no-untyped-def]
     if name == "patch":
         from trainkit.patching import patch
 

@@ -34,28 +34,46 @@ _SHAPES = (
     # AI and its trackers
     r"hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,80}[0-9])[\w-]{20,}|gsk_\w{30,}"
     r"|r8_\w{30,}|xai-\w{40,}|pplx-\w{32,}|nvapi-[\w-]{30,}|lsv2_(?:pt|sk)_\w{20,}|pcsk_\w{20,}"
-    r"|wandb_v1_\w{16,}|eyJhcGlf[\w+/=-]{20,}|jina_\w{40,}|fw_\w{20,}|tgp_v1_[\w-]{20,}",
+    r"|wandb_v1_\w{16,}|eyJhcGlf[\w+/=-]{20,}|jina_\w{40,}|fw_\w{20,}|tgp_v1_[\w-]{20,}"
+    r"|rpa_[A-Z0-9]{40,}|tvly-[\w-]{24,}|e2b_[a-f0-9]{40}|KGAT_[a-f0-9]{32}|csk-[a-z0-9]{40,}"
+    r"|sk_[a-f0-9]{48}|vck_\w{50,}",
     # Clouds
     r"(?:AKIA|ASIA|ABIA|ACCA|A3T[A-Z0-9])[A-Z0-9]{16}|AIza[\w-]{35}|ya29\.[\w-]{16,}"
     r"|GOCSPX-[\w-]{20,}|1//0[\w-]{20,}|LTAI[A-Za-z0-9]{16,}|AKID[A-Za-z0-9]{32}"
     r"|do[opr]_v1_[a-f0-9]{64}|dapi[0-9a-f]{32}(?:-\d)?|hv[sb]\.[\w-]{20,}|dp\.\w{2,8}\.\w{40,}"
-    r"|[\w~.]{3}[0-9]Q~[\w~.-]{31,34}|[A-Za-z0-9]{14}\.atlasv1\.[\w-]{60,}|pul-[a-f0-9]{40}"
-    r"|tskey-[a-z]+-[\w-]{10,}|pscale_[a-z]+_[\w.-]{30,}|glsa_\w{30,}|glc_[\w+/=]{32,}"
-    r"|sbp_[a-f0-9]{40}|sb_secret_[\w-]{20,}|ops_eyJ[\w+/=-]{60,}|AGE-SECRET-KEY-1[0-9A-Z]{50,}",
+    r"|[\w~.]{3}[0-9]Q~[\w~.-]{31,34}|[A-Za-z0-9]{14}\.atlasv1\.[\w=-]{60,}|pul-[a-f0-9]{40}"
+    r"|tskey-[a-z]+-[\w-]{10,}|pscale_[a-z]+_[\w.=-]{30,}|glsa_\w{30,}|glc_[\w+/=]{32,}"
+    r"|sbp_[a-f0-9]{40}|sb_secret_[\w-]{20,}|ops_eyJ[\w+/=-]{60,}|AGE-SECRET-KEY-1[0-9A-Z]{50,}"
+    r"|ABSK[\w+/]{100,}|bedrock-api-key-[\w+/=-]{20,}|[A-Za-z0-9]{52}JQQJ99[A-Za-z0-9]{26}"
+    r"|4b1d[A-Za-z0-9]{38}(?!\w)|v1\.0-[a-f0-9]{24}-[a-f0-9]{146}|eyJrIjoi[\w+/=]{60,}"
+    r"|dt0c01\.[A-Z0-9a-z]{24}\.[A-Z0-9a-z]{64}|fm(?:1[ar]|2)_[\w+/=-]{40,}|fo1_[\w-]{40,}"
+    r"|s\.(?=[A-Za-z]{0,23}[0-9])[A-Za-z0-9]{24}(?![\w.])|sha256~[\w-]{43}|HRKU-AA[\w-]{58}"
+    r"|A3-[A-Z0-9]{6}(?:-[A-Z0-9]{11}|-[A-Z0-9]{6}-[A-Z0-9]{5})(?:-[A-Z0-9]{5}){3}"
+    r"|nfp_\w{36}|rnd_\w{28}|t1\.[\w-]+={0,2}\.[\w-]{86}|AQVN[\w-]{35,}",
     # Code and packages
     r"gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{50,}"
     r"|gl(?:pat|dt|rt|cbt|ptt|ft|imt|agent|oas|soat|ffct)-[\w.-]{16,}|dckr_(?:pat|oat)_[\w-]{20,}"
     r"|rubygems_[a-f0-9]{48}|CLOJARS_\w{60}|ATATT3[\w=-]{60,}|ATBB\w{24,}|AKCp\w{60,}"
-    r"|sq[pua]_[a-f0-9]{40}|sntry[su]_[\w+/=-]{40,}|PMAK-[\w-]{40,}|NRAK-\w{27}|figd_[\w-]{30,}"
-    r"|lin_api_\w{32,}|ntn_\w{40,}|secret_[A-Za-z0-9]{43}|pat[A-Za-z0-9]{14}\.[a-f0-9]{64}",
+    r"|sq[pua]_[a-f0-9]{40}|sntry[su]_[\w+/=-]{40,}|PMAK-[\w-]{40,}|NR(?:AK|JS|II|RA)-[\w-]{19,}|figd_[\w-]{30,}"
+    r"|lin_api_\w{32,}|ntn_\w{40,}|secret_[A-Za-z0-9]{43}|pat[A-Za-z0-9]{14}\.[a-f0-9]{64}"
+    r"|GR1348941[\w-]{20,}|_gitlab_session=\w{32}|cmVmd[A-Za-z0-9]{59}|p8e-[a-z0-9]{32}"
+    r"|API-[A-Z0-9]{26}(?!\w)|[ps]at\.[\w-]{22}\.\w{24}\.\w{20}|pnu_[A-Za-z0-9]{36}"
+    r"|rdme_[a-z0-9]{70}|tk-us-[\w-]{48}|sm_[aps]at_[A-Za-z0-9]{16}|ico-[A-Za-z0-9]{32}"
+    r"|sgp_(?:[a-f0-9]{16}_|local_)?[a-fA-F0-9]{40}|s-s4t2(?:ud|af)-[a-f0-9]{64}"
+    r"|[A-Za-z0-9]{6}_[A-Za-z0-9]{29}_mmk|dnkey-[\w=-]{60,}|fio-u-[\w=-]{60,}"
+    r"|(?:scauth|sc|ext|authress)_\w{5,30}\.\w{4,6}\.acc[_-][\w-]{10,32}\.[\w+/=-]{30,}",
     # Messages and money
-    r"xox[a-z](?:\.xox[a-z])?-[\w-]{10,}|xapp-\d-[\w-]{10,}|SK[0-9a-f]{32}|key-[0-9a-f]{32}"
-    r"|SG\.[\w-]{16,}\.[\w-]{16,}|[0-9a-f]{32}-us\d{1,2}|[0-9]{8,10}:AA[\w-]{33}|xkeysib-[\w-]{64,}"
+    r"xox[a-z](?:\.xox[a-z])?-[\w-]{10,}|xapp-\d-[\w-]{10,}|SK[0-9a-fA-F]{32}|key-[0-9a-f]{32}"
+    r"|SG\.[\w=.-]{60,}|[0-9a-f]{32}-us\d{1,2}|[0-9]{5,16}:A[\w-]{34}|xkeysib-[\w-]{64,}"
     r"|(?:sk|rk|pk)_(?:live|test|prod)_\w{10,}|whsec_[\w+/=]{20,}|sq0[a-z]{3}-[\w-]{22,}"
-    r"|EAAA[\w-]{56,}|EAA[A-Za-z0-9]{100,}|shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|sl\.[\w-]{100,}"
-    r"|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,}",
-    # JSON web tokens
-    r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?",
+    r"|EAAA[\w-]{22,}|EAA[A-Za-z0-9]{100,}|shp(?:at|ca|pa|ss)_[a-fA-F0-9]{32}|sl\.[\w=-]{100,}"
+    r"|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,}|shippo_(?:live|test)_[a-fA-F0-9]{40}"
+    r"|duffel_(?:live|test)_[\w=-]{43}|EZ[AT]K[A-Za-z0-9]{54}|FLWSECK(?:_TEST)?-\w{12,}"
+    r"|\d{15,16}(?:\||%7C)[\w-]{27,}|[ps]k\.[\w-]{60,}\.[\w-]{22}|tfp_[\w.=-]{59}"
+    r"|access-(?:sandbox|development|production)-[0-9a-f-]{36}|A{22}[\w%]{80,}",
+    # JSON web tokens, and encoded ones
+    r"(?<!-)eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?|ey\w{17,}\.ey[\w-]{17,}\.[\w-]*"
+    r"|ZXlK[\w+/-]{80,}",
 )
 _SECRET_SHAPE = re.compile(rf"(?<![A-Za-z0-9_])(?:{'|'.join(_SHAPES)})")
 _PRIVATE_KEY = re.compile(
