@@ -11,7 +11,7 @@ __all__ = ["__version__", "patch"]
 
 
 # No types: `python -m trainkit` runs this first, and would take the current directory's typing.py.
-def __getattr__(name):  # type: ignore[no-untyped-def]
+def __getattr__(name: str):
     if name == "patch":
         from trainkit.patching import patch
 
