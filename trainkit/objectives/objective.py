@@ -19,6 +19,7 @@ from trainkit.objectives.batches import (
     count_tokens,
     without_training,
 )
+from trainkit.options import PreferenceOptions
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class LossSetup:
         chunk_tokens: tokens whose logits exist at a time; None is the kernel's default.
         keeps_gradient: a second backward pass through the loss must be right.
         train_sources, eval_sources: the sources kept apart; empty where they are not.
+        preference: how answers are compared; None where the recipe does not say.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class LossSetup:
     keeps_gradient: bool = True
     train_sources: tuple[str, ...] = ()
     eval_sources: tuple[str, ...] = ()
+    preference: PreferenceOptions | None = None
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ class Objective:
             objective claims.
         packs: it can train on rows of several samples.
         streams: it can train on samples straight from their files.
+        num_together: samples that belong together, so a packed row is so many times as long.
         splits_rows: several ranks can share a row: its loss is a sum over tokens.
         dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
         collator: the shape of rows to what makes a list of items a batch with ``labels``.
@@ -185,6 +189,7 @@ class Objective:
     collator: Callable[[RowShape], Callable[[Sequence[Any]], dict[str, Any]]]
     loss: Callable[[LossSetup], Loss]
     splits_rows: bool = False
+    num_together: int = 1
 
     def training_data(
         self, samples: EpochDataset, shape: RowShape, stream: SampleStream | None = None

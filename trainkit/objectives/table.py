@@ -5,10 +5,13 @@ from collections.abc import Iterable
 from trainkit.data.read.formats import FORMATS
 from trainkit.errors import RecipeError
 from trainkit.objectives.objective import Objective
+from trainkit.objectives.preference import DPO, ORPO, SIMPO
 from trainkit.objectives.sft import SFT
 from trainkit.options import Source
 
-OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in (SFT,)}
+OBJECTIVES: dict[str, Objective] = {
+    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO)
+}
 """Every objective by its name."""
 
 

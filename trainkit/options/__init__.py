@@ -12,6 +12,7 @@ from trainkit.options.faults import FaultOptions
 from trainkit.options.fp8 import Fp8Options
 from trainkit.options.lora import LoraOptions
 from trainkit.options.model import Kernels, ModelOptions
+from trainkit.options.objective import PreferenceOptions
 from trainkit.options.parallel import ParallelOptions
 from trainkit.options.recompute import Recompute, RecomputeOptions
 from trainkit.options.section import Section, broken_rule
@@ -26,6 +27,7 @@ __all__ = [
     "LoraOptions",
     "ModelOptions",
     "ParallelOptions",
+    "PreferenceOptions",
     "Recompute",
     "RecomputeOptions",
     "SampleOptions",

@@ -32,6 +32,7 @@ ROW_FORMATS: dict[str, str] = {
     "text": "plain text, all of it trained",
     "tokens": "input_ids, with labels or masks",
     "template": "any columns: Jinja templates in `columns` make prompt and completion of them",
+    "preference": "two answers to one prompt, the better one as `chosen`",
 }
 """The names of ``trainkit.data.read.formats.FORMATS``, with what a row holds."""
 

@@ -146,6 +146,12 @@ class LoraOptions(Section):
         return value
 
     @property
+    def changes_base(self) -> bool:
+        """Whether the base without its adapters is another model than the one that was loaded."""
+        init = self.init_lora_weights
+        return isinstance(init, str) and init.startswith(("pissa", "olora"))
+
+    @property
     def needs_whole_model(self) -> str | None:
         """The key that takes more than the layers of one rank to begin or to save; or None."""
         init = self.init_lora_weights

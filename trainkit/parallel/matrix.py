@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from trainkit.options.combination import Combination
+from trainkit.options.objective import COMPARING
 from trainkit.options.optimizers import FSDP2, OPTIMIZERS, ZERO, optimizer_row
 from trainkit.options.parallel import NONE
 
@@ -202,6 +203,18 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda one: one.pipeline > 1 and one.objective != "sft",
         "the last stage computes the loss of one forward pass, and other objectives may take more",
         "remove parallel.pipeline",
+    ),
+    Refusal(
+        "objective",
+        lambda one: one.objective in COMPARING and one.computes_fp8,
+        "log-probabilities of answers have not been held against fp64 with products in fp8",
+        "remove model.fp8 or lora.quantize: fp8",
+    ),
+    Refusal(
+        "objective",
+        lambda one: one.objective in COMPARING and (one.tensor > 1 or one.optim_in_backward),
+        "answers have not been compared with split products, or with steps in the backward pass",
+        "remove parallel.tensor or optim_in_backward",
     ),
     Refusal(
         "training.optim",

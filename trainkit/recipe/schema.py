@@ -13,6 +13,7 @@ from trainkit.options import (
     LoraOptions,
     ModelOptions,
     ParallelOptions,
+    PreferenceOptions,
     Recompute,
     RecomputeOptions,
     Section,
@@ -23,6 +24,7 @@ from trainkit.options.combination import Combination
 from trainkit.options.model import LORA_OPS
 from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
 from trainkit.parallel.matrix import COMPILES, refusals
+from trainkit.recipe.preference import broken_preference_rules
 from trainkit.recipe.rules import Measured, Trained, broken_optimizer_rules, problems
 from trainkit.recipe.training import CHECKPOINTING, complete_training
 
@@ -43,6 +45,7 @@ class Recipe(Section):
         + "; ".join(f"{name}: {what}" for name, what in OBJECTIVE_NAMES.items())
         + ".",
     )
+    preference: PreferenceOptions | None = None
     lora: LoraOptions | None = None
     kernels: Kernels = False
     parallel: ParallelOptions = ParallelOptions()
@@ -105,6 +108,10 @@ class Recipe(Section):
             )
         if self.data.streaming:
             self._can_stream()
+        for broken in broken_preference_rules(
+            self.objective, self.preference, self.data, self.lora, training
+        ):
+            raise broken_rule(*broken)
         for problem in problems(self.training, self.measured(), self.early_stopping):
             raise broken_rule(*problem)
         self._recomputes_in_one_way()

@@ -139,6 +139,7 @@ class LoopState:
                 keeps_gradient=not run.recipe.optim_in_backward,
                 train_sources=self.train_data.sources,
                 eval_sources=self.eval_data.sources if self.eval_data else (),
+                preference=run.recipe.preference,
             )
         )
         self.stream = stream_state(self.train_data, args, layout)

@@ -7,7 +7,7 @@ ends as samples, as an entry for the ledger, or as both.
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -355,7 +355,7 @@ class SampleBuilder:
         """
         built = BuiltRows()
         drafts: dict[Drafter, list[Draft]] = {}
-        texts: list[tuple[int, TextRow]] = []
+        texts: list[tuple[int, int, TextRow]] = []
         num_compared: dict[int, int] = {}
         for number, row in enumerate(rows):
             try:
@@ -364,18 +364,21 @@ class SampleBuilder:
                     mine = self._drafts(number, parsed, source, built)
                     drafts.setdefault(self.drafter_of(parsed), []).extend(mine)
                 elif isinstance(parsed, Comparison):
-                    mine = self._compared(number, parsed, source, built)
-                    drafter = self.drafter_of(parsed.conversations[0])
-                    drafts.setdefault(drafter, []).extend(mine)
-                    num_compared[number] = len(mine)
+                    num_compared[number] = len(parsed.conversations)
+                    for part, each in enumerate(parsed.conversations):
+                        if isinstance(each, TextRow):
+                            texts.append((number, part, each))
+                        else:
+                            draft = self._compared(number, part, each, source, built)
+                            drafts.setdefault(self.drafter_of(each), []).append(draft)
                 elif isinstance(parsed, TextRow):
-                    texts.append((number, parsed))
+                    texts.append((number, 0, parsed))
                 else:
                     self._keep_tokens(number, parsed, built)
             except RowError as error:
                 built.drop(number, error)
         for drafter, mine in drafts.items():
-            self._keep_conversations(drafter, mine, built)
+            self._keep_conversations(drafter, mine, built, num_compared.keys())
         if texts:
             self._keep_texts(texts, built)
         found = Counter(sample.row for sample in built.samples)
@@ -492,24 +495,25 @@ class SampleBuilder:
         return drafts
 
     def _compared(
-        self, row: int, comparison: Comparison, source: Source, built: BuiltRows
-    ) -> list[Draft]:
-        """One draft for each conversation of a comparison."""
-        drafts = []
-        for part, conversation in enumerate(comparison.conversations):
-            mine = self._drafts(row, conversation, source, built)
-            if len(mine) != 1:
-                raise RowError(
-                    "compared_in_parts",
-                    "data.thinking: split makes several samples of an answer that is compared",
-                )
-            drafts.append(replace(mine[0], part=part))
-        return drafts
+        self, row: int, part: int, conversation: Conversation, source: Source, built: BuiltRows
+    ) -> Draft:
+        """The draft of one conversation of a comparison."""
+        mine = self._drafts(row, conversation, source, built)
+        if len(mine) != 1:
+            raise RowError(
+                "compared_in_parts",
+                "data.thinking: split makes several samples of an answer that is compared",
+            )
+        return replace(mine[0], part=part)
 
     # -- samples -----------------------------------------------------------------------------
 
     def _keep_conversations(
-        self, drafter: Drafter, drafts: Sequence[Draft], built: BuiltRows
+        self,
+        drafter: Drafter,
+        drafts: Sequence[Draft],
+        built: BuiltRows,
+        compared: Collection[int],
     ) -> None:
         bos, limit = self.tokenizer.bos_token_id, self.options.max_length
         for whole, encoded in zip(drafts, drafter.encode(drafts), strict=True):
@@ -520,7 +524,8 @@ class SampleBuilder:
                 built.drop(draft.row, RowError("double_bos", detail), mask)
                 continue
             size, num, shorter = len(ids), num_trained(mask), None
-            if size > limit and mask[limit:].any():
+            # Answers that are compared must keep the same prompt.
+            if size > limit and mask[limit:].any() and draft.row not in compared:
                 shorter = drafter.fewer_turns(draft, tokens)
             if shorter is not None:
                 draft, tokens, ids, mask = shorter
@@ -559,18 +564,18 @@ class SampleBuilder:
         built.samples.append(Sample(row, part, ids, mask))
         return mask
 
-    def _keep_texts(self, texts: Sequence[tuple[int, TextRow]], built: BuiltRows) -> None:
+    def _keep_texts(self, texts: Sequence[tuple[int, int, TextRow]], built: BuiltRows) -> None:
         """Plain text: bos and eos as the tokenizer adds them, and an eos at the end in any case."""
-        ends = [0 if row.apart else len(row.text) for _, row in texts]
-        whole = [row.prompt + row.text[:end] for (_, row), end in zip(texts, ends, strict=True)]
-        starts = [len(row.prompt) for _, row in texts]
+        ends = [0 if row.apart else len(row.text) for _, _, row in texts]
+        whole = [row.prompt + row.text[:end] for (_, _, row), end in zip(texts, ends, strict=True)]
+        starts = [len(row.prompt) for _, _, row in texts]
         spans = [[(start, start + end)] for start, end in zip(starts, ends, strict=True)]
         encoded = self.encoder.encode(whole, spans, add_special_tokens=True)
-        alone = [row.text for _, row in texts if row.apart]
+        alone = [row.text for _, _, row in texts if row.apart]
         answers = iter(self.encoder.encode(alone, [[]] * len(alone)))
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         limit = self.options.max_length
-        for (row, text), tokens in zip(texts, encoded, strict=True):
+        for (row, part, text), tokens in zip(texts, encoded, strict=True):
             ids, first = tokens.input_ids, tokens.ranges[0][0]
             if text.apart:
                 if (
@@ -595,7 +600,7 @@ class SampleBuilder:
                 built.counts["texts_in_pieces"] += 1
                 self._keep_pieces(row, ids, built)
                 continue
-            self._keep(row, 0, ids, mask, built)
+            self._keep(row, part, ids, mask, built)
 
     def _keep_pieces(self, row: int, ids: np.ndarray, built: BuiltRows) -> None:
         """A text longer than a sample becomes several; a last piece of one token joins none."""

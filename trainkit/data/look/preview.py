@@ -304,12 +304,12 @@ class Authors:
         assert raw.payload is not None
         parsed = parse_row(decode(raw.payload), source.format, source.columns)
         size = len(sample["input_ids"])
-        if isinstance(parsed, TextRow) and parsed.prompt:
-            return self._of_completion(parsed, sample)
         if isinstance(parsed, Comparison):
             source_place, place = self.data.find(sample["id"])
             part = int(self.data.parts[source_place].store.part[place])
             parsed = parsed.conversations[part]
+        if isinstance(parsed, TextRow) and parsed.prompt:
+            return self._of_completion(parsed, sample)
         if not isinstance(parsed, Conversation):
             return [("text", 0, size)]
         drafter = self.builder.drafter_of(parsed)

@@ -26,6 +26,7 @@ from trainkit.data.read.messages import (
     TextRow,
     check_text,
 )
+from trainkit.data.read.pairs import parse_preference
 from trainkit.data.read.reading import RawRow, decode
 from trainkit.data.read.row_fields import (
     MEDIA,
@@ -220,6 +221,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
     "text": parse_text,
     "tokens": parse_tokens,
     "template": parse_template,
+    "preference": parse_preference,
 }
 
 
@@ -310,7 +312,10 @@ def parse_row(
         parsed = replace(parsed, template_kwargs=template_kwargs(row, name))
     elif isinstance(parsed, Comparison):
         kwargs = template_kwargs(row, name)
-        each = (replace(one, template_kwargs=kwargs) for one in parsed.conversations)
+        each = (
+            replace(one, template_kwargs=kwargs) if isinstance(one, Conversation) else one
+            for one in parsed.conversations
+        )
         parsed = replace(parsed, conversations=tuple(each))
     return replace(parsed, ignored=ignored) if ignored else parsed
 
@@ -334,7 +339,8 @@ def _unknown(row: Mapping[str, Any]) -> str:
     if "chosen" in row and "rejected" in row:
         raise RowError(
             "unknown_format",
-            "the row compares two answers; to train on the better one, keep it as messages",
+            "the row compares two answers; objective: dpo trains on them; to train on the better "
+            "one alone, keep it as messages",
         )
     keys = ", ".join(sorted(map(short_name, row))[:8]) or "none"
     nested = next((k for k, v in row.items() if isinstance(v, list) and any(map(_is_row, v))), None)
@@ -430,9 +436,10 @@ def read_row(
         RowError: the row does not fit, or holds text that no tokenizer takes.
     """
     parsed = parse_row(row, name, columns, asks=asks)
-    if isinstance(parsed, TextRow):
-        check_text(parsed.prompt, "'prompt'")
-        check_text(parsed.text, "the text")
+    for text_row in parsed.conversations if isinstance(parsed, Comparison) else (parsed,):
+        if isinstance(text_row, TextRow):
+            check_text(text_row.prompt, "'prompt'")
+            check_text(text_row.text, "the text")
     said_so = isinstance(row, Mapping) and any(row.get(key) == [] for key in MEDIA)
     for place, text in () if said_so else _texts(parsed):
         found = PLACEHOLDER.search(text) and PLACEHOLDER.search(CODE.sub("", text))

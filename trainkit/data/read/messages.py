@@ -113,7 +113,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Conversations that are held against each other; each becomes one sample of the row.
+    """Conversations or texts that are held against each other; each becomes a sample of the row.
 
     Either all of them are kept or none.
 
@@ -122,7 +122,7 @@ class Comparison:
         ignored: fields of the row that play no part.
     """
 
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[Conversation | TextRow, ...]
     ignored: tuple[str, ...] = ()
 
 

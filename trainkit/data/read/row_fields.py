@@ -186,6 +186,10 @@ READS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "tokens": TOKEN_FIELDS,
     "template": ("prompt", "completion"),
+    "preference": (
+        *("prompt", "chosen", "rejected", "conversations", "messages", "instruction", "input"),
+        *("preferred_output", "non_preferred_output", *TALK),
+    ),
 }
 """The fields that each format reads."""
 
@@ -306,6 +310,9 @@ def template_kwargs(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+_TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+
+
 def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """The row's fields that play no part.
 
@@ -330,8 +337,8 @@ def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
             if key in ("tools", "functions"):
                 raise RowError("misplaced_tools", f"rows of {name} have no {key!r}")
             ignored.append(short_name(key))
-    if name in ("messages", "sharegpt", "prompt_completion"):
-        for place in ("messages", "conversations", "prompt", "completion"):
+    if name in ("messages", "sharegpt", "prompt_completion", "preference"):
+        for place in _TURNS:
             if place in reads and isinstance(row.get(place), list):
                 ignored += _unused_in_turns(row[place], place)
     return tuple(dict.fromkeys(ignored))

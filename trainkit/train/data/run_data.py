@@ -122,7 +122,8 @@ def prepare_run_data(
         return RowShape(length, pad_token_id, packing, found, row_parts)
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
-        rows = shape(_row_length(data, options.max_length, row_parts), data.source_names)
+        longest = options.max_length * objective.num_together
+        rows = shape(_row_length(data, longest, row_parts), data.source_names)
         made = objective.training_data(objective.dataset(data, rows, seed), rows)
         return replace(made, sample_name=data.sample_id, has_equal_epochs=data.has_equal_epochs)
 

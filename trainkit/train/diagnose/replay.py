@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.objectives.objective import LossSetup, Objective, Step
 from trainkit.objectives.step_loss import accepts_num_items
+from trainkit.options import PreferenceOptions
 from trainkit.train.faults.bad_batch import BadBatch
 from trainkit.train.optimizer.finite_weights import numbers_of
 
@@ -73,17 +74,24 @@ def micro_batches(kept: Sequence[BadBatch]) -> list[MicroBatch]:
     return bad or [batch for _, batch in found]
 
 
-def replay(model: nn.Module, objective: Objective, batches: Sequence[MicroBatch]) -> Outcome:
+def replay(
+    model: nn.Module,
+    objective: Objective,
+    batches: Sequence[MicroBatch],
+    preference: PreferenceOptions | None = None,
+) -> Outcome:
     """The worst of some micro-batches: the first that is not finite, else that of the largest loss.
 
     Args:
         model: on the device where it runs; its gradients are cleared.
         objective: whose loss is taken.
         batches: on any device.
+        preference: of the recipe.
     """
+    setup = LossSetup(model, accepts_num_items(model), preference=preference)
     worst: Outcome | None = None
     for batch in batches:
-        found = _one(model, objective, batch)
+        found = _one(setup, objective, batch)
         if found.is_bad(float("inf")):
             return found
         if worst is None or found.loss > worst.loss:
@@ -92,23 +100,25 @@ def replay(model: nn.Module, objective: Objective, batches: Sequence[MicroBatch]
     return worst
 
 
-def _one(model: nn.Module, objective: Objective, batch: MicroBatch) -> Outcome:
+def _one(setup: LossSetup, objective: Objective, batch: MicroBatch) -> Outcome:
+    model = setup.model
     with _watching_outputs(model) as first_bad:
-        loss, norm, first_gradient = _forth_and_back(model, objective, batch)
+        loss, norm, first_gradient = _forth_and_back(setup, objective, batch)
         name = first_bad()
     found = Outcome(loss, norm, name, None, first_gradient, batch.rows)
     if name is None:
         return found
     with _watching_input(model.get_submodule(name)) as largest:
-        _forth_and_back(model, objective, batch)
+        _forth_and_back(setup, objective, batch)
         return replace(found, largest_input=largest())
 
 
 def _forth_and_back(
-    model: nn.Module, objective: Objective, batch: MicroBatch
+    setup: LossSetup, objective: Objective, batch: MicroBatch
 ) -> tuple[float, float, str | None]:
     """Loss, norm of the gradient, and the weight nearest to the loss without a finite one."""
     torch.manual_seed(0)  # dropout
+    model, takes_num_items = setup.model, setup.takes_num_items
     model.train()
     model.zero_grad()
     device = next(model.parameters()).device
@@ -116,8 +126,7 @@ def _forth_and_back(
         key: value.to(device) if isinstance(value, Tensor) else value
         for key, value in batch.values.items()
     }
-    takes_num_items = accepts_num_items(model)
-    loss = objective.loss(LossSetup(model, takes_num_items=takes_num_items))
+    loss = objective.loss(setup)
     num_trained = int(torch.count_nonzero(inputs["labels"][..., 1:] != -100))
     num_items = loss.num_items(inputs, num_trained)
 

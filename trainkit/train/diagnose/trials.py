@@ -110,9 +110,9 @@ class Bench:
             chosen = self.batches if batches is None else batches
             if without_adapters and isinstance(model, PeftModel):
                 with model.disable_adapter():
-                    outcome = replay(model, objective, chosen)
+                    outcome = replay(model, objective, chosen, recipe.preference)
             else:
-                outcome = replay(model, objective, chosen)
+                outcome = replay(model, objective, chosen, recipe.preference)
         except (TrainkitError, torch.OutOfMemoryError) as error:
             said = error.what if isinstance(error, TrainkitError) else "out of memory"
             return Trial(what, tuple(overrides), problem=said)

@@ -73,6 +73,7 @@ NEEDS_CONSENT = (
     "model.gguf_file",
     "model.init",
     "objective",
+    "preference",
     "data",
     "training.seed",
     "training.data_seed",

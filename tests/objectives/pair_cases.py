@@ -1,0 +1,169 @@
+"""Runs of the objectives that compare answers, through the real data path and loop."""
+
+import contextlib
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from objectives.preference_cases import make_data
+
+from trainkit.objectives import OBJECTIVES
+from trainkit.recipe import Recipe
+
+NUM_PAIRS = 12
+LORA = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "init_lora_weights": False}
+
+
+def pair(number):
+    """A prompt of two turns and an answer, so that all three have their own length."""
+    asked = [
+        {"role": "user", "content": f"Count to {number}."},
+        {"role": "assistant", "content": "Now?"},
+        {"role": "user", "content": "Yes."},
+    ]
+    answers = " ".join(map(str, range(number))) or "none", "no" * (1 + number % 3)
+    return {
+        "prompt": asked,
+        **{
+            key: [{"role": "assistant", "content": answer}]
+            for key, answer in zip(("chosen", "rejected"), answers, strict=True)
+        },
+    }
+
+
+def adapters(model):
+    """LoRA whose second matrices are random, too: the reference is another model from step 0."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(**LORA))
+
+
+def make_trainer(root, *, objective="dpo", patched=False, packing=False, lora=True, **options):
+    from lab import Lab
+    from tiny import make_tokenizer
+
+    from trainkit.patching import patch
+
+    mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
+    mine.mkdir(parents=True)
+    row = OBJECTIVES[objective]
+    data = make_data(
+        mine, [pair(number) for number in range(NUM_PAIRS)], objective=row, packing=packing
+    )
+    given = {"train_data": data.train, "eval_data": data.eval, "objective": row}
+    sections = {"objective": objective, "preference": options.pop("preference", None)}
+
+    def change(run):
+        chosen = {"lora": {} if lora else None, **sections}
+        recipe = {"model": {"name_or_path": "none"}, "data": {"train": ["none.jsonl"]}, **chosen}
+        run.loaded = replace(run.loaded, recipe=Recipe(**recipe))
+
+    trainer = Lab(make_tokenizer(), Path(root)).trainer(
+        "run",
+        prepare=patch if patched else None,
+        wrap=adapters if lora else None,
+        given={**given, "change": change},
+        **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
+    )
+    return trainer, data
+
+
+def answers_of(model, pairs):
+    """(pairs, 2) log-probabilities from full logits and softmax, written out, and tokens."""
+    sums, lengths = [], []
+    for sample in (sample for items in pairs for sample in items):
+        ids = torch.tensor(sample["input_ids"], dtype=torch.long)[None]
+        log_p = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        taken = log_p.gather(1, ids[0, 1:, None])[:, 0]
+        scored = torch.tensor(sample["loss_mask"])[1:] > 0
+        sums.append(taken[scored].sum())
+        lengths.append(int(scored.sum()))
+    return torch.stack(sums).view(-1, 2), torch.tensor(lengths).view(-1, 2)
+
+
+def wanted_loss(objective, preference, sums, reference, lengths):
+    """Each pair's loss as the papers and TRL write it, with exp and log only."""
+
+    def log_sigmoid(x):
+        return -(1 + (-x).exp()).log()
+
+    beta = preference.get("beta", 2.0 if objective == "simpo" else 0.1)
+    eps, kind = preference.get("label_smoothing", 0.0), preference.get("loss", "sigmoid")
+    means = sums / lengths
+    if objective == "simpo":
+        gamma = preference.get("gamma", 0.5)
+        return -log_sigmoid(beta * (means[:, 0] - means[:, 1]) - gamma)
+    if objective == "orpo":
+        odds = means - (1 - means.exp()).log()
+        return -means[:, 0] - beta * log_sigmoid(odds[:, 0] - odds[:, 1])
+    ratios = sums - reference
+    if kind == "ipo" or preference.get("length_normalized"):
+        ratios = ratios / lengths
+    a, b = ratios.unbind(1)
+    m = beta * (a - b)
+    return {
+        "sigmoid": lambda: -(1 - eps) * log_sigmoid(m) - eps * log_sigmoid(-m),
+        "robust": lambda: (-(1 - eps) * log_sigmoid(m) + eps * log_sigmoid(-m)) / (1 - 2 * eps),
+        "hinge": lambda: (1 - m).clamp(min=0),
+        "ipo": lambda: (a - b - 1 / (2 * beta)) ** 2,
+        "nca_pair": lambda: (
+            -log_sigmoid(beta * a) - 0.5 * log_sigmoid(-beta * a) - 0.5 * log_sigmoid(-beta * b)
+        ),
+        "sppo_hard": lambda: (a - 0.5 / beta) ** 2 + (b + 0.5 / beta) ** 2,
+        "apo_zero": lambda: 1 - (beta * a).sigmoid() + (beta * b).sigmoid(),
+        "apo_down": lambda: (beta * a).sigmoid() + 1 - m.sigmoid(),
+    }[kind]()
+
+
+def fp64_step(trainer, pairs, objective, preference, lora):
+    """Loss and gradients of the plain Hugging Face model in fp64 on these pairs."""
+    from tiny import make_qwen2
+    from transformers import set_seed
+
+    set_seed(1)
+    model = make_qwen2(len(trainer.tokenizer))
+    model = (adapters(model) if lora else model).double()
+    reference = None
+    if lora:
+        with torch.no_grad(), model.disable_adapter():
+            reference, _ = answers_of(model, pairs)
+    sums, lengths = answers_of(model, pairs)
+    loss = wanted_loss(objective, preference, sums, reference, lengths).mean()
+    loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), gradients, (sums.detach(), reference, lengths)
+
+
+def step_of(root, **options):
+    """A step in fp64, where only formulas and orders of sums can differ: rows, gradients."""
+    from transformers import TrainerCallback
+
+    trainer, data = make_trainer(root, optim="sgd", learning_rate=0.0, **options)
+    trainer.model.double()
+    kept = {}
+
+    class Gradients(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            named = model.named_parameters()
+            kept.update({name: p.grad.clone() for name, p in named if p.grad is not None})
+
+    trainer.add_callback(Gradients())
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return trainer, data, rows, kept
+
+
+def train(root, **options):
+    """What a rank logs, and its evaluation."""
+    with contextlib.suppress(FileExistsError):
+        Path(root).mkdir()
+    trainer, _ = make_trainer(root, **options)
+    trainer.train()
+    keys = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    figures = trainer.evaluate()
+    return [[row[key] for key in keys] for row in rows] + [
+        [figures["eval_loss"], figures["eval_rewards/margins"]]
+    ]
