@@ -32,8 +32,8 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 490, "code": 57_950, "words": 12_850},
-    "tests": {"code": 36_500},
+    "trainkit": {"files": 500, "code": 59_000, "words": 13_100},
+    "tests": {"code": 37_000},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},
 }

@@ -45,25 +45,25 @@ def parse_preference(row: Mapping[str, Any]) -> Comparison:
             raise RowError("empty_completion", "'prompt', 'chosen' or 'rejected' is empty")
         better, worse = (TextRow(str(side), prompt=prompt) for side in sides)
         return Comparison((better, worse))
-    asked = _asked(row)
+    question = _question(row)
     answers = [_turns(row, key) for key in ("chosen", "rejected")]
-    if asked is None:
+    if question is None:
         shared = 0
         while shared < min(map(len, answers)) and answers[0][shared] == answers[1][shared]:
             shared += 1
-        asked, answers = answers[0][:shared], [turns[shared:] for turns in answers]
+        question, answers = answers[0][:shared], [turns[shared:] for turns in answers]
     else:
-        answers = [_without(asked, turns, isinstance(prompt, str)) for turns in answers]
+        answers = [_without(question, turns, isinstance(prompt, str)) for turns in answers]
     if answers[0] == answers[1]:
         raise RowError("same_answers", "'chosen' and 'rejected' are the same")
-    before = [replace(turn, train=False) for turn in with_system(row, asked)]
+    before = [replace(turn, train=False) for turn in with_system(row, question)]
     tools = parse_tools(row)
     return Comparison(
         tuple(Conversation((*before, *map(_answering, turns)), tools=tools) for turns in answers)
     )
 
 
-def _asked(row: Mapping[str, Any]) -> list[Message] | None:
+def _question(row: Mapping[str, Any]) -> list[Message] | None:
     """The prompt, where the row has one."""
     for key in ("prompt", "conversations", "messages"):
         value = row.get(key)
@@ -83,7 +83,7 @@ def _turns(row: Mapping[str, Any], key: str) -> list[Message]:
     if isinstance(value, Mapping):
         return [parse_turn(value, 1)]
     if isinstance(value, str) and not value.lstrip().startswith("["):
-        if _asked(row) is None:
+        if _question(row) is None:
             raise RowError("no_prompt", f"{key!r} is a text, and the row has no prompt")
         return [Message("assistant", value)]
     return [parse_turn(item, n) for n, item in enumerate(fields.items(row, key), 1)]
