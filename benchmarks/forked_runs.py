@@ -138,7 +138,7 @@ def errors_of(log: Path) -> str:
 
 def visible_gpus() -> str:
     """The GPUs of this host, with commas; empty without any."""
-    from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.parallel.launch import count_local_gpus
 
     return ",".join(map(str, range(count_local_gpus())))
 

@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.bench.providers import MODELS
-from trainkit.parallel.launch.hosts import free_port
+from trainkit.parallel.launch import free_port
 
 VOCABULARY = 50_000
 

@@ -198,7 +198,7 @@ class Cell:
 
 def prepare(folder: Path) -> None:
     """The imports that starts are forked behind, a tiny model and some conversations."""
-    from trainkit.parallel.launch.processes import quieten_imports
+    from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
     import deepspeed
@@ -270,7 +270,7 @@ def main() -> int:
     if options.table:
         print(table(list(rows.values())))
         return 0
-    from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.parallel.launch import count_local_gpus
 
     # What a killed launcher leaves comes to this process, which waits for it.
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)

@@ -195,10 +195,9 @@ def trainer_of(
         change: is called with the run before the loop is made.
         given: sections of the recipe; the rest is the run's.
     """
-    from trainkit.train.callbacks import StopOnRequest
+    from trainkit.train.callbacks import EmbeddingNoise, StopOnRequest
     from trainkit.train.log.rows import Rows
     from trainkit.train.loop import Loop
-    from trainkit.train.optimizer.noise import EmbeddingNoise
     from trainkit.train.optimizer.watched import Numbers
     from trainkit.train.results.evaluations import Evaluations
     from trainkit.train.saves import Saves

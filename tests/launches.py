@@ -24,8 +24,7 @@ def launch(argv, num_ranks, *, max_restarts=0, in_rank=lambda: None):
     Returns:
         The exit code.
     """
-    from trainkit.parallel.launch.hosts import Hosts
-    from trainkit.parallel.launch.processes import LAUNCH_VARIABLES, launch_command
+    from trainkit.parallel.launch import LAUNCH_VARIABLES, Hosts, launch_command
     from trainkit.train.faults import torchrun
 
     _fork_ranks(in_rank)

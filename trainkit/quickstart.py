@@ -224,7 +224,7 @@ class ConversationMaker:
 
 def train_tokenizer(conversations: list[list[Message]], vocab_size: int) -> Any:
     """A byte-level BPE of the corpus with a ChatML template; Chinese is split by character."""
-    from trainkit.parallel.launch.processes import quieten_imports
+    from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers

@@ -21,8 +21,8 @@ from trainkit.options import Source
 from trainkit.options.data import ROW_FORMATS
 from trainkit.parallel import strategies
 from trainkit.parallel.engine import Engine
-from trainkit.parallel.layout import Layout
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.strategies import Layout
 
 
 def parse_faq(row):
@@ -83,7 +83,7 @@ from tiny import make_qwen2
 
 from trainkit.lora import attach
 from trainkit.recipe import key_references, load_recipe
-from trainkit.train.resume.hosts import settings_of
+from trainkit.train.resume.given import settings_of
 
 loaded = load_recipe("r.yaml")
 model = attach(make_qwen2(32), loaded.recipe.lora)

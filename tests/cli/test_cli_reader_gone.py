@@ -32,9 +32,9 @@ def end_readers(monkeypatch):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_run_goes_on(monkeypatch, tmp_path, as_json):
-    import trainkit.parallel.launch.processes as processes
+    import trainkit.parallel.launch as launch
     import trainkit.train.build as build
-    import trainkit.train.resume.hosts as hosts
+    import trainkit.train.resume.given as hosts
 
     told = []
 
@@ -50,7 +50,7 @@ def test_a_run_goes_on(monkeypatch, tmp_path, as_json):
 
     monkeypatch.setattr(build, "run_sft", run)
     monkeypatch.setattr(hosts, "refuse_unlike_hosts", lambda *_: None)
-    monkeypatch.setattr(processes, "quieten_imports", lambda: None)
+    monkeypatch.setattr(launch, "quieten_imports", lambda: None)
     end_readers(monkeypatch)
     with warnings.catch_warnings():
         warnings.simplefilter("always")

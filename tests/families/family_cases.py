@@ -52,7 +52,7 @@ def _zero_difference(name, stage, rank, world_size):
 
 def fsdp2():
     """The same for FSDP2."""
-    from trainkit.parallel.fsdp.engine import Fsdp2
+    from trainkit.parallel.fsdp import Fsdp2
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group("gloo")

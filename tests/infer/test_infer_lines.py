@@ -248,7 +248,7 @@ NO_JSON_LINES = {
     "run/environment.py",
     "run/git.py",
     "run/report/html.py",
-    "train/rehearsal/rehearse.py",
+    "train/rehearse.py",
     "parallel/launch/processes.py",
     "models/loading.py",
 }

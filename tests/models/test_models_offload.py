@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from trainkit.errors import PatchError
 from trainkit.models.recompute import offload
 from trainkit.models.recompute.layers import Recomputed, every
-from trainkit.train.recompute.callback import ALL, RecomputeLayers
+from trainkit.train.recompute import ALL, RecomputeLayers
 
 
 @pytest.fixture

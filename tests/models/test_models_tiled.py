@@ -12,7 +12,7 @@ from trainkit.models.fp8_linear import quantize_to_fp8
 from trainkit.models.recompute.tiled import TiledMLP, tile
 from trainkit.patching import patch
 from trainkit.recipe.load import load_recipe
-from trainkit.train.recompute.peaks import CountedMemory
+from trainkit.train.recompute import CountedMemory
 
 CPU = torch.device("cpu")
 CHUNK = 5  # of 26 tokens: tiles of 4 and 5

@@ -80,7 +80,7 @@ def restart():
     from torch.distributed import TCPStore
 
     from trainkit.parallel import ProcessRank
-    from trainkit.parallel.launch.rendezvous import meet_anew
+    from trainkit.parallel.launch import meet_anew
 
     place = ProcessRank.from_environment()
     old = int(os.environ["MASTER_PORT"])

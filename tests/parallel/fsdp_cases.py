@@ -5,7 +5,7 @@ import torch
 
 def _placed(make):
     """A model, placed on all ranks, and its engine."""
-    from trainkit.parallel.fsdp.engine import Fsdp2
+    from trainkit.parallel.fsdp import Fsdp2
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
@@ -119,8 +119,8 @@ def steps_of(optim):
 def a_load_in_parts(model, lora):
     """What a rank reads and holds of a model on disk, held against one that is loaded whole."""
     from trainkit.options import LoraOptions, ModelOptions
-    from trainkit.parallel.fsdp.engine import Fsdp2
-    from trainkit.parallel.fsdp.slices import WeightFiles
+    from trainkit.parallel.fsdp import Fsdp2
+    from trainkit.parallel.slices import WeightFiles
     from trainkit.train.model import build_model
 
     torch.distributed.init_process_group("gloo")
@@ -180,7 +180,7 @@ def families_in_parts(folder):
     from families.family_models import FAMILIES, make
 
     from trainkit.models.skeleton import skeleton
-    from trainkit.parallel.fsdp.engine import Fsdp2
+    from trainkit.parallel.fsdp import Fsdp2
 
     torch.distributed.init_process_group("gloo")
     device, found = torch.device("cpu"), {}
@@ -212,7 +212,7 @@ def packed_weights_through_a_copy_that_rounds(model):
     A GPU copies lists of bfloat16 tensors as floats, and writes one NaN for every other.
     """
     from trainkit.options import LoraOptions, ModelOptions
-    from trainkit.parallel.fsdp.engine import Fsdp2
+    from trainkit.parallel.fsdp import Fsdp2
     from trainkit.train.model import build_model
 
     torch.distributed.init_process_group("gloo")

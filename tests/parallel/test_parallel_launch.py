@@ -16,8 +16,14 @@ from torch.distributed.launcher import api
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
-from trainkit.parallel.launch.hosts import OWN_LAUNCH, Hosts, first_host, free_port
-from trainkit.parallel.launch.processes import launch_command, threads_of_each
+from trainkit.parallel.launch import (
+    OWN_LAUNCH,
+    Hosts,
+    first_host,
+    free_port,
+    launch_command,
+    threads_of_each,
+)
 from trainkit.processes import STARTER
 from trainkit.train.faults import torchrun
 
@@ -181,7 +187,7 @@ def test_a_port_in_use_is_named():
 
 TAKES_PORT_7 = """
 import os, secrets, sys
-from trainkit.parallel.launch.hosts import free_port
+from trainkit.parallel.launch import free_port
 secrets.randbelow = lambda _: 7
 said = f"print({free_port()}, flush=True); input()"
 os.execv(sys.executable, [sys.executable, "-c", said])
@@ -296,9 +302,10 @@ def test_what_hosts_compare_first_needs_nothing_slow(tmp_path):
     """Under load transformers takes a minute to load; the answer should be there by then."""
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from trainkit.train.resume import hosts\nfrom trainkit.recipe import load_recipe\n"
-        "given = []\nhosts.refuse_early_disagreement = lambda process, facts: given.append(facts)\n"
-        "hosts.refuse_unlike_hosts(load_recipe(Path('r.yaml')), None)\n"
+        "from trainkit.train.resume import given as start\n"
+        "from trainkit.recipe import load_recipe\n"
+        "given = []\nstart.refuse_early_disagreement = lambda process, facts: given.append(facts)\n"
+        "start.refuse_unlike_hosts(load_recipe(Path('r.yaml')), None)\n"
         "slow = {'transformers', 'peft', 'deepspeed', 'datasets', 'accelerate'}\n"
         "assert not slow & sys.modules.keys()\n"
         "print([given[0][key] for key in ('training.learning_rate', 'rows.jsonl')])"

@@ -18,7 +18,7 @@ from trainkit.models.loading import load_model
 from trainkit.options.model import ModelOptions
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline.engine import Pipeline
-from trainkit.parallel.pipeline.late_weights import LateWeights
+from trainkit.parallel.pipeline.schedule import LateWeights
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     STAGED,
@@ -28,8 +28,7 @@ from trainkit.parallel.pipeline.share import (
     refuse_micro_batches,
     refuse_model,
 )
-from trainkit.parallel.pipeline.skeleton import cut_away
-from trainkit.parallel.pipeline.stage import Stage
+from trainkit.parallel.pipeline.stage import Stage, cut_away
 from trainkit.parallel.process import ProcessRank
 
 CASE = "distributed.zero_cases:train"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerState
 
-from trainkit.train.resume.take_up import TakeUp
+from trainkit.train.resume.begin import TakeUp
 
 
 @pytest.mark.parametrize("step", [None, 0, 4, 6, "4", "../../outside", "4/../../outside"])

@@ -7,7 +7,7 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from trainkit.objectives.batches import BatchCounts
-from trainkit.parallel.ranks import Ranks
+from trainkit.parallel.engine import Ranks
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter
 from trainkit.train.faults.bad_numbers import NumberPolicy
@@ -15,8 +15,8 @@ from trainkit.train.faults.signals import StopRequest
 from trainkit.train.log.meter import Meter
 from trainkit.train.log.rows import Rows
 from trainkit.train.results.evaluations import Evaluations
+from trainkit.train.resume.begin import TakeUp
 from trainkit.train.resume.changes import Change, Review
-from trainkit.train.resume.take_up import TakeUp
 
 
 def make_meter():

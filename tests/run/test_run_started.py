@@ -9,8 +9,7 @@ import pytest
 
 import trainkit
 from trainkit.doctor.gpus import check_all_reduce
-from trainkit.parallel.launch.hosts import Hosts
-from trainkit.parallel.launch.processes import launch_command
+from trainkit.parallel.launch import Hosts, launch_command
 from trainkit.processes import STARTER, module_command
 
 ROOT = Path(trainkit.__file__).parent

@@ -41,12 +41,12 @@ def sft_on_gpus(cwd, argv, memory_gib, peaks_gib):
     from commands import run_command
 
     from trainkit.estimate.gpus import GPUS
-    from trainkit.train.log import flops
+    from trainkit.train.log import meter
 
     gpu = replace(GPUS["h100"], memory_gib=memory_gib)
     peak = int(peaks_gib[int(os.environ["RANK"])] * 2**30)
     with (
-        mock.patch.object(flops, "this_gpu", return_value=gpu),
+        mock.patch.object(meter, "this_gpu", return_value=gpu),
         mock.patch.object(torch.cuda, "max_memory_allocated", return_value=peak),
     ):
         return run_command(cwd, ["sft", *argv], pictures=False)

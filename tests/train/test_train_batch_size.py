@@ -9,7 +9,7 @@ from ranks import run_ranks
 from train.shortage_cases import without_memory
 
 from trainkit.cli.app import main
-from trainkit.train.faults.smaller_batch import smaller
+from trainkit.train.faults.shortage import smaller
 
 __all__ = ["project"]
 WORDS = ("r.yaml", "model.dtype=float32", "lora=null", "training.max_steps=6")

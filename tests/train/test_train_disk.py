@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainkit.errors import CheckpointError
-from trainkit.train.faults.disk import checkpoint_bytes, expected_bytes, refuse_small_disk
+from trainkit.train.saves import checkpoint_bytes, expected_bytes, refuse_small_disk
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
@@ -26,7 +26,7 @@ def test_a_disk_that_is_too_small_is_refused_with_the_numbers(lab, monkeypatch):
     trainer = lab.trainer("run")
     refuse_small_disk(trainer, lab.root)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2 << 20))
-    monkeypatch.setattr("trainkit.train.faults.disk.weight_bytes", lambda trainer: 3 << 30)
+    monkeypatch.setattr("trainkit.train.saves.weight_bytes", lambda trainer: 3 << 30)
     with pytest.raises(CheckpointError, match=r"the final model 3\.00 GiB; 2\.00 MiB are") as said:
         refuse_small_disk(trainer, lab.root)
     assert "--output-dir" in str(said.value)

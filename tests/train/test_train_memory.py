@@ -19,7 +19,7 @@ from trainkit.estimate.shape import find_shape
 from trainkit.run import Console
 from trainkit.train import memory
 from trainkit.train.faults import shortage
-from trainkit.train.log import flops
+from trainkit.train.log import meter
 from trainkit.train.loop import Loop
 
 RECIPE = """\
@@ -48,7 +48,7 @@ def project(tmp_path, tiny_qwen2, monkeypatch):
 
 def _has(monkeypatch, gib):
     gpu = replace(GPUS["h100"], memory_gib=gib)
-    monkeypatch.setattr(flops, "this_gpu", lambda: gpu)
+    monkeypatch.setattr(meter, "this_gpu", lambda: gpu)
 
 
 def test_what_cannot_fit_is_refused_before_the_run_directory(project, monkeypatch, capsys):

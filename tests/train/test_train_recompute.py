@@ -9,8 +9,7 @@ from ranks import run_ranks
 from tiny import make_qwen2
 
 from trainkit.cli.app import main
-from trainkit.train.recompute.budget import AIM, GIB, Choice, Measured, next_choice
-from trainkit.train.recompute.peaks import CountedMemory
+from trainkit.train.recompute import AIM, GIB, Choice, CountedMemory, Measured, next_choice
 
 LAYERS = 8
 RECIPE = """\

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.app import main as trainkit
-from trainkit.train.rehearsal.rehearse import VARIABLE
+from trainkit.train.rehearse import VARIABLE
 
 
 def main() -> int:

@@ -179,8 +179,7 @@ def target_of(output: Path | None, paths: ModelPaths, stamp: str) -> Path:
 
 def on_all_gpus(arguments: list[str], device: str) -> None:
     """Start once for each GPU of this host when nobody has; does not return then."""
-    from trainkit.parallel.launch.hosts import Hosts
-    from trainkit.parallel.launch.processes import count_local_gpus, launch_command
+    from trainkit.parallel.launch import Hosts, count_local_gpus, launch_command
 
     count = count_local_gpus()
     if "RANK" in os.environ or device != "auto" or count < 2:

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from trainkit.models.random_weights import in_order
-from trainkit.parallel.fsdp.slices import ATTRIBUTE, WeightFiles
+from trainkit.parallel.slices import ATTRIBUTE, WeightFiles
 
 
 def skeleton(

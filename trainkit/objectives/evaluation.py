@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.objectives.batches import BatchCounts
 from trainkit.objectives.objective import EvaluatedBatch, Loss
-from trainkit.parallel.ranks import Ranks
+from trainkit.parallel.engine import Ranks
 
 
 @dataclass(frozen=True)

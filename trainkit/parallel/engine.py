@@ -22,11 +22,32 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.checkpoint.weights.contents import taking_up
-from trainkit.parallel.optimizer_state import refuse_unfit_state
 from trainkit.parallel.parameters import all_ranks
+from trainkit.parallel.part_files import refuse_unfit_state
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.ranks import Ranks
 from trainkit.parallel.snapshot import tensors_of
+
+
+class Ranks:
+    """All that the parts of a run ask of the others.
+
+    Args:
+        args: transformers' TrainingArguments, which have started the process group.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.device: torch.device = args.device
+        self.num_processes: int = args.world_size
+        self.process_index: int = args.process_index
+        self.is_main_process = self.process_index == 0
+
+    def reduce(self, tensor: torch.Tensor, reduction: str = "sum") -> torch.Tensor:
+        """The sum, or the mean, over the ranks; all of them get it."""
+        total = tensor.clone()
+        if self.num_processes > 1:
+            torch.distributed.all_reduce(total)
+        return total / self.num_processes if reduction == "mean" else total
+
 
 OPTIMIZER, SCALER = "optimizer.pt", "scaler.pt"
 _BITSANDBYTES = "bitsandbytes"

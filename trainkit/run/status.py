@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RunDirectoryError
-from trainkit.parallel.launch.hosts import OWN_LAUNCH
+from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
 
 

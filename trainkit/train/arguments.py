@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from trainkit.errors import RecipeError
 from trainkit.options.optimizers import DEFAULT, OURS
 from trainkit.parallel import Layout
-from trainkit.parallel.launch.rendezvous import meet_anew
+from trainkit.parallel.launch import meet_anew
 from trainkit.recipe import Derived, derive
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from trainkit.objectives.step_loss import accepts_num_items
 from trainkit.options import Fp8Options
 from trainkit.parallel import ProcessRank
 from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
-from trainkit.parallel.launch.hosts import Hosts
-from trainkit.parallel.launch.processes import count_local_gpus, launch_command
+from trainkit.parallel.launch import Hosts, count_local_gpus, launch_command
 from trainkit.recipe import LoadedRecipe, SftOptions
 from trainkit.run import Console, RunDirectory, start_rank_log, stop_rank_log
 from trainkit.run.going_on import resume_command
@@ -40,6 +39,7 @@ from trainkit.run.report.redraw import reported_at_an_early_end
 from trainkit.run.stages import Stages
 from trainkit.run.starts import passed_over
 from trainkit.train.callbacks import (
+    EmbeddingNoise,
     KeepFp8Codes,
     KeepToThePlan,
     LeakTest,
@@ -50,10 +50,18 @@ from trainkit.train.callbacks import (
     TimeStart,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
-from trainkit.train.faults.bad_batch import WEIGHTS, folder_of
-from trainkit.train.faults.bad_numbers import NumberPolicy
-from trainkit.train.faults.disk import checkpoint_bytes, refuse_small_disk
-from trainkit.train.faults.shortage import MemoryShortageError, is_shortage, out_of_memory
+from trainkit.train.faults.bad_numbers import WEIGHTS, NumberPolicy, folder_of
+from trainkit.train.faults.shortage import (
+    MemoryShortageError,
+    TryLongestBatch,
+    can_try,
+    for_resuming,
+    goes_back,
+    is_shortage,
+    out_of_memory,
+    overrides_for,
+    size_after,
+)
 from trainkit.train.faults.signals import (
     StopRequest,
     hold_back,
@@ -61,43 +69,33 @@ from trainkit.train.faults.signals import (
     record_if_stuck,
     saving_on_signals,
 )
-from trainkit.train.faults.smaller_batch import (
-    TryLongestBatch,
-    can_try,
-    for_resuming,
-    goes_back,
-    overrides_for,
-    size_after,
-)
 from trainkit.train.faults.watch import Watch
 from trainkit.train.hooks import KEPT_ROWS, Hook
-from trainkit.train.log import flops
+from trainkit.train.log import meter
 from trainkit.train.log.quiet import quieten_libraries
 from trainkit.train.log.rows import Rows
 from trainkit.train.log.trackers import RememberTrackers, go_on_with
 from trainkit.train.loop import Loop
 from trainkit.train.model import BuiltModel, build_model
 from trainkit.train.optimizer.finite import NumberError
-from trainkit.train.optimizer.noise import EmbeddingNoise
 from trainkit.train.optimizer.watched import Numbers
 from trainkit.train.prepare import prepare
-from trainkit.train.refusals import settings_refused_by
+from trainkit.train.refusals import refuse_contradicting_start, settings_refused_by
 from trainkit.train.results.evaluations import Evaluations, StopEarly
 from trainkit.train.results.finish import finish
 from trainkit.train.resume.begin import (
     FP8,
+    TakeUp,
     find_resumption,
     go_back,
     open_run_directory,
     refuse_other_hosts,
     review_built,
 )
-from trainkit.train.resume.hosts import settings_of
+from trainkit.train.resume.given import settings_of
 from trainkit.train.resume.record import write_record
-from trainkit.train.resume.take_up import TakeUp
 from trainkit.train.run import Run
-from trainkit.train.saves import Saves, save_model
-from trainkit.train.surroundings import refuse_contradicting_start
+from trainkit.train.saves import Saves, checkpoint_bytes, refuse_small_disk, save_model
 
 if TYPE_CHECKING:
     from trainkit.models.fp8.decide import Fp8Setup
@@ -134,7 +132,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         prepare(run, temporary / "dropped.jsonl")
         run.stages.end("data")
         refuse_other_hosts(run)
-        if not run.recipe.training.get("use_cpu") and (gpu := flops.this_gpu()) is not None:
+        if not run.recipe.training.get("use_cpu") and (gpu := meter.this_gpu()) is not None:
             from trainkit.train.memory import expect
 
             run.expected = expect(run, gpu)
@@ -371,7 +369,7 @@ def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))
     if args.gradient_checkpointing or recipe.recompute is not None:
-        from trainkit.train.recompute.callback import recompute_hook
+        from trainkit.train.recompute import recompute_hook
 
         hook = recompute_hook(recipe, is_on=bool(args.gradient_checkpointing))
         hooks += [] if hook is None else [hook]
@@ -392,7 +390,7 @@ def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []
     if recipe.generation_eval is not None or recipe.eval_tasks is not None:
-        from trainkit.train.results.questions import measurements
+        from trainkit.train.results.generation_eval import measurements
 
         measured = measurements(run)
     saves, kind = Saves(), Evaluations

@@ -36,8 +36,8 @@ from trainkit.checkpoint.whole.manifest import FileEntry, Manifest, verify_direc
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.models.loading import load_model
 from trainkit.options import ModelOptions
+from trainkit.parallel.engine import Ranks
 from trainkit.parallel.part_files import check_parts
-from trainkit.parallel.ranks import Ranks
 from trainkit.places import checkpoints_in, step_of
 from trainkit.train.background import Background, Notes, Save
 

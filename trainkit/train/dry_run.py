@@ -17,11 +17,11 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from trainkit.train.data.loaders import Batches
-from trainkit.train.faults.disk import checkpoint_bytes, optimizer_bytes
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.results.evaluations import Evaluations
 from trainkit.train.results.finish import generation_config
 from trainkit.train.run import Run
+from trainkit.train.saves import checkpoint_bytes, optimizer_bytes
 
 LARGEST_CHECKPOINT = 2**30
 """Bytes of weights and optimizer states up to which a checkpoint is written to see that it can."""

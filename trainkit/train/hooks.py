@@ -17,10 +17,9 @@ from transformers.utils import logging as transformers_logging
 from trainkit.objectives.batches import BatchCounts, take_counts
 from trainkit.objectives.objective import LossSetup
 from trainkit.objectives.step_loss import accepts_num_items
-from trainkit.parallel.ranks import Ranks
+from trainkit.parallel.engine import Ranks
 from trainkit.train.data.loaders import Batches, EpochPlan, stream_state
-from trainkit.train.log.flops import peak_flops, training_flops_per_token
-from trainkit.train.log.meter import Meter
+from trainkit.train.log.meter import Meter, peak_flops, training_flops_per_token
 from trainkit.train.optimizer.finite import guard_of
 from trainkit.train.run import Run
 

@@ -31,7 +31,7 @@ from trainkit.train.optimizer.finite import hold_back
 from trainkit.train.optimizer.make import averages_gradients, make_optimizer
 from trainkit.train.optimizer.optim import needs_master_weights, refuse_float16
 from trainkit.train.refusals import settings_refused_by
-from trainkit.train.resume.random_state import load_random_state
+from trainkit.train.saves import load_random_state
 
 
 class Loop(LoopState):

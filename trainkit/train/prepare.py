@@ -4,6 +4,7 @@ What can fail cheaply fails here. With ``build.py`` the only reader of recipe fi
 """
 
 import contextlib
+import importlib.util
 import math
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from trainkit.models.loading import (
     stop_token_ids,
 )
 from trainkit.objectives import OBJECTIVES
+from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel import Layout, ProcessRank, strategy_for
 from trainkit.recipe import (
     Recipe,
@@ -38,9 +40,35 @@ from trainkit.train.arguments import training_arguments
 from trainkit.train.data.run_data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
 from trainkit.train.log.quiet import tokenisation_progress
-from trainkit.train.optimizer.refuse import refuse_unfit_optimizer
 from trainkit.train.resume.given import RUNS
 from trainkit.train.run import Run
+
+KEY = "training.optim"
+
+
+def refuse_unfit_optimizer(optim: str | None, *, on_gpu: bool) -> None:
+    """Refuse an optimizer whose package or device is missing.
+
+    Args:
+        optim: the row's name; None is the default.
+        on_gpu: the run computes on one.
+
+    Raises:
+        RecipeError: with the command that installs what is missing.
+    """
+    row = optimizer_row(optim)
+    if row.package is not None and importlib.util.find_spec(row.package.module) is None:
+        raise RecipeError(
+            f"{row.name} needs the package {row.package.module}, which is not installed",
+            where=KEY,
+            fix=f'pip install "{row.package.pip}"',
+        )
+    if row.needs_gpu and not on_gpu:
+        raise RecipeError(
+            f"{row.name} runs on a GPU alone, and this run has none",
+            where=KEY,
+            fix="set training.optim: adamw_torch_fused",
+        )
 
 
 def prepare(run: Run, ledger: Path) -> None:
@@ -87,7 +115,7 @@ def prepare(run: Run, ledger: Path) -> None:
     for warning in (*data.warnings, *_noise_warning(recipe, data)):
         console.warn(visible(warning))
     if recipe.generation_eval is not None or recipe.eval_tasks is not None:
-        from trainkit.train.results.questions import load_questions
+        from trainkit.train.results.generation_eval import load_questions
 
         load_questions(run, ledger)
     run.args = trainer_arguments(recipe, layout)

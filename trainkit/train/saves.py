@@ -4,14 +4,23 @@ A step waits only for the copy to host memory: of the weights that are saved, an
 part of the optimizer. So a host needs, besides, as much memory as its ranks' parts of a checkpoint.
 """
 
-from collections.abc import Mapping
+import itertools
+import random
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.checkpoint.whole.atomic import readable
+from trainkit.errors import CheckpointError
+from trainkit.options.optimizers import optimizer_row
+from trainkit.parallel.parameters import num_elements, own_part
 from trainkit.parallel.snapshot import pin_ahead, snapshot
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import (
@@ -25,7 +34,47 @@ from trainkit.train.checkpoints import (
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.optimizer.watched import Numbers
 from trainkit.train.results.hub import Hub
-from trainkit.train.resume.random_state import random_file, random_state
+
+
+def random_state(args: Any) -> dict[str, Any]:
+    """Of this rank; of several the states of all GPUs of the host."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        of_all = args.world_size > 1
+        of_gpus = torch.cuda.get_rng_state_all if of_all else torch.cuda.get_rng_state
+        state["cuda"] = of_gpus()
+    return state
+
+
+def random_file(folder: Path, args: Any) -> Path:
+    """Of this rank in a checkpoint."""
+    return folder / f"rng_state{'' if args.world_size <= 1 else f'_{args.process_index}'}.pth"
+
+
+def load_random_state(folder: Path, args: Any) -> None:
+    """Go on drawing where a checkpoint left off; one without its states leaves all as it is."""
+    path = random_file(folder, args)
+    if not path.is_file():
+        return
+    numpy_state = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
+    with torch.serialization.safe_globals(numpy_state):
+        saved = torch.load(path, weights_only=True)
+    with taking_up(path):
+        random.setstate(saved["python"])
+        np.random.set_state(saved["numpy"])
+        torch.set_rng_state(saved["cpu"])
+        if torch.cuda.is_available() and "cuda" in saved:
+            of_all = args.world_size > 1
+            (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(saved["cuda"])
+
+
+def _reconstruct() -> Any:
+    """What numpy's arrays name in a pickle, wherever this numpy keeps it."""
+    return np.zeros(0).__reduce__()[0]
 
 
 class Saves(Hook):
@@ -120,3 +169,85 @@ def _write_weights(loop: LoopState, save: Save) -> None:
 def save_small(save: Save, path: Path, state: Any) -> None:
     """Into a file of its own, later: few numbers, which nothing changes any more."""
     save.defer(path, partial(torch.save, state, path))
+
+
+# What a run needs on the disk: a checkpoint and the final model, told before the first step.
+
+_MASTER_BYTES = 4.0
+
+
+def refuse_small_disk(loop: LoopState, run: Path) -> None:
+    """See before the first step that a checkpoint and the final model fit.
+
+    Raises:
+        CheckpointError: they do not, with the numbers.
+    """
+    saves = loop.args.save_strategy != "no"
+    final = weight_bytes(loop)
+    checkpoint = expected_bytes(loop) if saves else 0
+    free = shutil.disk_usage(run).free
+    if free >= checkpoint + final:
+        return
+    ways = "free some space, or write to a larger disk with --output-dir"
+    if saves and not loop.args.save_only_model:
+        only = f"{readable(final)} a checkpoint, which cannot be continued"
+        ways += f"; training.save_only_model=true leaves the optimizer out ({only})"
+    raise CheckpointError(
+        f"a checkpoint takes about {readable(checkpoint)} and the final model {readable(final)}; "
+        f"{readable(free)} are free",
+        where=str(run),
+        fix=ways,
+    )
+
+
+def expected_bytes(loop: LoopState) -> int:
+    """Bytes of a checkpoint, over all processes, before there is an optimizer's state."""
+    weights = weight_bytes(loop)
+    if loop.args.save_only_model:
+        return weights
+    row = optimizer_row(loop.args.optim)
+    trained = [p for p in loop.model.parameters() if p.requires_grad]
+    has_masters = any(p.element_size() < 4 for p in trained)
+    has_masters &= loop.engine.keeps_masters or loop.run.recipe.model.master_weights
+    each = row.matrix_bytes + row.paged + (_MASTER_BYTES if has_masters else 0.0)
+    return weights + int(sum(map(num_elements, trained)) * each)
+
+
+def checkpoint_bytes(loop: LoopState) -> int:
+    """Bytes that a checkpoint holds, over all processes: weights, or adapters, and states."""
+    if loop.args.save_only_model:
+        return weight_bytes(loop)
+    return weight_bytes(loop) + optimizer_bytes(loop) * loop.layout.optimizer_shards
+
+
+def weight_bytes(loop: LoopState) -> int:
+    """Bytes of the saved weights; of an adapter, the adapter's."""
+    is_peft = hasattr(loop.model, "peft_config")
+    engine = loop.layout.engine
+    weights = 0
+    for name, parameter in loop.model.named_parameters():
+        if parameter.requires_grad or not is_peft:
+            weights += num_elements(parameter) * engine.saved_bytes(name, parameter)
+    return weights
+
+
+def _optimizers(loop: LoopState) -> Iterator[Any]:
+    """The optimizer and those inside it: accelerate's, DeepSpeed's and ours wrap one another."""
+    optimizer = loop.optimizer
+    while optimizer is not None:
+        yield optimizer
+        inner = getattr(optimizer, "optimizer", None)
+        optimizer = inner if inner is not optimizer else None
+
+
+def optimizer_bytes(loop: LoopState) -> int:
+    """Bytes of everything that the optimizer keeps and the model does not."""
+    of_model = {id(parameter) for parameter in loop.model.parameters()}
+    held: dict[int, torch.Tensor] = {}
+    for optimizer in _optimizers(loop):
+        groups = [group["params"] for group in optimizer.param_groups]
+        values = [tuple(entry.values()) for entry in optimizer.state.values() if entry]
+        for tensor in itertools.chain(*groups, *values):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in of_model:
+                held[id(tensor)] = own_part(tensor)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())

@@ -15,9 +15,8 @@ from trainkit.checkpoint.whole.atomic import commit, stage
 from trainkit.errors import RunDirectoryError
 from trainkit.models.fp8 import trained
 from trainkit.run import RunDirectory
-from trainkit.train.diagnose.diagnosis import diagnose
-from trainkit.train.diagnose.replay import MicroBatch, single_rows
-from trainkit.train.faults.bad_batch import BadBatch, write_batch
+from trainkit.train.diagnose import MicroBatch, diagnose, single_rows
+from trainkit.train.faults.bad_numbers import BadBatch, write_batch
 
 ROWS = ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3"]
 RARE = 200

@@ -8,8 +8,13 @@ from number_cases import left_out
 from ranks import run_ranks
 
 from trainkit.errors import RunDirectoryError
-from trainkit.train.faults.bad_batch import BadBatch, read_batches, steps_kept, write_batch
-from trainkit.train.faults.bad_numbers import NumberPolicy
+from trainkit.train.faults.bad_numbers import (
+    BadBatch,
+    NumberPolicy,
+    read_batches,
+    steps_kept,
+    write_batch,
+)
 
 
 def check(result):

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.optimizer.finite import NumberError, NumberGuard, hold_back
-from trainkit.train.optimizer.finite_weights import Walk, check_weights
 from trainkit.train.optimizer.optim import MasterWeightOptimizer
+from trainkit.train.optimizer.watched import Walk, check_weights
 
 SAYS = {
     "loss": f"loss is nan at step {STEP} (in the micro-batch",

@@ -7,8 +7,8 @@ from optimizer_cases import Plan, Run
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.reference import dequantize_reference
 from trainkit.options.optimizers import SERVED, optimizer_row
-from trainkit.train.optimizer import paged
-from trainkit.train.optimizer.one_pass import one_pass_of
+from trainkit.train.optimizer import make
+from trainkit.train.optimizer.rounding import one_pass_of
 
 ROUNDED = Plan(in_backward=True, keeps_masters=False)
 BLOCKWISE = [n for n in SERVED if (p := optimizer_row(n).package) and p.module == "bitsandbytes"]
@@ -102,7 +102,7 @@ def test_a_gradient_that_is_bad_is_told_without_asking():
 
 def test_pages_stay_pages_when_a_run_is_resumed(tmp_path, monkeypatch):
     """Loaded states lie where the optimizer itself would have made them."""
-    monkeypatch.setattr(paged, "SMALLEST", 4096)
+    monkeypatch.setattr(make, "SMALLEST", 4096)
     run = Run("paged_adamw_8bit", tmp_path, ROUNDED)
     saved = run.step(0).saved()
     fresh = Run("paged_adamw_8bit", tmp_path, ROUNDED)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainkit.errors import ModelError
-from trainkit.train.optimizer.groups import parameter_groups
+from trainkit.train.optimizer.make import parameter_groups
 from trainkit.train.optimizer.optim import MasterWeightOptimizer, needs_master_weights
 
 

@@ -13,8 +13,8 @@ from trainkit.errors import RecipeError
 from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
 from trainkit.parallel.snapshot import snapshot
 from trainkit.recipe.rules import accumulates_in_backward
-from trainkit.train.optimizer import finite_weights
-from trainkit.train.optimizer.refuse import refuse_unfit_optimizer
+from trainkit.train.optimizer import watched
+from trainkit.train.prepare import refuse_unfit_optimizer
 
 WAYS = {
     "masters": Plan(lora_plus_ratio=4.0),
@@ -192,7 +192,7 @@ def test_states_that_are_made_of_tensors_are_copied_and_looked_through():
     # Neither is the other, though what detach made of the first was gone before the second's.
     assert [int(copies[key].codes[0]) for key in "ab"] == [1, 2]
     assert [float(copies[key].scales[0]) for key in "ab"] == [1, 2]
-    names = [name for name, _ in finite_weights._numbers("exp_avg", states[0])]
+    names = [name for name, _ in watched._numbers("exp_avg", states[0])]
     assert names == ["exp_avg (scales)"]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from trainkit.train.optimizer import rounding
-from trainkit.train.optimizer.arrival import Arrivals
+from trainkit.train.optimizer.optim import Arrivals
 from trainkit.train.optimizer.rounding import RoundedWeightOptimizer, round_by_chance
 
 

@@ -10,8 +10,8 @@ from ranks import RankFailure, run_ranks
 from safetensors.torch import save_file
 
 from trainkit.cli.app import main
-from trainkit.train.rehearsal import rehearse as module
-from trainkit.train.rehearsal.rehearse import VARIABLE, Verdict, shortened
+from trainkit.train import rehearse as module
+from trainkit.train.rehearse import VARIABLE, Verdict, shortened
 
 __all__ = ["project"]
 

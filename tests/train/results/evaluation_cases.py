@@ -16,7 +16,7 @@ def curves(root, data):
     from trainkit.evals.metrics import answer_metrics
     from trainkit.evals.tasks import TaskChoice, load_tasks
     from trainkit.train.results.evaluations import Measurement
-    from trainkit.train.results.questions import measurements
+    from trainkit.train.results.generation_eval import measurements
 
     tokenizer = make_tokenizer()
     rows = [

@@ -48,7 +48,7 @@ def show(
 
     On a terminal as a table; into a pipe or file as YAML, which is a recipe itself.
     """
-    from trainkit.parallel.launch.processes import this_machine
+    from trainkit.parallel.launch import this_machine
     from trainkit.recipe import dump_resolved, load_recipe, shown_value
 
     loaded, machine = load_recipe(file, overrides or ()), this_machine()
@@ -182,7 +182,7 @@ def estimate(
     from trainkit.estimate.estimate import lines
     from trainkit.estimate.gpus import gpu_of, this_gpu
     from trainkit.estimate.recipe import notes_of, plan_of, replanning, tokens_of
-    from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.parallel.launch import count_local_gpus
     from trainkit.recipe import load_recipe
 
     loaded = load_recipe(*choice.required())

@@ -213,7 +213,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
     Samples go to the cache, as in training; without a recipe to a directory that is removed.
     """
     from trainkit.data import DataOptions, Source
-    from trainkit.parallel.launch.processes import quieten_imports
+    from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
     from trainkit.infer.locate import refuse_code

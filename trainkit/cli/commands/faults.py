@@ -31,9 +31,9 @@ def verify_resume(
 
     Exits with 1 where anything differs. Its two runs are deleted in the end.
     """
-    from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.parallel.launch import count_local_gpus
     from trainkit.recipe import check_files, load_recipe
-    from trainkit.train.rehearsal.rehearse import rehearse
+    from trainkit.train.rehearse import rehearse
 
     config, words = recipe.required()
     check_files(load_recipe(config, words))
@@ -71,12 +71,12 @@ def diagnose(
 
     Exits with 1 where the batch is not bad any more.
     """
-    from trainkit.parallel.launch.processes import quieten_imports
+    from trainkit.parallel.launch import quieten_imports
 
     quieten_imports()
     from trainkit.run import RunDirectory
     from trainkit.run.files import jsonable
-    from trainkit.train.diagnose.diagnosis import diagnose as find
+    from trainkit.train.diagnose import diagnose as find
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()

@@ -95,8 +95,8 @@ def launch(
         "MASTER_PORT": master_port,
     }
     os.environ.update({name: text for name, text in given.items() if text is not None})
-    from trainkit.parallel.launch import processes
-    from trainkit.parallel.launch.hosts import Hosts
+    from trainkit.parallel import launch as processes
+    from trainkit.parallel.launch import Hosts
     from trainkit.train.faults.signals import hold_back, watching_signals
 
     arguments = ["sft", *_without_others_names(words or ())]
@@ -125,8 +125,7 @@ def launch(
 
 def _lines(form: str, arguments: Sequence[str]) -> str:
     """What is to be run, for NNODES hosts with NPROC_PER_NODE processes each."""
-    from trainkit.parallel.launch.hosts import Hosts
-    from trainkit.parallel.launch.processes import count_local_gpus
+    from trainkit.parallel.launch import Hosts, count_local_gpus
     from trainkit.processes import module_command
 
     hosts = Hosts.from_environment()

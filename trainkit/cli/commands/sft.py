@@ -148,9 +148,9 @@ def _say_run(run: "Path | str | None", as_json: bool) -> None:
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
     from trainkit.cli.quick_imports import import_quantisation, leave_deepspeed_out
-    from trainkit.parallel.launch.processes import quieten_imports
+    from trainkit.parallel.launch import quieten_imports
     from trainkit.train.faults.signals import watching_signals
-    from trainkit.train.resume.hosts import refuse_unlike_hosts
+    from trainkit.train.resume.given import refuse_unlike_hosts
 
     ours, people = lasting(sys.stdout), lasting(sys.stderr)
     if as_json:

@@ -7,6 +7,7 @@ head lives on the first and on the last stage; both add up its gradients and mak
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,20 +19,33 @@ from peft import PeftModel, get_peft_model_state_dict
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_NAME
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainkit.checkpoint.weights.contents import taking_up
-from trainkit.errors import ModelError
+from trainkit.errors import CheckpointError, ModelError
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.engine import Batch, Engine, LoadPart, Saving, Training, autocast_of
-from trainkit.parallel.fsdp.engine import give_back, save_config
-from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
-from trainkit.parallel.part_files import load_parts, save_parts
-from trainkit.parallel.pipeline.gradients import gradient_of, mean_over
-from trainkit.parallel.pipeline.relay import Runnable, relay
-from trainkit.parallel.pipeline.schedule import Steps, Wire
-from trainkit.parallel.pipeline.sharded import part, shard_over, whole
+from trainkit.parallel.fsdp import (
+    compute_dtype,
+    gathers_again,
+    give_back,
+    kept_whole,
+    require_sharded,
+    save_config,
+    shard,
+)
+from trainkit.parallel.part_files import (
+    KEY,
+    empty_state,
+    load_parts,
+    optimizer_state,
+    save_parts,
+    take_up,
+)
+from trainkit.parallel.pipeline.schedule import Runnable, Steps, Wire, relay
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     Share,
@@ -39,16 +53,155 @@ from trainkit.parallel.pipeline.share import (
     refuse_micro_batches,
     refuse_model,
 )
-from trainkit.parallel.pipeline.skeleton import (
+from trainkit.parallel.pipeline.stage import (
+    RunLoss,
+    Stage,
     causal_lm,
     cut_away,
     decoder,
     loading_class,
     whole_skeleton,
 )
-from trainkit.parallel.pipeline.stage import RunLoss, Stage
-from trainkit.parallel.pipeline.weights import write_shards
 from trainkit.parallel.process import ProcessRank
+
+
+def shard_over(
+    model: nn.Module, share: Share, mesh: DeviceMesh, device: torch.device
+) -> dict[str, torch.dtype]:
+    """Shard what a rank has of a model, in place, over the ranks that have the same.
+
+    Args:
+        model: cut.
+        share: of this rank.
+        mesh: of the data ranks.
+        device: of this rank.
+
+    Returns:
+        The dtype that each parameter had, which it is saved in.
+    """
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    half = compute_dtype(model)
+    ignored = kept_whole(model, half)
+    again = gathers_again(model, device)
+    for unit in _units(model, share):
+        shard(unit, mesh, half, ignored, gathers_twice=again)
+    base = causal_lm(model)
+    if base.config.tie_word_embeddings and (share.has_first or share.has_last):
+        ends = decoder(model).embed_tokens, base.lm_head
+        run, other = ends if share.has_first else reversed(ends)
+        other.weight = run.weight
+    require_sharded(model, ignored)
+    return dtypes
+
+
+def _units(model: nn.Module, share: Share) -> Iterator[nn.Module]:
+    """What is gathered at a time: each layer, and what this rank runs of the ends."""
+    yield from (each for each in model.modules() if isinstance(each, GradientCheckpointingLayer))
+    if share.has_first:
+        yield decoder(model).embed_tokens
+    if share.has_last:
+        yield decoder(model).norm
+        yield causal_lm(model).lm_head
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """All of a tensor in the dtype that it is saved in; all ranks that have parts call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    converted = tensor.to(dtype)
+    assert isinstance(converted, DTensor)
+    return converted.full_tensor()
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def write_shards(
+    weights: Mapping[str, torch.Tensor] | None, folder: Path, *, group: Any, rank: int, size: int
+) -> None:
+    """Write this rank's file, and the index of all; every rank of a group calls it.
+
+    Args:
+        weights: by name, no two of them one; None writes nothing, where another rank has the same.
+        folder: there is one.
+        group: the ranks of a pipeline.
+        rank: within it.
+        size: of it.
+
+    Raises:
+        CheckpointError: a rank could not write; the same on all ranks.
+    """
+    name = f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
+    part: dict[str, Any] = {"names": [], "bytes": 0, "numbers": 0, "problem": None}
+    if weights is not None:
+        try:
+            plain = {key: value.detach().cpu().contiguous() for key, value in weights.items()}
+            save_file(plain, folder / name, metadata={"format": "pt"})
+        except Exception as error:  # the others must hear of it, whatever it is
+            part["problem"] = f"rank {rank} of the pipeline: {type(error).__name__}: {error}"
+        part["names"] = sorted(weights)
+        part["bytes"] = sum(value.numel() * value.element_size() for value in weights.values())
+        part["numbers"] = sum(value.numel() for value in weights.values())
+    parts: list[Any] = [None] * size
+    torch.distributed.all_gather_object(parts, part, group=group)
+    problems = [each["problem"] for each in parts if each["problem"] is not None]
+    if problems:
+        raise CheckpointError(problems[0], where=str(folder))
+    if weights is not None and rank == 0:
+        files = {
+            key: f"model-{number + 1:05d}-of-{size:05d}.safetensors"
+            for number, each in enumerate(parts)
+            for key in each["names"]
+        }
+        metadata = {
+            "total_parameters": sum(each["numbers"] for each in parts),
+            "total_size": sum(each["bytes"] for each in parts),
+        }
+        index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+_BUCKET = 1 << 26
+"""Numbers that are added up over ranks at once."""
+
+
+def mean_over(gradients: Sequence[torch.Tensor], group: Any, size: int) -> None:
+    """The mean of each over the ranks of a group, in place."""
+    for bucket in _buckets(gradients):
+        flat = torch.cat([each.flatten() for each in bucket])
+        torch.distributed.all_reduce(flat, group=group)
+        flat.div_(size)
+        pieces = flat.split([each.numel() for each in bucket])
+        for each, piece in zip(bucket, pieces, strict=True):
+            each.copy_(piece.view_as(each))
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """Zeros where a step has left none: the ranks add up together."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients of one dtype, about `_BUCKET` numbers at a time."""
+    for dtype in dict.fromkeys(each.dtype for each in gradients):
+        bucket: list[torch.Tensor] = []
+        for each in gradients:
+            if each.dtype != dtype:
+                continue
+            bucket.append(each)
+            if sum(one.numel() for one in bucket) >= _BUCKET:
+                yield bucket
+                bucket = []
+        if bucket:
+            yield bucket
+
 
 FSDP2 = "fsdp2"
 

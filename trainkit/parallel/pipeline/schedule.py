@@ -7,9 +7,12 @@ the batches, and takes and gives what is in them; so a micro-batch is computed a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,11 +20,137 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from trainkit.parallel.pipeline.clock import Clock
-from trainkit.parallel.pipeline.late_weights import LateWeights
 from trainkit.parallel.pipeline.share import Schedule, Share
-from trainkit.parallel.pipeline.stage import RunLoss, Stage
-from trainkit.parallel.pipeline.whole_stages import TwiceRun, layers_kept
+from trainkit.parallel.pipeline.stage import RunLoss, Stage, TwiceRun, layers_kept
+
+# The weights' part of a backward pass, put off: ``zbv`` fills with it the time others wait.
+#
+# torch.distributed.pipelining can split a backward pass itself. It walks over autograd's graph in
+# Python for each stage and micro-batch, and then asks for the weights' gradients group by group,
+# which takes the host longer than the device computes; before 2.13 the gradients are wrong where
+# a function has several outputs. Here the backward pass is an ordinary one, in which linear maps
+# keep what their weights' gradients are made of.
+
+
+class LateWeights:
+    """Products that are not formed yet."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] = []
+
+    def put(self, weight: nn.Parameter, given: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep what makes a weight's gradient.
+
+        Args:
+            weight: (O, I).
+            given: (..., I), what the linear map was given.
+            gradient: (..., O), of what it returned.
+        """
+        self._waiting.append((weight, given, gradient))
+
+    def take(self) -> Callable[[], None]:
+        """What forms the products that were put here since the last call, and adds them up."""
+        waiting, self._waiting = self._waiting, []
+
+        def form() -> None:
+            for weight, given, gradient in waiting:
+                left, right = gradient.flatten(0, -2).mT, given.flatten(0, -2).to(gradient.dtype)
+                if weight.grad is None:
+                    weight.grad = (left @ right).to(weight.dtype)
+                elif weight.dtype == left.dtype:
+                    weight.grad.addmm_(left, right)
+                else:
+                    weight.grad += left @ right
+            waiting.clear()
+
+        return form
+
+    @contextmanager
+    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Have linear maps whose weights are trained put their products here."""
+        maps = [
+            each
+            for each in dict.fromkeys(modules)
+            if type(each) is nn.Linear and each.weight.requires_grad
+        ]
+        for each in maps:
+            each.__class__, each.__dict__["late_weights"] = _Linear, self
+        try:
+            yield
+        finally:
+            for each in maps:
+                each.__class__ = nn.Linear
+                del each.__dict__["late_weights"]
+
+
+class _Linear(nn.Linear):
+    """What a linear map is meanwhile."""
+
+    late_weights: LateWeights
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = _Product.apply(given, self.weight, self.bias, self.late_weights)
+        return found
+
+
+class _Product(torch.autograd.Function):
+    """``given @ weight.T + bias``, whose weight gets its gradient elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        given: torch.Tensor,
+        weight: nn.Parameter,
+        bias: torch.Tensor | None,
+        late: LateWeights,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(given)
+        ctx.weight, ctx.late = weight, late
+        return nn.functional.linear(given, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (given,) = ctx.saved_tensors
+        ctx.late.put(ctx.weight, given, gradient)
+        wants_given, _, wants_bias, _ = ctx.needs_input_grad
+        back = (gradient @ ctx.weight.to(gradient.dtype)).to(given.dtype) if wants_given else None
+        bias = gradient.flatten(0, -2).sum(0).to(ctx.weight.dtype) if wants_bias else None
+        return back, None, bias, None
+
+
+class Clock:
+    """Sums stretches of time on one device.
+
+    On a GPU the stretches lie between events of the stream; reading waits for the last of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._stretches: list[tuple[Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Add what happens within."""
+        begin = self._now()
+        yield
+        self._stretches.append((begin, self._now()))
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        stretches, self._stretches = self._stretches, []
+        if not self._is_cuda:
+            return float(sum(end - begin for begin, end in stretches))
+        for _, end in stretches[-1:]:
+            end.synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in stretches) / 1e3
+
 
 _TOKENS_STEP = 64
 """The size of what is sent grows by so many tokens, so that it settles soon."""
@@ -229,3 +358,78 @@ class Steps:
             loss_fn=lambda found, _: found,
             scale_grads=False,
         )
+
+
+# A forward pass alone through the stages: evaluation, and the proofs that read logits.
+#
+# Each rank goes on with its next batch when it has handed on the one before, so batches follow
+# one another through the pipeline by themselves.
+
+
+@torch.no_grad()
+def relay(
+    stages: Sequence[Stage],
+    share: Share,
+    ranks: Sequence[int],
+    wire: Wire,
+    batch: Mapping[str, Any],
+    last: RunLoss,
+) -> Any:
+    """Run this rank's stages on a batch that all ranks of the pipeline have.
+
+    Args:
+        stages: of this rank, in order.
+        share: of this rank.
+        ranks: global ones of the pipeline.
+        wire: what they agree on.
+        batch: on the device.
+        last: what the last stage returns.
+
+    Returns:
+        What ``last`` returns on the rank with the head, None on the others.
+    """
+    shape = (*batch["input_ids"].shape, wire.hidden_size)
+    found: Any = None
+    states = torch.empty(0)
+    me = torch.distributed.get_rank(wire.group)
+    for stage in stages:
+        before, after = stage.index - 1, stage.index + 1
+        if not stage.is_first and share.ranks[before] != me:
+            states = torch.empty(shape, dtype=wire.dtype, device=wire.device)
+            torch.distributed.recv(states, src=ranks[share.ranks[before]], group=wire.group)
+        found = stage.run(states, batch, last)
+        if not stage.is_last:
+            states = found.to(wire.dtype).contiguous()
+            if share.ranks[after] != me:
+                torch.distributed.send(states, dst=ranks[share.ranks[after]], group=wire.group)
+    return found if share.has_last else None
+
+
+class Runnable(nn.Module):
+    """A cut model that can be called like a whole one, by all ranks together; without gradients.
+
+    Args:
+        model: the cut model, for its parameters and modes.
+        run: `relay` on the model's stages.
+        share: of this rank.
+        wire: what the ranks agree on.
+    """
+
+    def __init__(self, model: nn.Module, run: Any, share: Share, wire: Wire) -> None:
+        super().__init__()
+        self.model = model
+        self._run, self._share, self._wire = run, share, wire
+
+    def forward(self, **batch: Any) -> Any:
+        """The logits (B, S, V), on every rank."""
+        batch.pop("use_cache", None)
+        logits = self._run(batch, lambda body, given: body(**given, use_cache=False).logits)
+        size = torch.zeros(3, dtype=torch.long, device=self._wire.device)
+        if self._share.has_last:
+            logits = logits.float().contiguous()
+            size = torch.tensor(logits.shape, device=self._wire.device)
+        torch.distributed.broadcast(size, src=self._wire.last, group=self._wire.group)
+        if not self._share.has_last:
+            logits = torch.empty(*size.tolist(), device=self._wire.device)
+        torch.distributed.broadcast(logits, src=self._wire.last, group=self._wire.group)
+        return SimpleNamespace(logits=logits)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, RecipeError
 from trainkit.parallel.engine import Engine, Saving, Training
-from trainkit.parallel.launch.hosts import free_port
+from trainkit.parallel.launch import free_port
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.snapshot import tensors_of
 from trainkit.parallel.zero.lint import RECIPES_KEYS, lint_file, refuse_contradictions

@@ -1,13 +1,22 @@
 """Out of memory in a step: which batch it was, who holds the memory, and what cures it."""
 
+from __future__ import annotations
+
+import gc
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from trainkit.errors import TrainkitError
-from trainkit.train.hooks import LoopState
+from trainkit.models.loss.loss_head import take_counts as take_correct
+from trainkit.run.going_on import resume_command
+from trainkit.run.starts import Start, append_start, read_starts
+from trainkit.train.hooks import Hook, LoopState
+from trainkit.train.run import Run
 
 _GIB = 2**30
 _SHOWN, _NAMED = 16, 4
@@ -147,3 +156,152 @@ def _size(tensors: Iterable[Any]) -> float:
             storage = local.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values()) / _GIB
+
+
+# ``training.auto_find_batch_size``: the micro-batch that fits, the step keeps its rows.
+#
+# The longest batch there is runs forth and back before the first step; where it does not fit, on
+# any rank, all take half of it, and twice the accumulation. A step that still runs out of memory
+# makes one process go back to its last checkpoint with half the rows. Several processes cannot:
+# the others wait in the middle of the step. They stop together, and the run goes on with half
+# when it is resumed. What was found is recorded as an override, like one that a user gives.
+
+_SIZE, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+
+
+def smaller(rows: int) -> int | None:
+    """The largest part of a micro-batch that is at most half of it; None of one row."""
+    return next((size for size in range(rows // 2, 0, -1) if rows % size == 0), None)
+
+
+def overrides_for(run: Run, size: int) -> tuple[str, ...]:
+    """The settings of a micro-batch, as a user would give them."""
+    found = (f"training.{_SIZE}={size}",)
+    if run.recipe.global_batch_size is not None and _ACCUMULATION not in run.recipe.training:
+        return found
+    rows = run.args.per_device_train_batch_size * run.args.gradient_accumulation_steps
+    return (*found, f"training.{_ACCUMULATION}={rows // size}")
+
+
+def size_after(run: Run, error: MemoryShortageError) -> int | None:
+    """What to go on with after a step without memory; None where nothing smaller is left."""
+    if error.fits:
+        return error.fits
+    is_on = bool(run.recipe.training.get("auto_find_batch_size"))
+    return smaller(run.args.per_device_train_batch_size) if error.rows and is_on else None
+
+
+def goes_back(run: Run, error: MemoryShortageError) -> bool:
+    """Whether the run goes on in this process."""
+    is_alone = run.process.world_size == 1
+    return error.is_agreed or (is_alone and size_after(run, error) is not None)
+
+
+def for_resuming(run: Run, error: MemoryShortageError) -> MemoryShortageError:
+    """Where the ranks must stop: record the smaller micro-batch, and say how to go on."""
+    size = size_after(run, error)
+    if size is None:
+        return error
+    overrides = overrides_for(run, size)
+    starts = read_starts(run.directory)
+    if not starts or starts[-1].overrides != overrides:  # another rank may have
+        append_start(run.directory, Start(overrides=overrides))
+    found = MemoryShortageError(
+        error.what,
+        where=error.where,
+        fix=f"{resume_command(run.root)}: it goes on with {size} rows at a time "
+        f"instead of {run.args.per_device_train_batch_size} "
+        f"(training.auto_find_batch_size); or {error.fix}",
+    )
+    found.rows = error.rows
+    return found
+
+
+def can_try(run: Run) -> bool:
+    """Whether a rank can run a batch by itself: no other rank has a part of the weights."""
+    layout, kwargs = run.layout, run.args.gradient_checkpointing_kwargs or {}
+    is_alone = layout.data_size == run.process.world_size
+    is_on = bool(run.recipe.training.get("auto_find_batch_size"))
+    return bool(
+        is_on and layout.engine.holds_whole_model and is_alone and not kwargs.get("use_reentrant")
+    )
+
+
+class TryLongestBatch(Hook):
+    """Before the first step: does the longest batch fit on every rank?"""
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        """Try.
+
+        Raises:
+            MemoryShortageError: it does not, and a smaller one does; the same on all ranks.
+        """
+        was_training, wanted = loop.model.training, loop.args.per_device_train_batch_size
+        loop.model.train()
+        try:
+            mine = self._largest_that_fits(loop)
+        except MemoryShortageError:
+            self._agreed(loop, 0)
+            raise
+        finally:
+            loop.model.train(was_training)
+        size = self._agreed(loop, mine)
+        if size < wanted:
+            error = MemoryShortageError(
+                f"a micro-batch of {wanted} of the longest rows does not fit into memory; {size} "
+                "rows do"
+                if size
+                else "on another rank not even one row of the longest fits into memory",
+                where=f"training.{_SIZE}",
+            )
+            error.rows, error.fits, error.is_agreed = mine, size, bool(size)
+            raise error
+
+    def _agreed(self, loop: LoopState, size: int) -> int:
+        """The smallest of all ranks' numbers."""
+        return int(min(gather_object([size]))) if loop.run.process.world_size > 1 else size
+
+    def _largest_that_fits(self, loop: LoopState) -> int:
+        """Run the longest rows forward and backward, fewer and fewer of them, until they fit."""
+        size: int | None = loop.args.per_device_train_batch_size
+        while size is not None and not self._fits(loop, size):
+            size = smaller(size)
+        if size is None:
+            raise MemoryShortageError(
+                "not even one row of the longest fits into memory",
+                where=f"training.{_SIZE}",
+                fix="lower data.max_length, set recompute: full, or lora: {quantize: nf4}",
+            )
+        return size
+
+    def _fits(self, loop: LoopState, size: int) -> bool:
+        try:
+            self._run(loop, size)
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+            error.__traceback__ = None  # which keeps the activations alive
+            fits = False
+        else:
+            fits = True
+        take_correct(loop.model)  # what the head has counted of it is no part of the run
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return fits
+
+    def _run(self, loop: LoopState, size: int) -> None:
+        """With what the first step will take besides: the estimate knows."""
+        device, expected = loop.args.device, loop.run.expected
+        owners = {} if expected is None else expected.peak.by_owner
+        to_come_gib = owners.get("optimizer", 0.0) + owners.get("gradients", 0.0) / 2
+        on_gpu = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(on_gpu):
+            to_come = torch.empty(
+                int(to_come_gib * 2**30) if on_gpu else 0, dtype=torch.uint8, device=device
+            )
+            trained = [each for each in loop.model.parameters() if each.requires_grad]
+            loss = loop.loss_of(loop.train_data.longest_batch(size))
+            # Not `backward`: an engine would hear of it, and share the gradients.
+            torch.autograd.grad(loss, trained, allow_unused=True)
+            del to_come

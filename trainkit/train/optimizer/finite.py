@@ -21,12 +21,11 @@ from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from trainkit.errors import TrainkitError
+from trainkit.parallel.engine import Ranks
 from trainkit.parallel.parameters import all_ranks
-from trainkit.parallel.ranks import Ranks
 from trainkit.places import checkpoints_in
 from trainkit.run.going_on import resume_command
-from trainkit.train.faults.bad_batch import BadBatch, split, write_batch
-from trainkit.train.faults.bad_numbers import NumberPolicy
+from trainkit.train.faults.bad_numbers import BadBatch, NumberPolicy, split, write_batch
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.run import Run
 

@@ -1,5 +1,10 @@
-"""The optimizer of a run: the row of its name, its groups, and what holds the gradients."""
+"""The optimizer of a run: the row of its name, its groups, and what holds the gradients.
 
+Muon steps the hidden matrices and AdamW everything else; of GaLore and APOLLO a checkpoint holds
+the projections, which are objects, as plain values.
+"""
+
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,15 +12,224 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from trainkit.options.optimizers import Optimizer, optimizer_row
-from trainkit.train.optimizer.arrival import Arrivals
+from trainkit.options.optimizers import OPTIMIZERS, Optimizer, optimizer_row
 from trainkit.train.optimizer.flat import make_flat_adamw
-from trainkit.train.optimizer.groups import parameter_groups
-from trainkit.train.optimizer.muon import IS_HIDDEN, hidden_matrices, make_muon
-from trainkit.train.optimizer.optim import MasterWeightOptimizer, needs_master_weights
-from trainkit.train.optimizer.paged import keep_pages
-from trainkit.train.optimizer.projected import keep_projections
+from trainkit.train.optimizer.optim import Arrivals, MasterWeightOptimizer, needs_master_weights
 from trainkit.train.optimizer.rounding import RoundedWeightOptimizer
+
+_KEY, _PLAIN = "projector", "projector_values"
+
+
+def keep_projections(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Have ``state_dict`` hold no object of a class, so that nothing in a checkpoint can run.
+
+    A projection is made again from its values; its class is that of the package at hand. Of a
+    decomposed gradient it keeps the part that it uses, on the GPU and in checkpoints.
+
+    Args:
+        optimizer: of galore_torch or apollo_torch.
+    """
+
+    def pack(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            number: {
+                _PLAIN if key == _KEY else key: dict(vars(value)) if key == _KEY else value
+                for key, value in entry.items()
+            }
+            for number, entry in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    def unpack(loading: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        state = {
+            number: {
+                _KEY if key == _PLAIN else key: _made(loading, value) if key == _PLAIN else value
+                for key, value in entry.items()
+            }
+            for number, entry in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    _cut_projections(sys.modules[type(optimizer).__module__])
+    optimizer.register_state_dict_post_hook(pack)
+    optimizer.register_load_state_dict_pre_hook(unpack)
+    return optimizer
+
+
+def _cut_projections(module: Any) -> None:
+    """Have the package's projections hold ``rank`` rows, where theirs are views of a square matrix.
+
+    Of fp32 gradients, as masters have them, the packages keep a slice of what was decomposed, and
+    with it the whole: 49 MiB of a 7B's matrix instead of 1.8.
+    """
+    plain = getattr(module, "GaLoreProjector", None)
+    if plain is None or getattr(plain, "is_cut", False):
+        return
+
+    class GaLoreProjector(plain):  # type: ignore[misc, valid-type]
+        is_cut = True
+
+        def get_orthogonal_matrix(self, *args: Any, **more: Any) -> Any:
+            found = super().get_orthogonal_matrix(*args, **more)
+            return [part.clone() for part in found] if isinstance(found, list) else found.clone()
+
+    module.GaLoreProjector = GaLoreProjector
+
+
+def _made(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> Any:
+    module = __import__(type(optimizer).__module__, fromlist=["*"])
+    name = "GradientProjector" if "seed" in values else "GaLoreProjector"
+    device = optimizer.param_groups[0]["params"][0].device
+    made = object.__new__(getattr(module, name))
+    for key, value in values.items():
+        on_device = isinstance(value, torch.Tensor)
+        made.__dict__[key] = value.to(device) if on_device else value
+    return made
+
+
+IS_HIDDEN = "is_hidden"
+"""In a group of parameters: these are hidden matrices."""
+
+
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Trained weights of linear layers, the output layer excepted: what Muon is made for."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}  # one may be tied
+    if head is not None:
+        tables.add(head.weight)
+    return {
+        parameter
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name == "weight" and parameter.ndim == 2 and parameter.requires_grad
+    } - tables
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """torch's Muon and its fused AdamW, each on its groups, with one state and one learning rate.
+
+    Muon's update is scaled to AdamW's size (``match_rms_adamw``), so that a rate and a weight decay
+    mean the same to both.
+
+    Args:
+        groups: of parameters; `IS_HIDDEN` says whose they are.
+        muon: options of ``torch.optim.Muon``.
+        adamw: options of ``torch.optim.AdamW``.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], muon: dict[str, Any], adamw: dict[str, Any]
+    ) -> None:
+        hidden = [group for group in groups if group[IS_HIDDEN]]
+        others = [group for group in groups if not group[IS_HIDDEN]]
+        self._muon = torch.optim.Muon(hidden, **muon) if hidden else None
+        self._adamw = torch.optim.AdamW(others, **adamw) if others else None
+        super().__init__(groups, {})  # in their order; both have added what they know to them
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for part, is_hidden in ((self._muon, True), (self._adamw, False)):
+            if part is not None:
+                part.state = self.state
+                part.param_groups = [g for g in self.param_groups if g[IS_HIDDEN] is is_hidden]
+                part.step()
+        return loss
+
+
+def make_muon(groups: list[dict[str, Any]], args: TrainingArguments) -> MuonAdamW:
+    """By ``training``'s rate, decay, betas and ``optim_args``."""
+    muon: dict[str, Any] = {"lr": args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+    muon |= OPTIMIZERS["muon"].read(args.optim_args)
+    adamw = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "fused": True,
+    }
+    return MuonAdamW(groups, muon, adamw)
+
+
+# States in pages that host and GPU share stay there when a run is resumed.
+#
+# bitsandbytes loads them into the GPU's own memory: 15 GiB of it for 8B parameters in 8 bits, of
+# a run that was paged because there is no such room.
+
+SMALLEST = 100_000
+"""Numbers from which bitsandbytes pages a state."""
+
+
+def keep_pages(optimizer: Any) -> Any:
+    """Have an optimizer of bitsandbytes load states to where it would have made them.
+
+    Args:
+        optimizer: paged or not; nothing changes for one that is not.
+
+    Returns:
+        The same.
+    """
+    if not optimizer.is_paged:
+        return optimizer
+    load = optimizer.load_state_dict
+
+    def load_into_pages(state_dict: dict[str, Any]) -> None:
+        load(state_dict, move_to_device=False)
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    state[key] = _placed(optimizer, parameter, key, value)
+
+    optimizer.load_state_dict = load_into_pages
+    return optimizer
+
+
+def _placed(optimizer: Any, parameter: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+    """A loaded state where the optimizer would have made it."""
+    is_state = key.startswith("state") and value.shape == parameter.shape
+    if not is_state or value.numel() < SMALLEST:
+        return value.to(parameter.device)
+    room: torch.Tensor = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+    return room.copy_(value)
+
+
+def parameter_groups(
+    model: nn.Module,
+    *,
+    decay_names: set[str],
+    weight_decay: float,
+    learning_rate: float,
+    lora_plus_ratio: float | None,
+    options_of: Callable[[nn.Parameter], Mapping[str, Any]] = lambda _: {},
+) -> list[dict[str, Any]]:
+    """Trained parameters in groups: with and without weight decay, and LoRA's B matrices apart.
+
+    Args:
+        model: the model, adapters attached.
+        decay_names: names of the parameters that weight decay applies to.
+        weight_decay: for those.
+        learning_rate: of everything but LoRA's B matrices.
+        lora_plus_ratio: the B matrices learn this many times faster (LoRA+, arXiv:2402.12354).
+        options_of: what an optimizer is told of a parameter besides.
+    """
+    groups: dict[tuple[bool, bool, tuple[Any, ...]], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_fast = lora_plus_ratio is not None and ".lora_B." in name
+            own = tuple(options_of(parameter).items())
+            groups.setdefault((name in decay_names, is_fast, own), []).append(parameter)
+    return [
+        {
+            "params": parameters,
+            "weight_decay": weight_decay if decays else 0.0,
+            **({"lr": learning_rate * (lora_plus_ratio or 1.0)} if is_fast else {}),
+            **dict(own),
+        }
+        for (decays, is_fast, own), parameters in groups.items()
+    ]
+
 
 _WIDE = "optim_bits"
 """In a group of bitsandbytes: the precision of its states."""

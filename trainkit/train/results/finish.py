@@ -33,7 +33,7 @@ def finish(loop: LoopState, seconds: float) -> None:
     save_final(loop, directory.final, model_card(directory, **facts) if is_main else None)
     summary: dict[str, object] = {}
     if run.recipe.generation_eval is not None:
-        from trainkit.train.results.questions import answer
+        from trainkit.train.results.generation_eval import answer
 
         console.doing("answering questions")
         model = _whole_model(loop, directory.final)

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainkit.checkpoint.whole.manifest import hash_file
 from trainkit.errors import TrainkitError
-from trainkit.parallel.launch.hosts import free_port
+from trainkit.parallel.launch import free_port
 from trainkit.places import checkpoints_in, step_of
 from trainkit.processes import module_command
 from trainkit.recipe import load_recipe

@@ -25,11 +25,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.parallel.engine import Engine, Saving, Training
-from trainkit.parallel.fsdp.slices import fill, names_in_files
-from trainkit.parallel.launch.hosts import free_port
-from trainkit.parallel.optimizer_state import KEY, empty_state, optimizer_state, take_up
-from trainkit.parallel.part_files import load_parts, save_parts
+from trainkit.parallel.launch import free_port
+from trainkit.parallel.part_files import (
+    KEY,
+    empty_state,
+    load_parts,
+    optimizer_state,
+    save_parts,
+    take_up,
+)
 from trainkit.parallel.process import ProcessRank
+from trainkit.parallel.slices import fill, names_in_files
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 

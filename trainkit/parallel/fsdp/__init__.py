@@ -1,1 +1,0 @@
-"""torch's FSDP2: the engine, and weights read straight into the parts that ranks hold."""
