@@ -21,8 +21,8 @@ from trainkit.options import Source
 from trainkit.options.data import ROW_FORMATS
 from trainkit.parallel import strategies
 from trainkit.parallel.engine import Engine
+from trainkit.parallel.layout import Layout
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.strategies import Layout
 
 
 def parse_faq(row):

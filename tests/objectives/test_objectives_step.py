@@ -9,8 +9,9 @@ from trainkit.estimate.peak import MATRIX_BYTES
 from trainkit.evals.answers import _first_stop, after_thinking
 from trainkit.objectives.objective import Step
 from trainkit.options.parallel import ParallelOptions
+from trainkit.parallel.layout import Layout
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.strategies import Layout, strategy_for
+from trainkit.parallel.strategies import strategy_for
 
 
 def test_a_step_in_which_nothing_counts_has_a_loss_of_zero():

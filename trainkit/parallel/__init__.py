@@ -4,7 +4,8 @@ Nothing outside this package asks which engine trains. It knows errors and nothi
 what it needs of a model, it is given.
 """
 
+from trainkit.parallel.layout import Layout
 from trainkit.parallel.process import Machine, ProcessRank
-from trainkit.parallel.strategies import STRATEGIES, Layout, Strategy, strategy_for
+from trainkit.parallel.strategies import STRATEGIES, Strategy, strategy_for
 
 __all__ = ["STRATEGIES", "Layout", "Machine", "ProcessRank", "Strategy", "strategy_for"]

@@ -3,25 +3,14 @@
 ``parallel: {shard: NAME}`` in a recipe names a row, or a DeepSpeed configuration file.
 """
 
-from __future__ import annotations
-
-import importlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainkit.errors import RecipeError
-from trainkit.options.parallel import NONE, ParallelOptions
-from trainkit.parallel.process import ProcessRank
+from trainkit.options.parallel import NONE
 from trainkit.places import regular
-
-if TYPE_CHECKING:
-    from trainkit.parallel.engine import Engine
-    from trainkit.parallel.rows import RowSplit
-
 
 _CONFIGS = Path(__file__).parents[1] / "configs" / "deepspeed"
 
@@ -128,130 +117,3 @@ def _check(content: object, path: Path) -> None:
             f"{path}: zero_optimization.stage: {stage!r} must be 1, 2 or 3, without quotes; "
             "without DeepSpeed (no `deepspeed` in the recipe) nothing is sharded"
         )
-
-
-# How one run is spread over processes: resolved once, used everywhere.
-
-_PIPELINE = "trainkit.parallel.pipeline.engine:Pipeline"
-
-
-def _made(engine: str) -> Callable[..., Engine]:
-    """The class that a row of the table names, ``module:class``."""
-    module, _, name = engine.partition(":")
-    found: Callable[..., Engine] = getattr(importlib.import_module(module), name)
-    return found
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who reads which rows, who keeps what, and what a checkpoint is.
-
-    Ranks are numbered with tensor as the innermost direction, then sequence, data and pipeline:
-    what speaks most lies closest together.
-
-    Attributes:
-        strategy: the row of the table.
-        process: this process.
-        engine: answers what differs between strategies.
-        options: into how many parts matrix products, rows and layers are split.
-    """
-
-    strategy: Strategy
-    process: ProcessRank
-    engine: Engine = field(compare=False)
-    options: ParallelOptions = field(default_factory=ParallelOptions)
-
-    @classmethod
-    def of(
-        cls,
-        strategy: Strategy,
-        process: ProcessRank,
-        options: ParallelOptions | None = None,
-    ) -> Layout:
-        """Resolve a strategy for a process; imports the engine.
-
-        Raises:
-            RecipeError: the processes cannot be divided so.
-        """
-        options = options or ParallelOptions()
-        options.data_ranks(process.world_size)
-        if options.pipeline > 1:
-            return cls(strategy, process, _made(_PIPELINE)(options, process), options)
-        splits = options.tensor > 1 and strategy.config is not None  # others are refused
-        make = _made(TENSOR if splits else strategy.engine)
-        given = [] if strategy.config is None else [strategy.config]
-        engine = make(*given, options.tensor) if splits else make(*given)
-        return cls(strategy, process, engine, options)
-
-    @property
-    def data_rank(self) -> int:
-        """Which shard of the rows this process trains on."""
-        inner = self.options.tensor * self.options.sequence
-        return self.process.dist_rank // inner % self.data_size
-
-    @property
-    def data_size(self) -> int:
-        """How many shards there are."""
-        return self.options.data_ranks(self.process.world_size)
-
-    @property
-    def tensor_rank(self) -> int:
-        """Which part of each matrix product this process computes."""
-        return self.process.dist_rank % self.options.tensor
-
-    @property
-    def sequence_rank(self) -> int:
-        """Which part of each row this process computes."""
-        return self.process.dist_rank // self.options.tensor % self.options.sequence
-
-    @property
-    def pipeline_rank(self) -> int:
-        """Which of the ranks that share the layers this process is."""
-        return self.process.dist_rank // (self.process.world_size // self.options.pipeline)
-
-    @property
-    def counts_rows(self) -> bool:
-        """Whether what this process reads is counted: one of those that train on the same rows."""
-        return not (self.tensor_rank or self.sequence_rank or self.pipeline_rank)
-
-    @property
-    def loss_ranks(self) -> int:
-        """Ranks that have a part of a step's loss each, over which gradients are averaged."""
-        return self.data_size * self.options.sequence
-
-    @property
-    def counts_losses(self) -> bool:
-        """Whether a loss that this process computes is counted; others compute the same."""
-        return not self.tensor_rank
-
-    @cached_property
-    def rows(self) -> RowSplit | None:
-        """How rows are shared by ranks, None if they are not; all ranks ask for it first together.
-
-        There is a process group by then.
-        """
-        if self.options.sequence == 1:
-            return None
-        from trainkit.parallel.rows import RowSplit
-
-        apart = self.options.tensor
-        reach = apart * self.options.sequence
-        starts = [r for r in range(self.process.world_size) if r % reach < apart]
-        return RowSplit.of([range(start, start + reach, apart) for start in starts])
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether the engine keeps fp32 copies of half-precision weights."""
-        return self.engine.keeps_masters
-
-    @property
-    def optimizer_shards(self) -> int:
-        """Into how many parts the optimizer's state is cut."""
-        if self.options.pipeline > 1:
-            return self.options.pipeline * (self.data_size if self.engine.keeps_masters else 1)
-        return self.data_size if self.engine.shards_optimizer else 1
-
-    @property
-    def fits_its_ranks_only(self) -> bool:
-        """Whether a checkpoint can be taken up by as many ranks only as have written it."""
-        return self.engine.shards_optimizer and not self.engine.reshards
