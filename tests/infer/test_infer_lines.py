@@ -249,7 +249,7 @@ NO_JSON_LINES = {
     "run/git.py",
     "run/report/html.py",
     "train/rehearse.py",
-    "parallel/launch/processes.py",
+    "parallel/launch.py",
     "models/loading.py",
 }
 
