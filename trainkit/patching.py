@@ -22,7 +22,7 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
         model: any causal language model of transformers, bare or wrapped by peft.
         kernels: True for all, False for none, or ``{"rope": False, ...}``; an op that is not
             mentioned is on where it is proved. The fused adapters have ops of their own:
-            ``lora_mlp``, ``lora_qkv``, ``lora_linear``.
+            ``lora_mlp``, ``lora_qkv``, ``lora_linear``, ``lora_experts``.
 
     Returns:
         The report, with ``revert()``.

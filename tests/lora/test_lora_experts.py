@@ -1,14 +1,19 @@
 """Mixture-of-experts models: what all-linear adapts, what is refused, and what the report says."""
 
+from unittest import mock
+
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from trainkit import kernels
 from trainkit.errors import RecipeError
 from trainkit.lora import LoraOptions, attach
 from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
+from trainkit.models.proof.compare import Wide
+from trainkit.patching import patch
 
 SIZES = {
     "vocab_size": 96,
@@ -113,3 +118,70 @@ def test_experts_can_be_named_alone():
     report = describe_adapters(attach(make("gpt_oss"), options))
     kinds = {row["kind"] for row in report["adapted"]}
     assert kinds == {"self_attn.q_proj", "mlp.experts.down_proj"}
+
+
+def step(model):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 96, (2, 40))
+    model.zero_grad()
+    with Wide():  # Hugging Face's own casts to fp32 would hide what is below 1e-8
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def adapted(family, **options):
+    model = attach(make(family), LoraOptions(r=4, alpha=12, **options)).double().train()
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+        ("deepseek_v3", {"use_rslora": True}),
+        ("olmoe", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}),
+    ],
+)
+def test_adapters_of_experts_run_in_one_op_as_plain_peft_computes(family, options):
+    """Equal in fp64; states that the op does not know run peft's path, and come back."""
+    model = adapted(family, **options)
+    loss, gradients = step(model)
+    report = patch(model)
+    assert (report.row("lora_experts").status, report.row("experts").status) == ("on", "on")
+    with mock.patch("trainkit.kernels.moe_mlp", wraps=kernels.moe_mlp) as op:
+        found, ours = step(model)
+        factors = [each for call in op.call_args_list for each in call.args[5:]]
+        num = 2 if "target_parameters" in options else 4
+        assert sum(each is not None for each in factors) == num * op.call_count
+        assert op.call_count == report.row("lora_experts").num_modules > 0
+    assert found == pytest.approx(loss, rel=1e-12)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+    with model.disable_adapter():
+        off = step_loss(model)
+    report.revert()
+    with model.disable_adapter():
+        assert off == pytest.approx(step_loss(model), rel=1e-12)
+    assert off != pytest.approx(loss, rel=1e-6)
+
+
+@torch.no_grad()
+def step_loss(model):
+    ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(0))
+    with Wide():
+        return model(input_ids=ids, labels=ids).loss.item()
+
+
+def test_experts_that_no_op_is_for_stay_pefts_and_say_so():
+    model = adapted("gpt_oss", target_modules="all-linear")
+    row = patch(model).row("lora_experts")
+    assert row.status == "off"
+    assert "the kernel of experts is off" in row.reason

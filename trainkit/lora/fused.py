@@ -1,8 +1,9 @@
 """Put the fused adapters into a model that peft has adapted, say what was done, and undo it.
 
-Three swaps: every adapted linear layer computes through ``lora_linear``; a block that was proved to
+Four swaps: every adapted linear layer computes through ``lora_linear``; a block that was proved to
 be a gated feed-forward (`models.proof`) through ``lora_mlp``; an attention block that reads three
-layers together takes them from ``lora_qkv``. Parameters, names and the saved adapter stay peft's.
+layers together takes them from ``lora_qkv``; experts that run as one op take their adapters into
+it. Parameters, names and the saved adapter stay peft's.
 
 Whether a layer's state can be fused is checked at every call, because adapters are merged, switched
 off and swapped at run time. What cannot runs peft's own forward, and the report says why.
@@ -19,9 +20,11 @@ from typing import Any, ClassVar
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainkit import kernels
 from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
@@ -29,11 +32,13 @@ from trainkit.kernels.lora.products import Projection
 from trainkit.models.fp8_rows import let_norms_quantize
 from trainkit.models.linears import is_known_adapter, kind_of
 from trainkit.models.patch import PatchReport, PatchRow, refuse_unknown
+from trainkit.models.proof.experts import Experts
 from trainkit.models.proof.plan import plan_for
 from trainkit.models.proof.replica import signature
 from trainkit.models.proof.rewritten import Rewritten
 from trainkit.models.swap import Swaps, plain_class, subclass_of
 from trainkit.options.model import LORA_OPS as OPS
+from trainkit.parallel.parameters import is_whole
 
 
 def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
@@ -60,7 +65,8 @@ def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
         raise PatchError("the model has no LoRA adapter to fuse", fix="attach one first")
     rows: list[PatchRow] = []
     plan: dict[nn.Module, type[nn.Module]] = {}
-    for op, plan_op in zip(OPS, (_plan_mlp, _plan_qkv, _plan_linear), strict=True):
+    plans = (_plan_mlp, _plan_qkv, _plan_linear, _plan_experts)
+    for op, plan_op in zip(OPS, plans, strict=True):
         if op not in ops:
             rows.append(PatchRow(op, "off", "switched off"))
             continue
@@ -80,6 +86,10 @@ def why_unfused(layer: Any) -> str | None:
     """
     if not isinstance(layer, LoraLayer):
         return _why_unreadable(layer)
+    return _why_other_arithmetic(layer) or _why_unreadable(layer.base_layer)
+
+
+def _why_other_arithmetic(layer: Any) -> str | None:
     if layer.disable_adapters:
         return "adapters are disabled"
     if layer.merged:
@@ -95,9 +105,7 @@ def why_unfused(layer: Any) -> str | None:
     dropout = layer.lora_dropout[name]
     if layer.training and isinstance(dropout, nn.Dropout) and dropout.p > 0:
         return "lora dropout is above 0"
-    if layer.lora_bias[name]:
-        return "B has a bias (lora_bias)"
-    return _why_unreadable(layer.base_layer)
+    return "B has a bias (lora_bias)" if layer.lora_bias[name] else None
 
 
 def _why_unreadable(base: Any) -> str | None:
@@ -166,6 +174,53 @@ class _FusedAttention(_Fused):
         return lora_qkv(x, *map(read, layers))
 
 
+class _FusedExperts(_Fused):
+    """Over the outermost of peft's wrappers around some experts: one for each adapted stack."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        layers, experts = _unwrapped(self)
+        ranks = [layer.r.get(name, 0) for layer in layers for name in layer.active_adapters]
+        if len(args) != 2 or kwargs or experts.keeps_own(x, max(ranks, default=0)):
+            return super().forward(x, *args, **kwargs)
+        stacks = [getattr(experts, name) for name in experts.weights]
+        if any(map(_why_other_arithmetic, layers)) or not all(map(is_whole, stacks)):
+            return super().forward(x, *args, **kwargs)
+        factors: list[torch.Tensor | None] = []
+        scaling = []
+        for name in experts.weights:
+            layer = next((each for each in layers if each.parameter_name == name), None)
+            factors += _factors(layer)
+            scaling.append(1.0 if layer is None else layer.scaling[layer.active_adapters[0]])
+        return kernels.moe_mlp(
+            x, *args, *stacks, *factors,
+            scaling=(scaling[0], scaling[1]),
+            activation=experts.activation,
+            transposed=experts.transposed,
+        )  # fmt: skip
+
+
+def _unwrapped(layer: Any) -> tuple[list[Any], Any]:
+    """The wrappers around some experts, the outermost first, and the experts."""
+    layers = []
+    while isinstance(layer, ParamWrapper):
+        layers.append(layer)
+        layer = layer.base_layer
+    return layers, layer
+
+
+def _factors(layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A (E, R, inputs) and B (E, outputs, R); peft keeps A expert by expert, B rank by rank."""
+    if layer is None:
+        return None, None
+    name = layer.active_adapters[0]
+    a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+    number = layer.num_experts
+    return (
+        a.view(number, -1, a.shape[1]),
+        b.view(b.shape[0], -1, number).permute(2, 0, 1),
+    )
+
+
 _Plan = list[tuple[nn.Module, type[_Fused], dict[str, Any]]]
 
 
@@ -224,7 +279,7 @@ def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchR
     reasons: Counter[str] = Counter()
     head = _output_layer(model)
     for module in modules:
-        if not isinstance(module, LoraLayer):
+        if not isinstance(module, LoraLayer) or isinstance(module, ParamWrapper):
             continue
         if module is head:
             reasons["adapters on the output layer"] += 1
@@ -235,6 +290,33 @@ def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchR
         else:
             swaps.append((module, _FusedLinear, {}))
     return _row("lora_linear", len(swaps), reasons, "no adapted linear layer"), swaps
+
+
+def _plan_experts(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
+    swaps: _Plan = []
+    reasons: Counter[str] = Counter()
+    inner = {each.base_layer for each in modules if isinstance(each, ParamWrapper)}
+    for module in modules:
+        if not isinstance(module, ParamWrapper) or module in inner:
+            continue
+        layers, experts = _unwrapped(module)
+        if reason := _why_experts_stay(layers, experts):
+            reasons[reason] += 1
+        else:
+            swaps.append((module, _FusedExperts, {}))
+    return _row("lora_experts", len(swaps), reasons, "no adapted experts"), swaps
+
+
+def _why_experts_stay(layers: Sequence[Any], experts: Any) -> str | None:
+    if not isinstance(experts, Experts):
+        return "the kernel of experts is off, or they are something else"
+    if {layer.parameter_name for layer in layers} - set(experts.weights):
+        return "another of their parameters is adapted"
+    for layer in layers:
+        shape = getattr(experts, layer.parameter_name).shape
+        if layer.in_features != shape[1 if experts.transposed else 2]:
+            return "peft takes their weights for transposed ones"
+    return next(filter(None, map(_why_other_arithmetic, layers)), None)
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:

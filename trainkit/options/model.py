@@ -202,7 +202,7 @@ OPS: tuple[str, ...] = (
 )
 """The ops of a model, in the order of the report; see ``models.proof``."""
 
-LORA_OPS: tuple[str, ...] = ("lora_mlp", "lora_qkv", "lora_linear")
+LORA_OPS: tuple[str, ...] = ("lora_mlp", "lora_qkv", "lora_linear", "lora_experts")
 """The ops of a model with adapters, in the order of the report; see ``lora.fused``."""
 
 
