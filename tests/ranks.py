@@ -113,7 +113,7 @@ def _warm():
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import trainkit.parallel.zero.engine  # noqa: F401
-    from trainkit.train.resume.changes import code_digest
+    from trainkit.train.resume.surroundings import code_digest
 
     get_checkpoint_conversion_mapping("llama")  # the first call compiles a thousand patterns
     code_digest()

@@ -20,7 +20,7 @@ TYPES = {
     "narge": "deepseek_v2 deepseek_v3 glm4_moe qwen2_moe laguna",
     "nargz": "bamba olmo_hybrid qwen3_5_text",
     "nargez": "qwen3_next",
-    "nagz": "bailing_hybrid granitemoehybrid",
+    "nagez": "bailing_hybrid granitemoehybrid",
     "nz": "mamba2 nemotron_h",
     "nrg": "exaone4 olmo2",
     "nar": "apertus arcee gpt_oss",

@@ -29,6 +29,7 @@ TAKE_SECTIONS = (
     "evals",
     "lora",
     "models",
+    "objectives",
     "parallel",
     "train",
     "recipe/derived.py",

@@ -2,7 +2,7 @@
 
 from importlib import metadata
 
-from trainkit.train.resume.changes import versions
+from trainkit.train.resume.surroundings import versions
 from trainkit.version import __version__
 
 

@@ -153,7 +153,7 @@ def _loss(label_logit, above, sum_others, mean, SMOOTHING: tl.constexpr, Z_LOSS:
 
 
 @triton.jit
-def _scale(
+def _scale_of_loss(
     scale_ptr,
     num_items_ptr,
     labels_ptr,
@@ -234,7 +234,7 @@ def cross_entropy_rows(
         if SKIP_UNIT_GRAD_OUTPUT:  # noqa: SIM102 (a constexpr and a tensor)
             if grad_output == 1.0:
                 return
-    scale = _scale(
+    scale = _scale_of_loss(
         scale_ptr, num_items_ptr, labels_ptr, scale_value, num_rows, ignore_index, WIDE, SCALE
     )
     if HAS_GRAD_OUTPUT:

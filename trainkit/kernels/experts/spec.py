@@ -80,7 +80,7 @@ MOE_MLP = OpSpec(
     ("y",),
     (
         moe_case("frozen", 20, 2, 4, 64, 32),
-        moe_case("adapted", 20, 2, 4, 64, 32, lora_rank=8, scaling=(2.0, 0.5)),
+        moe_case("adapted", 150, 2, 4, 64, 32, lora_rank=8, scaling=(2.0, 0.5)),
         moe_case("trained", 20, 2, 4, 64, 32, trained=True),
         moe_case("transposed", 20, 2, 4, 64, 40, lora_rank=4, trained=True, transposed=True),
         moe_case("one expert has all", 150, 2, 3, 40, 24, chosen=(1, 2), lora_rank=16),

@@ -150,7 +150,7 @@ def _layer_norm_cases(residual: bool) -> tuple[OpCase, ...]:
         case("nemotron", (5, 320), offset=1.0),
         case("one row", (1, 896)),
         case("tiles", (300, 24)),
-        case("two columns", (7, 2)),
+        case("two columns", (7, 2), eps=0.1),  # with less, the gradient of x cancels
         case("no rows", (0, 4, 896)),
         case("heads", (2, 5, 4, 128)),
         case("far from zero", (5, 320), layout=far),

@@ -28,13 +28,11 @@ from trainkit.train.resume.changes import (
     IN_USE,
     PARTS,
     Review,
-    code_digest,
-    gpu_name,
     review,
     review_running,
-    versions,
 )
 from trainkit.train.resume.given import RUNS, settings_of, settings_of_all
+from trainkit.train.resume.surroundings import code_digest, gpu_name, versions
 from trainkit.train.run import Run
 
 FP8 = "fp8"

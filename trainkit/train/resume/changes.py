@@ -5,24 +5,16 @@ is refused by name before the model is built; what changes the curve without bei
 order, processes, versions) needs ``--allow-changed``.
 """
 
-import hashlib
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from functools import cache
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import trainkit
 from trainkit.errors import ResumeRefusedError
 from trainkit.recipe import default_of
 from trainkit.train.checkpoints import BASE, ResumePoint
-from trainkit.version import __version__
 
 ANY = "all"
 """What a bare ``--allow-changed`` accepts."""
@@ -403,70 +395,3 @@ def _refuse_unknown(allowed: Sequence[str], known: Sequence[str]) -> None:
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# What surrounds a recipe and decides the curve: versions, trainkit's own code, the device.
-
-_VERSIONS = ("torch", "transformers", "accelerate", "peft", "tokenizers")
-
-_COMPUTES = (
-    "data",
-    "kernels",
-    "lora",
-    "models",
-    "objectives",
-    "options",
-    "parallel",
-    "patching.py",
-    "recipe",
-    "train",
-)
-"""What of trainkit decides the numbers of a run; the rest shows, measures or uses them."""
-
-_NOT = (
-    "train/diagnose",
-    "train/rehearse.py",
-    "train/results",
-    "train/dry_run.py",
-    "recipe/show",
-    "recipe/check",
-)
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of the packages that compute."""
-    compilers = ("triton",) if torch.cuda.is_available() else ()
-    # A checkout that is only on the path has no metadata of its own.
-    found = {"trainkit": __version__}
-    for name in (*_VERSIONS, *compilers, *packages):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            if name not in compilers:
-                raise
-    return found
-
-
-@cache
-def code_digest() -> str:
-    """A digest of trainkit's files that compute: a checkout changes without its version."""
-    root = Path(trainkit.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(_files(root)):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:12]
-
-
-def _files(root: Path) -> Iterator[Path]:
-    for name in _COMPUTES:
-        path = root / name
-        for file in [path] if path.is_file() else path.rglob("*.py"):
-            place = file.relative_to(root).as_posix()
-            if not place.startswith(_NOT):
-                yield file
-
-
-def gpu_name() -> str | None:
-    """Kernels and sums differ from one kind of GPU to another."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -267,7 +267,7 @@ def refuse_unlike_hosts(loaded: LoadedRecipe, resume: object) -> None:
     process = ProcessRank.from_environment()
     if process.world_size == 1:
         return
-    from trainkit.train.resume.changes import code_digest, versions
+    from trainkit.train.resume.surroundings import code_digest, versions
 
     around = {"continues": str(resume), "code": code_digest(), "versions": versions(())}
     refuse_early_disagreement(process, {**settings_of_all(loaded), **around, **_files(loaded)})

@@ -1,0 +1,82 @@
+"""What surrounds a recipe and decides the curve: versions, trainkit's own code, the device.
+
+It brings no models: hosts compare it before anything slow is loaded.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import trainkit
+from trainkit.version import __version__
+
+_VERSIONS = ("torch", "transformers", "accelerate", "peft", "tokenizers")
+
+_COMPUTES = (
+    "data",
+    "kernels",
+    "lora",
+    "models",
+    "objectives",
+    "options",
+    "parallel",
+    "patching.py",
+    "recipe",
+    "train",
+)
+"""What of trainkit decides the numbers of a run; the rest shows, measures or uses them."""
+
+_NOT = (
+    "train/diagnose",
+    "train/rehearse.py",
+    "train/results",
+    "train/dry_run.py",
+    "recipe/problems.py",
+    "recipe/reference.py",
+    "recipe/rules.py",
+    "recipe/text.py",
+    "recipe/translate",
+)
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of the packages that compute."""
+    compilers = ("triton",) if torch.cuda.is_available() else ()
+    # A checkout that is only on the path has no metadata of its own.
+    found = {"trainkit": __version__}
+    for name in (*_VERSIONS, *compilers, *packages):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name not in compilers:
+                raise
+    return found
+
+
+@cache
+def code_digest() -> str:
+    """A digest of trainkit's files that compute: a checkout changes without its version."""
+    root = Path(trainkit.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(_files(root)):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for name in _COMPUTES:
+        path = root / name
+        for file in [path] if path.is_file() else path.rglob("*.py"):
+            place = file.relative_to(root).as_posix()
+            if not place.startswith(_NOT):
+                yield file
+
+
+def gpu_name() -> str | None:
+    """Kernels and sums differ from one kind of GPU to another."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
