@@ -32,8 +32,8 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 455, "code": 58_300, "words": 13_000},
-    "tests": {"code": 37_050},
+    "trainkit": {"files": 455, "code": 58_350, "words": 13_000},
+    "tests": {"code": 37_100},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},
 }

@@ -76,10 +76,10 @@ def recipe(tmp_path_factory, tiny_qwen2, sets):
         for n in range(8)
     ]
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # Best at the second step: 2 answers a measurement, and one call that tries it at the start.
+    # Best at the second step: 2 answers a measurement, and two calls that try it at the start.
     (folder / "judge.py").write_text(
         "calls = []\n\ndef falling(answer, expected):\n    calls.append(1)\n"
-        "    return {0: 0.5, 1: 0.9}.get((len(calls) - 2) // 2, 0.1)\n"
+        "    return {0: 0.5, 1: 0.9}.get((len(calls) - 3) // 2, 0.1)\n"
     )
     path = folder / "r.yaml"
     path.write_text(
