@@ -97,8 +97,9 @@ def test_control_tokens_are_visible(ready, write, tiny_tokenizer):
     assert [run.trained for run in shown.runs] == [False, True, False]
 
 
-def test_check_passes_good_data(write, model, capsys):
-    code, said = run(capsys, "data", "check", "--data", write(ROWS), "--model", model)
+@pytest.mark.parametrize("option", [["--data"], []])
+def test_check_passes_good_data(write, model, capsys, option):
+    code, said = run(capsys, "data", "check", *option, write(ROWS), "--model", model)
     assert code == 0
     assert "verdict: fit to train on" in said.out
 

@@ -219,13 +219,16 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
     from trainkit.infer.locate import refuse_code
     from trainkit.models.loading import check_exists, load_tokenizer, stop_token_ids
     from trainkit.options import ModelOptions
+    from trainkit.recipe.document import is_override
     from trainkit.train.log.quiet import quieten_libraries
 
     quieten_libraries()
     config, overrides = choice.config, choice.overrides or []
     if overrides and overrides[0].endswith((".yaml", ".yml")):
         config, overrides = choice.given()
-    data, model, trusted = choice.data, choice.model, choice.trust_remote_code
+    data = [*(choice.data or ()), *(word for word in overrides if not is_override(word))]
+    overrides = [word for word in overrides if is_override(word)]
+    model, trusted = choice.model, choice.trust_remote_code
     changes: dict[str, Any] = {} if choice.mask is None else {"mask": choice.mask}
     named = None
     if model is not None:
@@ -259,7 +262,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
         else:
             raise RecipeError(
                 "there is nothing to look at",
-                fix="give a recipe (--config FILE), or --data FILE and --model MODEL",
+                fix="give a recipe (--config FILE), or files of rows and --model MODEL",
             )
         if data:
             sources = tuple(Source(path=path) for path in data)
