@@ -169,7 +169,7 @@ def test_ops_can_be_chosen():
     model = adapt(make("qwen2"))
     patch_kernels(model)
     report = fuse(model, {"lora_mlp"})
-    assert [row.status for row in report.rows] == ["on", "off", "off"]
+    assert [row.status for row in report.rows] == ["on", "off", "off", "off"]
     assert report.row("lora_qkv").reason == "switched off"
     with pytest.raises(PatchError, match="unknown op"):
         fuse(adapt(make("qwen2")), {"lora_everything"})
