@@ -82,6 +82,9 @@ def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Findi
     sizes = {each.shape[0] for each in stacks.values()}
     if len(stacks) < 2 or len(sizes) > 1 or type(module).__module__.startswith("torch."):
         return None
+    is_routed = tensors[0].dim() == 2 and any(not each.is_floating_point() for each in tensors)
+    if not is_routed and "expert" not in type(module).__name__.lower():
+        return None  # blocks of something else, as of a recurrent gate
     if len(own) > len(stacks):
         extra = next(name for name in own if name not in stacks)
         return Finding("experts", "no kernel", f"experts with {extra}: trainkit has no kernel")
