@@ -145,6 +145,7 @@ class LeftOut(NamedTuple):
 
 OTHERS = "another library's step"
 HOST = "memory of the host"
+EXPERTS = "mixtures of experts have no estimate"
 CHOSEN = "the run measured and chose which products run in fp8"
 OLDER = "measured before fp8 formed a block's product again in the backward pass"
 UNCUT = "measured before projections let go of the decomposition that they are a slice of"
@@ -403,6 +404,10 @@ def _data(row: Row) -> tuple[Plan | str, bool]:
     return HOST, False
 
 
+def _experts(row: Row) -> tuple[Plan | str, bool]:
+    return EXPERTS, False
+
+
 READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "step": _step,
     "step_9b": _step,
@@ -419,6 +424,7 @@ READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "recompute": _recompute,
     "fp8_accuracy": _fp8_accuracy,
     "data": _data,
+    "experts": _experts,
 }
 """THE TABLE: for each file the plan of a row, or why there is none; and whether times count."""
 
