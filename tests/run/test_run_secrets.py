@@ -327,7 +327,7 @@ def test_what_is_no_secret_stays_as_it_is():
         "4b1d" + "0a" * 30,
         "md5: 4b1d0cc1a2b3c4d5e6f7a8b9c0d1e2f3, crc 9f86d081",
         "model-00001-of-00004.safetensors: sha256-9f86d081884c7d659a2feaa0c55ad015a3bf4f1b",
-        "/root/.cache/huggingface/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de362430cd3b72",
+        "~/.cache/huggingface/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de362430cd3b72",
         "run 20261124-161200-qwen2.5-0.5b-lora-3f2a9c81, seed 42, 0x7f3b2c1d9e80",
         "s.numberOfTokensPerSecond, s.forward, sk_learn, API-REFERENCE, pat.search(text)",
         "torch==2.11.0+cu128 git+https://github.com/a/b@4b1d0cc1a2b3c4d5e6f7a8b9c0d1e2f3a4b5c6d7",

@@ -71,7 +71,7 @@ def _never_failing(
         except RecipeError as error:
             if not failed:
                 warn(f"{error}\n  {name} counts this answer as 0, and others like it")
-            failed.append(answer)
+                failed.append(answer)
             return 0.0
 
     return judged
@@ -129,9 +129,8 @@ def _regex(pattern: str, references: Sequence[str]) -> Callable[[str, str], floa
 
 def _hostile_to(pattern: str) -> Iterator[str]:
     """Texts that a pattern goes through in ever more ways, and that do not end as it wants."""
-    words = re.sub(
-        r"\\[a-zA-Z]?", "", pattern
-    )  # the engine first looks for words that must be there
+    # The engine first looks for words that must be there.
+    words = re.sub(r"\\[a-zA-Z]?", "", pattern)
     letters = dict.fromkeys(words + "a0 \n")
     for count in (1, 2):
         for repeated in itertools.product(letters, repeat=count):
