@@ -97,7 +97,7 @@ def test_a_key_of_a_recipe_is_a_field(tmp_path):
     """In a copy of the package: peft's key is known, shown, compared on resume, and acts."""
     package = tmp_path / "trainkit"
     shutil.copytree(ROOT / "trainkit", package)  # compiled files too: they know their source's time
-    section = package / "options" / "lora.py"
+    section = package / "options" / "model.py"
     lines = section.read_text().splitlines(keepends=True)
     start = next(n for n, line in enumerate(lines) if "layers_to_transform" in line)
     del lines[start : start + 2]

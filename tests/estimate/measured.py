@@ -17,7 +17,7 @@ from trainkit.estimate.plan import ALL_OPS, Adapters, Plan, within_budget
 from trainkit.estimate.recipe import plan_of as plan_of_recipe
 from trainkit.estimate.shape import find_shape
 from trainkit.options import Fp8Options
-from trainkit.options.fp8 import ALL
+from trainkit.options.model import ALL
 from trainkit.options.optimizers import optimizer_row
 from trainkit.recipe import load_recipe
 from trainkit.recipe.load import shipped_recipes

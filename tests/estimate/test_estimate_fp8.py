@@ -10,7 +10,7 @@ from trainkit.estimate.plan import TAKEN, Adapters, Plan, shares_of, within_budg
 from trainkit.estimate.shape import NAMED, find_shape
 from trainkit.estimate.speed import seconds
 from trainkit.options import Fp8Options
-from trainkit.options.fp8 import ALL
+from trainkit.options.model import ALL
 
 LARGE = find_shape("qwen2-7b")
 

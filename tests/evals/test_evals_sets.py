@@ -10,7 +10,7 @@ from set_files import PARTS, write_sets
 from trainkit.errors import DataError, RecipeError
 from trainkit.evals import tasks
 from trainkit.evals.tasks import SETS, TaskChoice, load_tasks
-from trainkit.options.benchmarks import METRICS
+from trainkit.options.training import METRICS
 
 
 def test_the_prompts_are_the_sets_own(sets):

@@ -11,7 +11,7 @@ from test_lora_adapter import make_model, train_a_little
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.errors import RecipeError
 from trainkit.lora import LoraOptions, attach
-from trainkit.options.lora import (
+from trainkit.options.model import (
     INITIALISATIONS,
     NOT_TAKEN,
     REFUSED_INITIALISATIONS,

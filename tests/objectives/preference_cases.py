@@ -14,7 +14,7 @@ from objectives.preference import BETA, PREFERENCE
 from trainkit.data.read import formats, row_fields
 from trainkit.objectives.table import OBJECTIVES
 from trainkit.options.data import ROW_FORMATS
-from trainkit.options.objective import OBJECTIVE_NAMES
+from trainkit.options.training import OBJECTIVE_NAMES
 
 NUM_PAIRS = 12
 

@@ -9,10 +9,9 @@ import trainkit
 from trainkit.errors import RecipeError
 from trainkit.options import DataSection, Fp8Options, LoraOptions, ModelOptions, Section, Source
 from trainkit.options.data import ROLES, ROW_FORMATS
-from trainkit.options.lora import QUANTIZED
-from trainkit.options.model import DTYPES, LORA_OPS, OPS
-from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES
+from trainkit.options.model import DTYPES, LORA_OPS, OPS, QUANTIZED
 from trainkit.options.parallel import SHARDS
+from trainkit.options.training import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES
 from trainkit.recipe import InvalidRecipe, Recipe, load_recipe
 
 PACKAGE = Path(trainkit.__file__).parent

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trainkit.errors import RecipeError
-from trainkit.options.words import did_you_mean
+from trainkit.options.section import did_you_mean
 
 ANCHOR = "h200"
 """The GPU that speeds are measured on; others are scaled by the datasheet."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainkit.estimate.shape import ModelShape
-from trainkit.options.fp8 import ALL, Fp8Options
+from trainkit.options.model import ALL, Fp8Options
 
 FUSED_OPS = frozenset({"rms_norm", "swiglu", "linear_cross_entropy"})
 """Kernels that change what is kept for the backward pass."""

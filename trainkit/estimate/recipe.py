@@ -17,7 +17,7 @@ from trainkit.estimate.peak import RANK, keep_to_budget, optimizer_bytes, split
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan, within_budget
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
-from trainkit.options.lora import ALL_LINEAR
+from trainkit.options.model import ALL_LINEAR
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline.share import Share

@@ -12,7 +12,7 @@ from typing import Any
 import regex
 
 from trainkit.errors import RecipeError
-from trainkit.options.evaluation import AnswerMetricChoice, RegexMetric, metric_names
+from trainkit.options.training import AnswerMetricChoice, RegexMetric, metric_names
 
 _WHERE = "generation_eval.metrics"
 _SECONDS = 2

@@ -15,7 +15,7 @@ from trainkit.errors import RecipeError
 from trainkit.evals.model import PromptRecord
 from trainkit.evals.scores import Evaluation, Score, finite
 from trainkit.evals.tasks import LoadedTasks, quiet_harness, set_of
-from trainkit.options.benchmarks import METRICS
+from trainkit.options.training import METRICS
 
 
 def evaluate_model(

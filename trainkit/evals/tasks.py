@@ -21,9 +21,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from trainkit.errors import DataError, RecipeError, TrainkitError
 from trainkit.evals import readers, sandbox
-from trainkit.options.benchmarks import METRICS
-from trainkit.options.evaluation import TaskChoice
-from trainkit.options.words import ask, nearest
+from trainkit.options.section import ask, nearest
+from trainkit.options.training import METRICS, TaskChoice
 
 # -- THE TABLE of benchmark sets that need no network: one row a set. No torch, no harness
 # Any other task of lm-evaluation-harness is known to it by name.

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, RecipeError
 from trainkit.models.linears import ROUTERS
-from trainkit.options.lora import ALL_LINEAR, LoraOptions
-from trainkit.options.words import ask, nearest
+from trainkit.options.model import ALL_LINEAR, LoraOptions
+from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import whole_shape
 from trainkit.patterns import refuse_endless
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from trainkit.errors import ModelError
-from trainkit.options.words import ask, nearest
+from trainkit.options.section import ask, nearest
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 _LAYERS = re.compile(r"(?:(\d+)(?:-(\d+))?|last-(\d+))(?:\.(.+))?")

@@ -7,15 +7,16 @@ dtypes, kinds of quantisation) are listed here, too.
 """
 
 from trainkit.options.data import DataSection, SampleOptions, Source
-from trainkit.options.evaluation import EarlyStopping, GenerationOptions, TaskOptions
-from trainkit.options.faults import FaultOptions
-from trainkit.options.fp8 import Fp8Options
-from trainkit.options.lora import LoraOptions
-from trainkit.options.model import Kernels, ModelOptions
-from trainkit.options.objective import PreferenceOptions
-from trainkit.options.parallel import ParallelOptions
-from trainkit.options.recompute import Recompute, RecomputeOptions
+from trainkit.options.model import Fp8Options, Kernels, LoraOptions, ModelOptions
+from trainkit.options.parallel import ParallelOptions, Recompute, RecomputeOptions
 from trainkit.options.section import Section, broken_rule
+from trainkit.options.training import (
+    EarlyStopping,
+    FaultOptions,
+    GenerationOptions,
+    PreferenceOptions,
+    TaskOptions,
+)
 
 __all__ = [
     "DataSection",

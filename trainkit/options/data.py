@@ -17,8 +17,7 @@ from pydantic import (
 )
 
 from trainkit.errors import RecipeError
-from trainkit.options.section import Section, broken_rule
-from trainkit.options.words import one_of
+from trainkit.options.section import Section, broken_rule, one_of
 from trainkit.places import regular
 
 ROW_FORMATS: dict[str, str] = {
@@ -314,7 +313,7 @@ class DataSection(SampleOptions, _Files):
         )
 
 
-# -- Tokens that a recipe adds to a model's vocabulary: a list, or a file with one a line ---------
+# -- Tokens that a recipe adds to a model's vocabulary: a list, or a file with one a line -----
 
 
 MAX_TOKENS = 100_000

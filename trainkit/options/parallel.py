@@ -1,9 +1,10 @@
-"""``parallel:`` how a run is spread over processes."""
+"""``parallel:`` and ``recompute:`` how a run is spread, and which activations it computes again."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from trainkit.errors import RecipeError
 from trainkit.options.section import Section, broken_rule
@@ -97,3 +98,156 @@ class ParallelOptions(Section):
                 "these numbers",
             )
         return world_size // self.model_ranks
+
+
+# -- ``recompute:`` activations that are computed again in the backward pass ---------------------
+
+
+Word = Literal["none", "full", "selective"]
+
+
+class RecomputeOptions(Section):
+    """Some layers of the model, or as many as a budget of memory asks for."""
+
+    at: ClassVar[str] = "recompute"
+
+    every: int | None = Field(
+        None, ge=1, description="Recompute layers 0, k, 2k, ...: 1 is all of them, 2 every other."
+    )
+    selective: bool = Field(
+        False,
+        description="Of those layers keep matrix products and attention; recompute norms, gates "
+        "and rope.",
+    )
+    budget_gib: float | None = Field(
+        None,
+        gt=0,
+        description="Peak memory of a GPU in GiB: three steps are measured, then as few layers are "
+        "recomputed, and then offloaded, as it allows.",
+    )
+    offload: Literal["auto", True, False] = Field(
+        "auto",
+        description="Inputs of recomputed layers wait in host memory. auto: with a budget where it "
+        "asks for it, with adapters as lora.offload_activations says, else not.",
+    )
+
+    @model_validator(mode="after")
+    def _says_which_layers(self) -> "RecomputeOptions":
+        if (self.every is None) == (self.budget_gib is None):
+            raise broken_rule(
+                "recompute",
+                "recompute takes every or budget_gib, one of them",
+                "write recompute: {every: 2}, or recompute: {budget_gib: 60}",
+            )
+        if self.selective and self.budget_gib is not None:
+            raise broken_rule(
+                "recompute.selective",
+                "a budget recomputes whole layers, as few of them as it can",
+                "remove selective, or write recompute: selective",
+            )
+        if self.selective and self.offload is True:
+            raise broken_rule(
+                "recompute.offload",
+                "what selective keeps stays on the GPU, and so does a layer's input",
+                "remove selective or offload",
+            )
+        return self
+
+    @classmethod
+    def of(cls, value: "str | RecomputeOptions | None") -> "RecomputeOptions | None":
+        """What ``recompute`` says, spelt out; None where nothing is recomputed."""
+        return WORDS[value] if isinstance(value, str) else value
+
+
+WORDS: Mapping[str, RecomputeOptions | None] = {
+    "none": None,
+    "full": RecomputeOptions(every=1),
+    "selective": RecomputeOptions(every=1, selective=True),
+}
+"""THE TABLE of words: what each is short for."""
+
+
+def _form(value: object) -> str:
+    """Which of its forms ``recompute`` has, so that errors are those of that form."""
+    return "section" if isinstance(value, Mapping | RecomputeOptions) else "word"
+
+
+Recompute = Annotated[
+    Annotated[Word, Tag("word")] | Annotated[RecomputeOptions, Tag("section")],
+    Discriminator(_form),
+]
+"""A word, or a section."""
+
+
+# -- What decides whether a way of spreading a run can serve it ----------------------------------
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What of a recipe the rows look at.
+
+    Attributes:
+        parallel: how it is spread.
+        model_dtype: as the recipe has it.
+        quantize: what a frozen base is packed to, or None.
+        has_adapters: LoRA.
+        is_packed: several documents share a row.
+        training: the recipe's ``training`` section.
+        attention: the implementation's name.
+        max_length: tokens of a row.
+        computes_fp8: matrix products run in fp8.
+        recompute: the recipe's ``recompute``, spelt out; None where nothing is recomputed.
+        optim_in_backward: weights step in the backward pass.
+        master_weights: of ``model``.
+        objective: what is optimised.
+        adds_tokens: the recipe extends the vocabulary.
+        mixes_dtypes: adapters train in another dtype than modules that train whole next to them.
+        tiles_mlp: feed-forward blocks compute some tokens at a time.
+        lora: what of the adapters a pipeline cannot spread: its key, or None.
+        offloads: the key that sends activations to the host, or None.
+        measures: the keys that have the model asked questions while it trains.
+    """
+
+    parallel: ParallelOptions
+    model_dtype: str = "bfloat16"
+    quantize: str | None = None
+    has_adapters: bool = False
+    is_packed: bool = False
+    training: dict[str, Any] | None = None
+    attention: str = "auto"
+    max_length: int = 0
+    computes_fp8: bool = False
+    recompute: RecomputeOptions | None = None
+    optim_in_backward: bool = False
+    master_weights: bool = True
+    objective: str = "sft"
+    adds_tokens: bool = False
+    mixes_dtypes: bool = False
+    tiles_mlp: bool = False
+    lora: str | None = None
+    offloads: str | None = None
+    measures: tuple[str, ...] = ()
+
+    @property
+    def shard(self) -> str:
+        """A strategy's name, or a file."""
+        return self.parallel.shard
+
+    @property
+    def tensor(self) -> int:
+        """Ranks that products are split over."""
+        return self.parallel.tensor
+
+    @property
+    def sequence(self) -> int:
+        """Ranks that rows are split over."""
+        return self.parallel.sequence
+
+    @property
+    def pipeline(self) -> int:
+        """Ranks that layers are split over."""
+        return self.parallel.pipeline
+
+    def of_training(self, name: str) -> Any:
+        """A value of ``training``, None where nothing is said."""
+        return (self.training or {}).get(name)

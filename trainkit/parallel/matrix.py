@@ -6,10 +6,9 @@ What no row refuses is allowed, and ``python -m benchmarks parity`` holds it aga
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from trainkit.options.combination import Combination
-from trainkit.options.objective import COMPARING
 from trainkit.options.optimizers import FSDP2, OPTIMIZERS, ZERO, optimizer_row
-from trainkit.options.parallel import NONE
+from trainkit.options.parallel import NONE, Combination
+from trainkit.options.training import COMPARING
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
-from trainkit.options.words import ask, nearest
+from trainkit.options.section import ask, nearest
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
 from trainkit.recipe.derived import Derived, derive_data, derive_training

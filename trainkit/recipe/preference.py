@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainkit.options import DataSection, LoraOptions, PreferenceOptions
-from trainkit.options.objective import COMPARING, SMOOTHED
+from trainkit.options.training import COMPARING, SMOOTHED
 
 
 def broken_preference_rules(

@@ -15,9 +15,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainkit.errors import RecipeError
-from trainkit.options.lora import NOT_TAKEN
-from trainkit.options.section import UNION_TAGS, section_in
-from trainkit.options.words import VERY_CLOSE, advice_of, ask, nearest, rule_of
+from trainkit.options.model import NOT_TAKEN
+from trainkit.options.section import (
+    UNION_TAGS,
+    VERY_CLOSE,
+    advice_of,
+    ask,
+    nearest,
+    rule_of,
+    section_in,
+)
 from trainkit.recipe.document import KeyPath, Settings, read_scalar
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.training import EVERY, FIELDS, TRANSFORMERS

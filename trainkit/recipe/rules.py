@@ -4,11 +4,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.options.evaluation import EarlyStopping, GenerationOptions, TaskOptions
-from trainkit.options.lora import LoraOptions
-from trainkit.options.model import ModelOptions
+from trainkit.options.model import LoraOptions, ModelOptions
 from trainkit.options.optimizers import optimizer_row
-from trainkit.options.words import ask, nearest
+from trainkit.options.section import ask, nearest
+from trainkit.options.training import EarlyStopping, GenerationOptions, TaskOptions
 from trainkit.recipe.training import FIELDS
 
 LOSS = "loss"

@@ -20,9 +20,9 @@ from trainkit.options import (
     TaskOptions,
     broken_rule,
 )
-from trainkit.options.combination import Combination
 from trainkit.options.model import LORA_OPS
-from trainkit.options.objective import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
+from trainkit.options.parallel import Combination
+from trainkit.options.training import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
 from trainkit.parallel.matrix import COMPILES, refusals
 from trainkit.recipe.preference import broken_preference_rules
 from trainkit.recipe.rules import Measured, Trained, broken_optimizer_rules, problems

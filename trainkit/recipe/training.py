@@ -25,8 +25,7 @@ from trainkit.options.optimizers import (
     parts_of,
     served_as,
 )
-from trainkit.options.section import broken_rule
-from trainkit.options.words import ask, nearest, nearest_choice
+from trainkit.options.section import ask, broken_rule, nearest, nearest_choice
 from trainkit.recipe.document import read_scalar
 
 Broken = tuple[str, str | None, str | None]

@@ -17,7 +17,7 @@ from trainkit.models.fp8.groups import find_candidates
 from trainkit.models.patch import patch_kernels
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
-from trainkit.options.words import ask, nearest
+from trainkit.options.section import ask, nearest
 from trainkit.patterns import refuse_endless
 
 

@@ -56,7 +56,7 @@ from trainkit.models.recompute.tiled import tile
 from trainkit.models.skeleton import is_skeleton, standing_in
 from trainkit.models.vocabulary import refuse_frozen_tokens, vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
-from trainkit.options.fp8 import ALL
+from trainkit.options.model import ALL
 from trainkit.patching import patch
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.models.recompute.layers import Recomputed, Way, checkpointed_layers, every
 from trainkit.models.recompute.offload import pays
-from trainkit.options.recompute import RecomputeOptions
+from trainkit.options.parallel import RecomputeOptions
 from trainkit.recipe import Recipe
 from trainkit.run.files import write_json_atomic
 from trainkit.train.faults.shortage import num_tokens

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.evals.metrics import answer_metrics
-from trainkit.options.evaluation import RegexMetric
+from trainkit.options.training import RegexMetric
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "evals"))
 from set_files import write_sets

@@ -12,7 +12,7 @@ from typing import Any
 from trainkit.models.fp8.budget import Increase, Probe
 from trainkit.models.fp8.groups import Candidates, Group, group_layers
 from trainkit.models.fp8.savings import Saving
-from trainkit.options.fp8 import ALL, Fp8Options
+from trainkit.options.model import ALL, Fp8Options
 
 BOTH = "fp8"
 BACKWARD = "backward in fp8"

@@ -20,7 +20,7 @@ from trainkit.models.fp8.savings import Saving, measure_savings
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.fp8_rows import let_norms_quantize
 from trainkit.models.swap import Swaps
-from trainkit.options.fp8 import ALL, Fp8Options
+from trainkit.options.model import ALL, Fp8Options
 from trainkit.parallel.parameters import is_whole
 
 

@@ -18,8 +18,8 @@ from trainkit.errors import ModelError
 from trainkit.kernels.fp8.function import fits_fp8
 from trainkit.models.linears import ROUTERS
 from trainkit.models.swap import plain_class
-from trainkit.options.fp8 import Fp8Options
-from trainkit.options.words import ask, nearest
+from trainkit.options.model import Fp8Options
+from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import whole_shape
 
 _PARTS_BETWEEN = 5

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.options.words import ask, nearest
+from trainkit.options.section import ask, nearest
 
 _NOT_READ_HERE = {
     "optimizer": "training.optim and what belongs to it decide",

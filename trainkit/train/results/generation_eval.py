@@ -18,8 +18,7 @@ from trainkit.errors import RecipeError
 from trainkit.estimate.context import context_of
 from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact
 from trainkit.options import TaskOptions
-from trainkit.options.benchmarks import METRICS
-from trainkit.options.evaluation import ANSWERS
+from trainkit.options.training import ANSWERS, METRICS
 from trainkit.recipe.rules import metric_of
 from trainkit.train.data.run_data import read_conversations
 from trainkit.train.hooks import LoopState

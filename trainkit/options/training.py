@@ -1,15 +1,89 @@
-"""What is measured while a model trains, and what ends a run early."""
+"""What is optimised, what is measured, and what a run does when something breaks."""
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
-from trainkit.options.benchmarks import METRICS
 from trainkit.options.data import Sources
-from trainkit.options.section import Section, broken_rule
-from trainkit.options.words import one_of
+from trainkit.options.section import Section, broken_rule, one_of
+
+# -- ``objective:`` and ``preference:`` ----------------------------------------------------------
+
+
+OBJECTIVE_NAMES: dict[str, str] = {
+    "sft": "the mean cross entropy of the trained tokens",
+    "dpo": "how far the better of two answers is ahead, against the model before training",
+    "orpo": "the better answer's cross entropy, and the odds of it against the worse one's",
+    "simpo": "the margin between the answers' mean log-probabilities",
+}
+"""The names of ``trainkit.objectives.OBJECTIVES``, with what is optimised."""
+
+DEFAULT_OBJECTIVE = "sft"
+
+ObjectiveName = Annotated[
+    str,
+    AfterValidator(lambda name: one_of(name, OBJECTIVE_NAMES)),
+    WithJsonSchema({"type": "string", "enum": [*OBJECTIVE_NAMES]}),
+]
+
+COMPARING = frozenset({"dpo", "orpo", "simpo"})
+"""The objectives whose samples are pairs of answers."""
+
+PreferenceLoss = Literal[
+    "sigmoid", "hinge", "ipo", "robust", "nca_pair", "apo_zero", "apo_down", "sppo_hard"
+]
+"""What ``preference.loss`` can be, by TRL's names."""
+
+PREFERENCE_LOSSES: tuple[str, ...] = get_args(PreferenceLoss)
+
+SMOOTHED = ("sigmoid", "robust")
+"""The losses that labels which may be wrong have a part in."""
+
+
+class PreferenceOptions(Section):
+    """How two answers are compared."""
+
+    at: ClassVar[str] = "preference"
+
+    beta: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="What differences of log-probabilities are multiplied with; of orpo, the "
+        "weight of the odds. Null takes 0.1, and 2 for simpo.",
+    )
+    loss: PreferenceLoss = Field("sigmoid", description="Of dpo, by TRL's name.")
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="Share of pairs that are taken to be the wrong way round: conservative DPO "
+        "with loss: sigmoid, robust DPO with loss: robust.",
+    )
+    length_normalized: bool = Field(
+        False, description="Of dpo: divide an answer's log-ratio by its tokens; ipo always does."
+    )
+    gamma: float = Field(
+        0.5, ge=0, allow_inf_nan=False, description="Of simpo: the margin that is aimed at."
+    )
+
+
+# -- ``generation_eval:``, ``eval_tasks:`` and ``early_stopping:`` -------------------------------
+
+
+METRICS: Mapping[str, tuple[str, ...]] = {
+    "boolq": ("acc",),
+    "mmlu": ("acc",),
+    "gsm8k": ("exact_match/strict-match", "exact_match/flexible-extract"),
+    "humaneval": ("pass@1",),
+    "agieval": ("acc",),
+    "bbh": ("exact_match/get-answer",),
+    "ceval": ("acc", "acc_norm"),
+}
+"""By the name of a set: its figures as the harness calls them, the one that stands for it first."""
+
 
 ANSWERS = "answers"
 """The figures of ``generation_eval`` are called ``answers/METRIC``."""
@@ -130,4 +204,45 @@ class EarlyStopping(Section):
     patience: int = Field(ge=1, description="Evaluations in a row that may bring nothing.")
     min_delta: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="What less is no improvement."
+    )
+
+
+# -- ``faults:`` ---------------------------------------------------------------------------------
+
+
+OnBadNumbers = Literal["stop", "skip", "roll_back"]
+
+
+class FaultOptions(Section):
+    """What a run does when something around it breaks."""
+
+    at: ClassVar[str] = "faults"
+
+    step_timeout: float | None = Field(
+        600.0,
+        gt=0,
+        description="Seconds without any progress after which a run is taken to hang: the stacks "
+        "of all ranks are written to logs/ and it ends. The first step and saves may take six "
+        "times as long; null waits for ever.",
+    )
+    on_bad_numbers: OnBadNumbers = Field(
+        "stop",
+        description="About a step whose loss or gradient is NaN or infinite, or whose loss spikes: "
+        "stop: end the run before its update; skip: go on without its update; roll_back: go on "
+        "from the last checkpoint, and without that update.",
+    )
+    max_skips: int = Field(
+        5, ge=1, description="Steps in a row that on_bad_numbers: skip passes before it stops."
+    )
+    max_rollbacks: int = Field(
+        3, ge=1, description="How often on_bad_numbers: roll_back does so before it stops."
+    )
+    spike: float | None = Field(
+        None,
+        gt=0,
+        description="A loss spikes above median + spike x MAD of the last spike_window steps (the "
+        "median distance from the median, at least 1% of it); null watches for none.",
+    )
+    spike_window: int = Field(
+        100, ge=3, description="Steps that spike compares with; none is judged before so many."
     )
