@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from trainkit.cli.app import main
-from trainkit.doctor import CHECKS, Finding, checks, gpus, machine, software
+from trainkit.doctor import CHECKS, Finding, checks
 
 Usage = namedtuple("Usage", "total used free")
 GIB = 2**30
@@ -74,12 +74,12 @@ def on_a_gpu_host(patch, *, cuda="13.0", present=True, smi="580.65", devices=Tru
     patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(torch.version, "cuda", cuda)
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    patch.setattr(gpus, "_DRIVER_LOADED", Path("/" if present else "/none"))
+    patch.setattr(checks, "_DRIVER_LOADED", Path("/" if present else "/none"))
     if devices:
         (tmp_path / "nvidia0").touch()
-    patch.setattr(gpus, "_DEVICES", tmp_path)
+    patch.setattr(checks, "_DEVICES", tmp_path)
     answer = subprocess.CompletedProcess([], 0 if smi else 9, smi or "", "Driver/library mismatch")
-    patch.setattr(gpus.subprocess, "run", lambda *_, **__: answer)
+    patch.setattr(checks.subprocess, "run", lambda *_, **__: answer)
 
 
 def with_gpus(patch, count=1, capability=(9, 0), free=80, arches=("sm_80", "sm_90"), peers=True):
@@ -100,7 +100,7 @@ def with_gpus(patch, count=1, capability=(9, 0), free=80, arches=("sm_80", "sm_9
 def limit(patch, which, soft, hard):
     real = resource.getrlimit
     patch.setattr(
-        machine.resource, "getrlimit", lambda kind: (soft, hard) if kind == which else real(kind)
+        checks.resource, "getrlimit", lambda kind: (soft, hard) if kind == which else real(kind)
     )
 
 
@@ -112,25 +112,25 @@ def keep_bytecode(patch, folder, keeps):
 FAULTS = {
     "python is too old": (
         "python",
-        lambda patch, _: patch.setattr(software.platform, "python_version", lambda: "3.9.1"),
+        lambda patch, _: patch.setattr(checks.platform, "python_version", lambda: "3.9.1"),
         ("error", "3.9.1", "uv venv"),
     ),
     "trainkit is not installed": (
         "packages",
-        lambda patch, _: patch.setattr(software.importlib.metadata, "requires", missing),
+        lambda patch, _: patch.setattr(checks.importlib.metadata, "requires", missing),
         ("error", "not installed", "pip install"),
     ),
     "a package is missing": (
         "packages",
         lambda patch, _: patch.setattr(
-            software.importlib.metadata, "version", version("peft", missing)
+            checks.importlib.metadata, "version", version("peft", missing)
         ),
         ("error", "not installed", "pip install 'peft>="),
     ),
     "a package is too new": (
         "packages",
         lambda patch, _: patch.setattr(
-            software.importlib.metadata, "version", version("transformers", lambda _: "6.1")
+            checks.importlib.metadata, "version", version("transformers", lambda _: "6.1")
         ),
         ("error", "6.1, tested with", "pip install 'transformers<6"),
     ),
@@ -171,19 +171,19 @@ FAULTS = {
         "gpu",
         lambda patch, tmp: (
             on_a_gpu_host(patch, present=False, tmp_path=tmp),
-            patch.setattr(gpus.shutil, "which", lambda _: None),
+            patch.setattr(checks.shutil, "which", lambda _: None),
         ),
         ("warning", "on the CPU", "trainkit new smollm2-135m-lora-cpu"),
     ),
     "torch has no code for a new GPU": (
         "gpu",
         lambda patch, _: with_gpus(patch, capability=(12, 0)),
-        ("error", "code for sm_80, sm_90 only", gpus._TORCH),
+        ("error", "code for sm_80, sm_90 only", checks._TORCH),
     ),
     "torch has no code for an old GPU": (
         "gpu",
         lambda patch, _: with_gpus(patch, capability=(7, 0)),
-        ("error", "code for sm_80, sm_90 only", gpus._OLDER_TORCH),
+        ("error", "code for sm_80, sm_90 only", checks._OLDER_TORCH),
     ),
     "another process has the GPU": (
         "gpu",
@@ -194,7 +194,7 @@ FAULTS = {
         "driver",
         lambda patch, _: (
             with_gpus(patch),
-            patch.setattr(gpus.shutil, "which", lambda _: None),
+            patch.setattr(checks.shutil, "which", lambda _: None),
         ),
         ("warning", "nvidia-smi is not here", "docker run"),
     ),
@@ -207,7 +207,7 @@ FAULTS = {
         "compiler",
         lambda patch, _: (
             patch.delenv("CC", raising=False),
-            patch.setattr(software.shutil, "which", lambda _: None),
+            patch.setattr(checks.shutil, "which", lambda _: None),
         ),
         ("warning", "cannot be compiled", "apt-get install"),
     ),
@@ -220,13 +220,13 @@ FAULTS = {
         "all-reduce",
         lambda patch, _: (
             patch.setenv("GLOO_SOCKET_IFNAME", "nope0"),
-            patch.setattr(gpus.subprocess, "run", lambda *_, **__: NO_INTERFACE),
+            patch.setattr(checks.subprocess, "run", lambda *_, **__: NO_INTERFACE),
         ),
         ("error", "Unable to find address", "unset GLOO_SOCKET_IFNAME"),
     ),
     "processes never meet": (
         "all-reduce",
-        lambda patch, _: patch.setattr(gpus, "_REDUCE_SECONDS", 0.01),
+        lambda patch, _: patch.setattr(checks, "_REDUCE_SECONDS", 0.01),
         ("error", "did not finish", "GLOO_DEBUG=1 trainkit doctor"),
     ),
     "a full disk": (
@@ -236,12 +236,12 @@ FAULTS = {
     ),
     "a disk that is read only": (
         "disk",
-        lambda patch, _: patch.setattr(machine.os, "access", lambda *_: False),
+        lambda patch, _: patch.setattr(checks.os, "access", lambda *_: False),
         ("error", "not writable", "export TRITON_CACHE_DIR="),
     ),
     "no shared memory": (
         "shared memory",
-        lambda patch, _: patch.setattr(machine, "_SHM", Path("/none")),
+        lambda patch, _: patch.setattr(checks, "_SHM", Path("/none")),
         ("warning", "there is no", "sudo mkdir"),
     ),
     "docker's 64 MiB of shared memory": (
@@ -275,7 +275,7 @@ FAULTS = {
         "limits",
         lambda patch, tmp: (
             (tmp / "mlx5_0").touch(),
-            patch.setattr(machine, "_INFINIBAND", tmp),
+            patch.setattr(checks, "_INFINIBAND", tmp),
             limit(patch, resource.RLIMIT_MEMLOCK, 65536, 65536),
         ),
         ("warning", "65536", "echo '* - memlock unlimited'"),
@@ -363,4 +363,4 @@ def test_gpus_that_are_fit_are_ok(monkeypatch):
 
 def test_modules_that_are_compiled_once_are_fine(tmp_path, monkeypatch):
     keep_bytecode(monkeypatch, tmp_path, True)
-    assert [found.state for found in software.check_bytecode()] == ["ok"]
+    assert [found.state for found in checks.check_bytecode()] == ["ok"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.doctor.gpus import check_all_reduce
+from trainkit.doctor.checks import check_all_reduce
 from trainkit.parallel.launch import Hosts, launch_command
 from trainkit.processes import STARTER, module_command
 
