@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from trainkit.bench.cells import Cell, run
-from trainkit.bench.record import Records
+from trainkit.bench.cells import Cell, Records, run
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 

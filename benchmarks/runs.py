@@ -278,7 +278,7 @@ def main(words: list[str]) -> None:
 
     import torch
 
-    from trainkit.bench.record import append, environment
+    from trainkit.bench.cells import append, environment
 
     total = chosen.estimate or max(torch.cuda.device_count(), 1)
     if chosen.model:

@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import curve, loss, ops, packing, runs
-from trainkit.bench import measure, record, step
-from trainkit.bench.cells import Cell, run
+from trainkit.bench import step
+from trainkit.bench.cells import Cell, Records, environment, run
 from trainkit.bench.lora import MODES, quantize
 from trainkit.bench.lora import measure as measure_lora
 from trainkit.bench.providers import MODELS, Shape, attention_of, build
@@ -94,7 +94,7 @@ def test_flops_are_those_of_the_published_figures():
 
 
 def test_records_are_flat_and_name_their_units(tmp_path):
-    records = record.Records("step", tmp_path / "step.jsonl", commit="abc")
+    records = Records("step", tmp_path / "step.jsonl", commit="abc")
     assert not records.of("tiny", {"provider": "x", "error": "no"})
     records.of("tiny", {"provider": "x", "ms": 1.5, "mfu": None, "b": 2})
     (row,) = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
@@ -138,36 +138,6 @@ def test_unknown_names_are_refused_with_the_known_ones():
     assert "qwen2-0.5b" in result.output
 
 
-def test_kernels_are_told_apart_by_their_names():
-    """The names are those of real steps on an H200."""
-    cudnn = "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x64"
-    flash = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 64, 4>>"
-    efficient = "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::Params)"
-    times = {
-        "nvjet_sm90_tst_128x256_64x4_1x2_h_bz_coopA_NNN": 4.0,
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float>": 0.5,
-        cudnn: 2.0,
-        "cross_entropy_rows": 1.0,
-        "_rope": 0.25,
-        "_backward": 0.5,
-        "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add>": 1.0,
-        "something": 3.0,
-    }
-    assert measure.by_kind(times) == {
-        "matmul_ms": 4.5,
-        "attention_ms": 2.0,
-        "loss_ms": 1.0,
-        "rope_ms": 0.25,
-        "norm_and_gate_ms": 0.5,
-        "elementwise_ms": 1.0,
-        "other_ms": 3.0,
-    }
-    assert measure.by_kind(times).keys() <= record.UNITS.keys()
-    for name, owner in ((cudnn, "cuDNN"), (flash, "flash"), (efficient, "memory-efficient")):
-        assert measure.attention_kernel({name: 1.0, "nvjet": 2.0}) == owner
-    assert measure.attention_kernel({"nvjet": 2.0}) == "math"
-
-
 @pytest.mark.parametrize("provider", ["hf_cudnn", "liger_cudnn"])
 def test_a_named_attention_is_the_only_one_allowed(provider):
     """Where it cannot run, as on a CPU, the cell fails instead of falling back unseen."""
@@ -178,10 +148,10 @@ def test_a_named_attention_is_the_only_one_allowed(provider):
 
 
 def test_the_commit_is_the_packages_own_wherever_one_stands(tmp_path, monkeypatch):
-    at_home = record.environment()["commit"]
+    at_home = environment()["commit"]
     monkeypatch.chdir(tmp_path)
     subprocess.run(["git", "init", "-q"], check=True)
-    assert record.environment()["commit"] == at_home
+    assert environment()["commit"] == at_home
 
 
 def test_only_a_peer_may_fail(monkeypatch):

@@ -1,19 +1,15 @@
-"""What a GPU does in a step: the clock, the peak of memory, the ceilings, the kernels.
+"""What a GPU does in a step: the clock, the peak of memory, the ceilings.
 
 A GPU under load lowers its clocks to stay within its power, so one ceiling is not enough:
 ``tflops`` is what a cool GPU reaches in a short burst and bounds everything that follows, the
 sustained one is taken after a second of matrix products and is lower than mixed work can reach.
-
-Kernels are told apart by their names: those of torch 2.11 with cuBLAS 13, cuDNN 9 and Liger 0.8.
-What no word below matches counts as other.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -62,19 +58,6 @@ def peak_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None
 
 
-def sm_clock_mhz(step: Callable[[], torch.Tensor], device: torch.device) -> float | None:
-    """The GPU's clock while it works on a step; None on a CPU or without NVIDIA's library."""
-    if device.type != "cuda":
-        return None
-    step()
-    try:
-        return float(torch.cuda.clock_rate())
-    except (ModuleNotFoundError, RuntimeError):
-        return None
-    finally:
-        torch.cuda.synchronize()
-
-
 def ceilings(device: torch.device) -> dict[str, float]:
     """What the GPU can do at most; called before anything has warmed it.
 
@@ -98,52 +81,3 @@ def ceilings(device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
     copy = 2 * _COPY_BYTES / after(1.0, lambda: target.copy_(source)) / 1e6
     return {"tflops": burst, "tflops_sustained": sustained, "gb_per_second": copy}
-
-
-_ATTENTION = {
-    "cudnn": "cuDNN",
-    "flash_fwd": "flash",
-    "flash_bwd": "flash",
-    "fmha_cutlass": "memory-efficient",
-}
-"""A word of the kernel's name, and the attention it belongs to."""
-
-_KINDS = {
-    "attention": (*_ATTENTION, "fmha"),
-    "loss": ("cross_entropy", "SoftMax", "softmax", "nll_loss"),
-    "matmul": ("nvjet", "gemm", "splitK", "gemv"),
-    "rope": ("rope",),
-    "norm_and_gate": ("_forward", "_backward", "rms_norm", "swiglu", "silu", "_sum_partials"),
-    "elementwise": ("at::native", "Memcpy", "Memset", "triton_"),
-}
-"""In the order in which they are tried. ``_forward`` and ``_backward`` are trainkit's norms and
-gates."""
-
-
-def kernel_times(step: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of every GPU kernel in one run of a step, by name."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
-        step()
-        torch.cuda.synchronize()
-    return {
-        event.key: event.self_device_time_total / 1e3
-        for event in recorded.key_averages()
-        if event.self_device_time_total > 0
-    }
-
-
-def attention_kernel(times: Mapping[str, float]) -> str:
-    """Whose attention kernels ran; "math" when no fused one did."""
-    found = {owner for name in times for word, owner in _ATTENTION.items() if word in name}
-    return ", ".join(sorted(found)) or "math"
-
-
-def by_kind(times: Mapping[str, float]) -> dict[str, float]:
-    """Milliseconds by what the kernels do: ``matmul_ms``, ``attention_ms`` and so on."""
-    sums = dict.fromkeys((*_KINDS, "other"), 0.0)
-    for name, milliseconds in times.items():
-        kinds = (kind for kind, words in _KINDS.items() if any(word in name for word in words))
-        sums[next(kinds, "other")] += milliseconds
-    return {f"{kind}_ms": total for kind, total in sums.items()}

@@ -3,8 +3,7 @@
 A cell is a model with a provider: Hugging Face on the attention kernel that torch prefers, on flash
 attention, on cuDNN's; torch.compile; Liger as Trainer applies it; trainkit. Weights and tokens are
 random, made on the device; the loss is normalised by ``num_items_in_batch`` as Trainer does; no
-optimizer runs. After the clock has stopped one step is profiled: its row names the attention kernel
-that really ran and says what the time went into.
+optimizer runs.
 """
 
 from typing import Any
@@ -13,15 +12,7 @@ import torch
 from torch import nn
 
 from trainkit.bench.cells import Cell
-from trainkit.bench.measure import (
-    attention_kernel,
-    by_kind,
-    kernel_times,
-    peak_gib,
-    sm_clock_mhz,
-    timed,
-    warm_up,
-)
+from trainkit.bench.measure import peak_gib, timed, warm_up
 from trainkit.bench.providers import Shape, attention_of, provide
 
 PEAK_FLOPS = 989e12
@@ -48,8 +39,6 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         warm_up(step, seconds=cell.warm_up_seconds)
         milliseconds, _ = timed(step, cell.steps, device)
         peak_memory_gib = peak_gib(device)
-        clock = sm_clock_mhz(step, device)
-        times = kernel_times(step) if device.type == "cuda" else {}
     num_tokens = shape.batch_size * shape.length
     flops = _flops_per_token(provided.model, shape) * num_tokens
     seconds = milliseconds / 1e3
@@ -61,10 +50,7 @@ def measure(cell: Cell, device: torch.device) -> dict[str, Any]:
         "tokens_per_second": num_tokens / seconds,
         "mfu": flops / seconds / PEAK_FLOPS,
         "peak_memory_gib": peak_memory_gib,
-        "sm_clock_mhz": clock,
         "loss": first.item(),
-        "attention": attention_kernel(times) if times else None,
-        **(by_kind(times) if times else {}),
     }
 
 

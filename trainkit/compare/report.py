@@ -18,15 +18,15 @@ _MOST_ANSWERS = 50
 
 def benchmarks(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
     """Rows of a table: a figure, and each run's score with its standard error."""
+
+    def shown(row: Mapping[str, Any] | None) -> str:
+        if row is None:
+            return ""
+        stderr = row["stderr"]
+        return f"{row['value']:.4f}" + ("" if stderr is None else f" +-{stderr:.4f}")
+
     names = dict.fromkeys(name for run in runs for name in run.scores)
-    return [(name, *(_score(run.scores.get(name)) for run in runs)) for name in names]
-
-
-def _score(row: Mapping[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    stderr = row["stderr"]
-    return f"{row['value']:.4f}" + ("" if stderr is None else f" +-{stderr:.4f}")
+    return [(name, *(shown(run.scores.get(name)) for run in runs)) for name in names]
 
 
 def figures(run: ComparedRun) -> list[str]:
@@ -88,13 +88,11 @@ def as_page(
         pictures: title and ``<svg>`` element of each curve.
     """
     names = [run.name for run in runs]
-    said = "".join(
-        paragraph(f"{each.quantity}: {_difference(each)}: {each.words}") for each in found
-    )
+    said = [paragraph(f"{each.quantity}: {_difference(each)}: {each.words}") for each in found]
     parts = [
         section("Runs", f"<div class='wide'>{table(_HEAD, map(figures, runs))}</div>"),
         section("Benchmarks", _wide(("benchmark", *names), benchmarks(runs))),
-        section("Differences", said),
+        section("Differences", "".join(said)),
         section("Curves", curves(pictures)),
         section("Recipes", _wide(("key", *names), [(key, *row) for key, row in keys.items()])),
         section("Answers side by side", _answers(runs)),
@@ -125,5 +123,5 @@ def _difference(verdict: Verdict) -> str:
     interval = verdict.interval
     if verdict.quantity == "exact answers":
         return f"{interval.difference:+.1%}"
-    spread = "" if interval.low is None else f" [{interval.low:+.4f}, {interval.high:+.4f}]"
+    spread = "" if interval.half is None else f" [{interval.low:+.4f}, {interval.high:+.4f}]"
     return f"{interval.difference:+.4f}{spread}"

@@ -137,12 +137,18 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
     speeds = [speed for speed in numbers("tokens_per_second", settled).values() if speed]
     answers, texts = _answers(path)
     timed = numbers("step_seconds", trained)
+    # Nothing says on how many ranks a run trained where it was one.
+    num_ranks = read_record(
+        path / "environment.json", lambda each: int(each["variables"].get("WORLD_SIZE", 1)), 1
+    )
+    files = read_record(path / "data.json", lambda content: _files_of({**content}), list[str]())
+    clock = [trained[0].get(key) for key in _CLOCK]
     known = [row["step"] for row in rows] + [read_status(path / "status.json").last_step or 0]
     return ComparedRun(
         path=path,
         values={
             **{key: each for key, each in values.items() if not _is_beside(key)},
-            NUM_RANKS: _num_ranks(path / "environment.json"),
+            NUM_RANKS: num_ranks,
         },
         losses=numbers("loss", trained),
         eval_losses=numbers("eval_loss", rows),
@@ -150,8 +156,8 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
         peak_memory_gib=max(numbers("peak_memory_gib", trained).values(), default=0.0) or None,
         steps=max(known),
         step_seconds=seconds_spent([*timed], [*timed.values()])[-1] if timed else 0.0,
-        begun=_clock(trained[0]),
-        data_digest=_data_digest(path / "data.json"),
+        begun=None if None in clock else repr([*clock, trained[0]["loss"]]),
+        data_digest=json.dumps(sorted(files)) if files else None,
         answers=answers,
         texts=texts,
         scores={f"{row['task']}/{row['metric']}": row for row in read_scores(path)},
@@ -160,11 +166,6 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
 
 def _is_beside(key: str) -> bool:
     return key in _NOT_ABOUT_TRAINING or key.partition(".")[0] in _NOT_ABOUT_TRAINING
-
-
-def _clock(row: Mapping[str, Any]) -> str | None:
-    figures = [row.get(key) for key in _CLOCK]
-    return None if None in figures else repr([*figures, row["loss"]])
 
 
 def one_of_each(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[str]]:
@@ -221,16 +222,6 @@ def saw_the_same_batches(first: ComparedRun, second: ComparedRun) -> bool:
     return same_keys and first.data_digest is not None and first.data_digest == second.data_digest
 
 
-def _num_ranks(environment: Path) -> int:
-    """On how many ranks a run trained; nothing says so where it was one."""
-    return read_record(environment, lambda each: int(each["variables"].get("WORLD_SIZE", 1)), 1)
-
-
-def _data_digest(path: Path) -> str | None:
-    files = read_record(path, lambda content: _files_of({**content}), list[str]())
-    return json.dumps(sorted(files)) if files else None
-
-
 def _files_of(content: Any) -> list[str]:
     """Every sha256 in the record of the data."""
     if isinstance(content, dict):
@@ -245,12 +236,11 @@ def _answers(path: Path) -> tuple[dict[str, bool], dict[str, str]]:
     """The answers of ``generation_eval``, by conversation and turn."""
 
     def read(content: Any) -> tuple[dict[str, bool], dict[str, str]]:
-        named = [
-            (f"{row['conversation']}.{row['turn']} {row['question']}", row)
-            for row in content["rows"]
-        ]
-        right = {name: bool(row["is_exact"]) for name, row in named}
-        return right, {name: str(row["given"]) for name, row in named}
+        named = {
+            f"{row['conversation']}.{row['turn']} {row['question']}": row for row in content["rows"]
+        }
+        right = {name: bool(row["is_exact"]) for name, row in named.items()}
+        return right, {name: str(row["given"]) for name, row in named.items()}
 
     nothing = dict[str, bool](), dict[str, str]()
     return read_record(path / "generation_eval.json", read, nothing)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean, stdev
 from typing import Any
 
 # Two-sided 95% quantiles of Student's t for 1, 2, 3, ... degrees of freedom, and beyond 30.
@@ -27,24 +28,31 @@ class Interval:
 
     Attributes:
         difference: second minus first.
-        low: of the interval; None where the spread cannot be known.
-        high: likewise.
+        half: of the interval's width; None where the spread cannot be known.
         count: what the interval is over: blocks of steps, seeds or questions.
     """
 
     difference: float
-    low: float | None
-    high: float | None
+    half: float | None
     count: int
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half is None else self.difference - self.half
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half is None else self.difference + self.half
 
     @property
     def is_clear(self) -> bool:
         """Whether zero lies outside the interval."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+        return self.half is not None and abs(self.difference) > self.half
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as programs read them."""
-        return {**asdict(self), "is_clear": self.is_clear}
+        names = ("difference", "low", "high", "count", "is_clear")
+        return {name: getattr(self, name) for name in names}
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
@@ -53,24 +61,16 @@ def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interv
     Neighbouring steps resemble one another, so they are not independent draws: the spread is that
     of the means of about sqrt(n) consecutive blocks. Where neighbouring blocks resemble each other
     still, they count for as many as independent ones would have to be.
-
-    Raises:
-        ValueError: the series have different lengths, or none.
     """
-    if len(first) != len(second) or not first:
-        raise ValueError("the series must be equally long, and not empty")
     gaps = [b - a for a, b in zip(first, second, strict=True)]
-    mean = math.fsum(gaps) / len(gaps)
-    size = max(math.isqrt(len(gaps)), 1)
+    size = math.isqrt(len(gaps))
     usable = len(gaps) - len(gaps) % size
-    blocks = [math.fsum(gaps[at : at + size]) / size for at in range(0, usable, size)]
-    if len(blocks) < _FEWEST_BLOCKS:
-        return Interval(mean, None, None, len(blocks))
-    count = _independent(blocks)
-    if count < _FEWEST_INDEPENDENT:
-        return Interval(mean, None, None, len(blocks))
-    half = _t95(count - 1) * _deviation(blocks) / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half, len(blocks))
+    blocks = [fmean(gaps[at : at + size]) for at in range(0, usable, size)]
+    count = _independent(blocks) if len(blocks) >= _FEWEST_BLOCKS else 0
+    half = None
+    if count >= _FEWEST_INDEPENDENT:
+        half = _t95(count - 1) * stdev(blocks) / math.sqrt(count)
+    return Interval(fmean(gaps), half, len(blocks))
 
 
 def _independent(blocks: Sequence[float]) -> float:
@@ -78,7 +78,7 @@ def _independent(blocks: Sequence[float]) -> float:
 
     The correlation of neighbours, r, is found too small by about (1 + 3 r) / n in a short series.
     """
-    mean = math.fsum(blocks) / len(blocks)
+    mean = fmean(blocks)
     gaps = [each - mean for each in blocks]
     spread = math.fsum(gap * gap for gap in gaps)
     if spread == 0:
@@ -94,30 +94,21 @@ def seeds_difference(first: Sequence[float], second: Sequence[float]) -> Interva
 
     Welch's lets the sides differ in spread. Where one side has a few seeds and the other many, it
     is too narrow whenever the few happen to be alike; Student's, with one spread for both, is not.
-
-    Raises:
-        ValueError: a side is empty.
     """
-    if not first or not second:
-        raise ValueError("each side needs at least one run")
-    mean = math.fsum(second) / len(second) - math.fsum(first) / len(first)
-    count = min(len(first), len(second))
-    if count < 2:
-        return Interval(mean, None, None, count)
     sides = (first, second)
-    shares = [_deviation(side) ** 2 / len(side) for side in sides]
-    total = sum(shares)
-    if total == 0:
-        return Interval(mean, mean, mean, count)
-    freedom = total**2 / sum(
-        share**2 / (len(side) - 1) for share, side in zip(shares, sides, strict=True)
-    )
-    welch = _t95(freedom) * math.sqrt(total)
-    whole = sum(len(side) - 1 for side in sides)
-    pooled = sum(_deviation(side) ** 2 * (len(side) - 1) for side in sides) / whole
-    student = _t95(whole) * math.sqrt(pooled * sum(1 / len(side) for side in sides))
-    half = max(welch, student)
-    return Interval(mean, mean - half, mean + half, count)
+    mean, count = fmean(second) - fmean(first), min(map(len, sides))
+    if count < 2:
+        return Interval(mean, None, count)
+    squares = [stdev(side) ** 2 for side in sides]
+    if not any(squares):
+        return Interval(mean, 0.0, count)
+    shares = [square / len(side) for square, side in zip(squares, sides, strict=True)]
+    degrees = [len(side) - 1 for side in sides]
+    freedom = sum(shares) ** 2 / sum(s**2 / n for s, n in zip(shares, degrees, strict=True))
+    welch = _t95(freedom) * math.sqrt(sum(shares))
+    pooled = sum(s * n for s, n in zip(squares, degrees, strict=True)) / sum(degrees)
+    student = _t95(sum(degrees)) * math.sqrt(pooled * sum(1 / len(side) for side in sides))
+    return Interval(mean, max(welch, student), count)
 
 
 def widened_by_questions(interval: Interval, gaps: Sequence[float]) -> Interval:
@@ -130,14 +121,11 @@ def widened_by_questions(interval: Interval, gaps: Sequence[float]) -> Interval:
         interval: of scores over seeds.
         gaps: by question, the share of seeds that answer it, second minus first.
     """
-    if interval.low is None or interval.high is None or not gaps:
+    if interval.half is None or not gaps:
         return interval
     known = [*gaps, 1.0, -1.0]
-    chance = _t95(len(known) - 1) * _deviation(known) / math.sqrt(len(known))
-    half = math.hypot((interval.high - interval.low) / 2, chance)
-    return Interval(
-        interval.difference, interval.difference - half, interval.difference + half, interval.count
-    )
+    chance = _t95(len(known) - 1) * stdev(known) / math.sqrt(len(known))
+    return replace(interval, half=math.hypot(interval.half, chance))
 
 
 def sign_test(better: int, worse: int) -> float:
@@ -153,23 +141,14 @@ def sign_test(better: int, worse: int) -> float:
         The p value; 1 where nothing differs.
     """
     total = better + worse
-    if total == 0:
-        return 1.0
-    tail = sum(math.comb(total, k) for k in range(min(better, worse) + 1))
-    return min(1.0, float(2 * tail / 2**total)) if total < 1000 else _normal_tail(better, worse)
-
-
-def _normal_tail(better: int, worse: int) -> float:
-    z = max(abs(better - worse) - 1, 0) / math.sqrt(better + worse)
-    return math.erfc(z / math.sqrt(2))
+    logs = (
+        math.lgamma(total + 1) - math.lgamma(k + 1) - math.lgamma(total - k + 1)
+        for k in range(min(better, worse) + 1)
+    )
+    return min(1.0, 2 * math.fsum(math.exp(log - total * math.log(2)) for log in logs))
 
 
 def _t95(freedom: float) -> float:
     """The quantile; degrees of freedom are rounded down, which widens the interval."""
     whole = max(int(freedom), 1)
     return _T95[whole - 1] if whole <= len(_T95) else _T95_LIMIT * (1 + 1.25 / whole)
-
-
-def _deviation(values: Sequence[float]) -> float:
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))

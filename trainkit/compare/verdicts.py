@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from trainkit.compare.runs import ComparedRun, saw_the_same_batches, without_repeats
@@ -18,6 +18,7 @@ from trainkit.compare.statistics import (
 from trainkit.run.metrics import read_verdicts
 
 _ALPHA = 0.05
+Runs = Sequence[ComparedRun]
 
 
 @dataclass(frozen=True)
@@ -42,93 +43,82 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as programs read them."""
-        return {
-            "first": self.first,
-            "second": self.second,
-            "quantity": self.quantity,
-            **self.interval.to_dict(),
-            "p_value": self.p_value,
-            "words": self.words,
-        }
+        row = asdict(self)
+        del row["interval"]
+        return {**row, **self.interval.to_dict()}
 
 
-def verdicts(groups: Sequence[Sequence[ComparedRun]]) -> Iterator[Verdict]:
+def _verdict(
+    sides: Sequence[Runs], quantity: str, interval: Interval, words: str, p: float | None = None
+) -> Verdict:
+    first, second = ([run.name for run in side] for side in sides)
+    return Verdict(first, second, quantity, interval, p, words)
+
+
+def verdicts(groups: Sequence[Runs]) -> Iterator[Verdict]:
     """Hold every group of seeds against the first."""
     own, *others = map(without_repeats, groups)
     for other in others:
-        yield from _of_pair(own, other)
+        sides = (own, other)
+        yield from _training_loss(sides)
+        ends = [
+            [run.last_eval_loss for run in side if run.last_eval_loss is not None] for side in sides
+        ]
+        if all(ends):
+            interval = _of_losses(*ends)
+            yield _verdict(sides, "evaluation loss", interval, _over_seeds(interval, sides))
+        if set.intersection(*(set(run.answers) for side in sides for run in side)):
+            found = [[run.answers for run in side] for side in sides]
+            yield _over_questions("exact answers", found, sides)
+        yield from _benchmarks(sides)
 
 
-def _of_pair(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> Iterator[Verdict]:
-    names = ([run.name for run in first], [run.name for run in second])
-    yield from _training_loss(first, second, names)
-    ends = [
-        [run.last_eval_loss for run in side if run.last_eval_loss is not None]
-        for side in (first, second)
-    ]
-    if all(ends):
-        interval = _of_losses(*ends)
-        yield Verdict(
-            *names, "evaluation loss", interval, None, _over_seeds(interval, first, second)
-        )
-    yield from _exact_answers(first, second, names)
-    yield from _benchmarks(first, second, names)
-
-
-def _training_loss(
-    first: Sequence[ComparedRun], second: Sequence[ComparedRun], names: tuple[list[str], list[str]]
-) -> Iterator[Verdict]:
+def _training_loss(sides: Sequence[Runs]) -> Iterator[Verdict]:
     """Over the second half of the steps that all runs have."""
-    shared = sorted(set.intersection(*(set(run.losses) for run in (*first, *second))))
+    shared = sorted(set.intersection(*(set(run.losses) for side in sides for run in side)))
     settled = shared[len(shared) // 2 :]
     if not settled:
         return
-    if min(len(first), len(second)) > 1:
-        ends = [
-            [sum(run.losses[step] for step in settled) / len(settled) for run in side]
-            for side in (first, second)
-        ]
-        interval = _of_losses(*ends)
-        words = _over_seeds(interval, first, second)
+    if min(map(len, sides)) > 1:
+        interval = _of_losses(
+            *([fmean(run.losses[step] for step in settled) for run in side] for side in sides)
+        )
+        words = _over_seeds(interval, sides)
     else:
-        one, other = first[0], second[0]
+        (one, *_), (other, *_) = sides
         interval = paired_difference(
             [one.losses[step] for step in settled], [other.losses[step] for step in settled]
         )
         words = _over_steps(interval, saw_the_same_batches(one, other))
     where = f"means over steps {settled[0]} to {settled[-1]}, the later half of those they share"
-    yield Verdict(*names, "training loss", interval, None, f"{where}: {words}")
+    yield _verdict(sides, "training loss", interval, f"{where}: {words}")
 
 
 def _of_losses(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Losses over seeds; where seeds changed not even the last digit, chance was not there."""
     interval = seeds_difference(first, second)
-    if interval.low is None or interval.low != interval.high:
-        return interval
-    return Interval(interval.difference, None, None, interval.count)
+    return replace(interval, half=interval.half or None)
 
 
-def _over_seeds(
-    interval: Interval, first: Sequence[ComparedRun], second: Sequence[ComparedRun]
-) -> str:
-    if interval.low is None and interval.count > 1:
+def _over_seeds(interval: Interval, sides: Sequence[Runs]) -> str:
+    if interval.half is None and interval.count > 1:
         return (
             "all seeds of a recipe gave exactly the same: they changed nothing, so how much of "
             "this is chance cannot be known"
         )
-    if interval.low is None:
+    if interval.half is None:
         return (
             "one seed on a side: how much of this is chance cannot be known; run each recipe with "
             "two or more values of training.seed and compare all of them"
         )
-    counts = f"{len(first)} and {len(second)} seeds"
+    counts = f"{len(sides[0])} and {len(sides[1])} seeds"
     if interval.is_clear:
         return f"more than the noise between {counts} explains"
     return f"within the noise between {counts}"
 
 
 def _over_steps(interval: Interval, same_batches: bool) -> str:
-    if interval.low is None:
+    if interval.half is None:
         return "too few steps, or too much alike, to know the spread"
     said = "clear" if interval.is_clear else "not clear"
     paired = (
@@ -139,49 +129,32 @@ def _over_steps(interval: Interval, same_batches: bool) -> str:
     return f"{said} for these two runs ({paired}); one seed each says nothing of other seeds"
 
 
-def _exact_answers(
-    first: Sequence[ComparedRun], second: Sequence[ComparedRun], names: tuple[list[str], list[str]]
-) -> Iterator[Verdict]:
-    shared = set.intersection(*(set(run.answers) for run in (*first, *second)))
-    if not shared:
-        return
-    sides = [
-        [{each: run.answers[each] for each in shared} for run in side] for side in (first, second)
-    ]
-    yield _over_questions("exact answers", sides, names, first, second)
-
-
-def _benchmarks(
-    first: Sequence[ComparedRun], second: Sequence[ComparedRun], names: tuple[list[str], list[str]]
-) -> Iterator[Verdict]:
+def _benchmarks(sides: Sequence[Runs]) -> Iterator[Verdict]:
     """Scores of the same benchmarks.
 
     Other prompts are other questions, so they are not held against one another.
     """
-    runs = (*first, *second)
-    for name, score in first[0].scores.items():
+    runs = [run for side in sides for run in side]
+    for name, score in runs[0].scores.items():
         if any(name not in run.scores for run in runs):
             continue
-        values = [[run.scores[name]["value"] for run in side] for side in (first, second)]
-        count = score["num_samples"]
-        gap = Interval(_mean(values[1]) - _mean(values[0]), None, None, count)
+        values = [[run.scores[name]["value"] for run in side] for side in sides]
+        gap = Interval(fmean(values[1]) - fmean(values[0]), None, score["num_samples"])
         if len({(run.scores[name]["prompts"], str(run.scores[name]["shots"])) for run in runs}) > 1:
-            yield Verdict(*names, name, gap, None, "asked with other prompts: not comparable")
+            yield _verdict(sides, name, gap, "asked with other prompts: not comparable")
             continue
-        found = [[read_verdicts(run.scores[name]) for run in side] for side in (first, second)]
+        found = [[read_verdicts(run.scores[name]) for run in side] for side in sides]
         shared = set.intersection(*(set(own) for side in found for own in side))
-        if shared or min(len(first), len(second)) > 1:
-            yield _over_questions(name, found, names, first, second, values)
+        if shared or min(map(len, sides)) > 1:
+            yield _over_questions(name, found, sides, values)
         else:
-            yield Verdict(*names, name, gap, None, "no verdicts by question to pair")
+            yield _verdict(sides, name, gap, "no verdicts by question to pair")
 
 
 def _over_questions(
     quantity: str,
     found: Sequence[Sequence[Mapping[str, bool]]],
-    names: tuple[list[str], list[str]],
-    first: Sequence[ComparedRun],
-    second: Sequence[ComparedRun],
+    sides: Sequence[Runs],
     values: Sequence[Sequence[float]] | None = None,
 ) -> Verdict:
     """Of several seeds: the spread of seeds and questions. Of one: the questions that differ.
@@ -189,22 +162,21 @@ def _over_questions(
     Args:
         quantity: what was asked.
         found: whether each question was answered right, by side and run.
-        names: of the runs.
-        first: a side's runs.
-        second: the other's.
+        sides: the runs.
         values: scores by side and run; the shares of right answers otherwise.
     """
-    if values is None:
-        values = [[_mean([*map(float, own.values())]) for own in side] for side in found]
-    if min(len(first), len(second)) > 1:
-        shared = set.intersection(*(set(own) for side in found for own in side))
-        shares = [[_mean([own[each] for own in side]) for each in sorted(shared)] for side in found]
+    if min(map(len, sides)) > 1:
+        shared = sorted(set.intersection(*(set(own) for side in found for own in side)))
+        rights = [[{each: own[each] for each in shared} for own in side] for side in found]
+        values = values or [[fmean(own.values()) for own in side] for side in rights]
+        shares = [[fmean(own[each] for own in side) for each in shared] for side in rights]
         gaps = [after - before for before, after in zip(*shares, strict=True)]
         interval = widened_by_questions(seeds_difference(*values), gaps)
-        words = _over_seeds(interval, first, second)
-        return Verdict(*names, quantity, interval, None, f"{words}, with {len(gaps)} questions")
+        words = f"{_over_seeds(interval, sides)}, with {len(gaps)} questions"
+        return _verdict(sides, quantity, interval, words)
     before, after = found[0][0], found[1][0]
     both = [question for question in before if question in after]
+    values = values or [[fmean(own[each] for each in both)] for own in (before, after)]
     better = sum(after[each] and not before[each] for each in both)
     worse = sum(before[each] and not after[each] for each in both)
     p_value = sign_test(better, worse)
@@ -213,9 +185,5 @@ def _over_questions(
         f"{'more' if p_value < _ALPHA else 'no more'} than chance explains (p = {p_value:.2g}); "
         "one seed on a side says nothing of other seeds"
     )
-    interval = Interval(values[1][0] - values[0][0], None, None, len(both))
-    return Verdict([first[0].name], [second[0].name], quantity, interval, p_value, words)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    interval = Interval(values[1][0] - values[0][0], None, len(both))
+    return _verdict([side[:1] for side in sides], quantity, interval, words, p_value)

@@ -158,9 +158,8 @@ def step(
     output: Output = None,
 ) -> None:
     """Forward and backward of whole models: ms, tokens/s, MFU, peak memory, loss."""
-    from trainkit.bench.cells import Cell, run
+    from trainkit.bench.cells import Cell, Records, run
     from trainkit.bench.providers import MODELS, PROVIDERS
-    from trainkit.bench.record import Records
 
     settings = {"loss_chunk_tokens": loss_chunk_tokens}
     cells = [
@@ -195,9 +194,8 @@ def lora(
     import torch
 
     from trainkit.bench import lora as bench
-    from trainkit.bench.cells import Cell, run
+    from trainkit.bench.cells import Cell, Records, run
     from trainkit.bench.providers import MODELS
-    from trainkit.bench.record import Records
 
     (name,) = _names(model, MODELS, "--model")
     chosen = _names(providers, bench.PROVIDERS, "--providers")
