@@ -17,7 +17,7 @@ import torch
 from trainkit.bench.cells import Cell
 from trainkit.bench.providers import attention_of, provide
 from trainkit.data.serve.collator import PaddingCollator
-from trainkit.train.optimizer.optim import MasterWeightOptimizer
+from trainkit.train.masters import MasterWeightOptimizer
 
 RUNS = ("hf_cudnn", "hf_efficient", "hf_math", "trainkit")
 _LEARNING_RATE, _WARM_UP_STEPS = 2e-4, 20

@@ -109,8 +109,8 @@ class Lab:
         from trainkit.options.parallel import ParallelOptions
         from trainkit.parallel import Layout, ProcessRank, strategy_for
         from trainkit.recipe.training import complete_training
-        from trainkit.train.arguments import training_arguments
         from trainkit.train.checkpoints import CheckpointWriter
+        from trainkit.train.prepare import training_arguments
 
         values = {
             "per_device_train_batch_size": batch,
@@ -166,7 +166,7 @@ def run_of(model, args, layout, tokenizer, checkpoints, train_data, eval_data, o
     from trainkit.models.attention import Attention
     from trainkit.recipe import LoadedRecipe, Recipe, SftOptions
     from trainkit.run import Console, RunDirectory
-    from trainkit.train.data.run_data import RunData
+    from trainkit.train.data import RunData
     from trainkit.train.model import BuiltModel
     from trainkit.train.run import Run
 
@@ -196,11 +196,10 @@ def trainer_of(
         given: sections of the recipe; the rest is the run's.
     """
     from trainkit.train.callbacks import EmbeddingNoise, StopOnRequest
-    from trainkit.train.log.rows import Rows
+    from trainkit.train.evaluations import Evaluations
+    from trainkit.train.log import Rows
     from trainkit.train.loop import Loop
-    from trainkit.train.optimizer.watched import Numbers
-    from trainkit.train.results.evaluations import Evaluations
-    from trainkit.train.saves import Saves
+    from trainkit.train.saves import Numbers, Saves
 
     class Trainer(Loop):
         """What most tests ask a loop."""
@@ -223,7 +222,7 @@ def trainer_of(
         change(run)
     saves = Saves()
     if args.push_to_hub:
-        from trainkit.train.results.hub import Hub
+        from trainkit.train.hub import Hub
 
         saves.hub = Hub(args)
     noise = [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []

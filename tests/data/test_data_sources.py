@@ -9,7 +9,7 @@ from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
 from trainkit.data.build.datasets import stream_names
 from trainkit.data.look.check import verdict
 from trainkit.data.serve.streaming import SampleStream, first_look
-from trainkit.train.data.run_data import parts_of
+from trainkit.train.data import parts_of
 
 ROWS = [chat(f"ask {n}", f"say {n}") for n in range(40)]
 

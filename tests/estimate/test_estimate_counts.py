@@ -23,7 +23,7 @@ from trainkit.options.model import LORA_OPS, OPS
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.recipe.load import shipped_recipes
-from trainkit.train.optimizer import rounding
+from trainkit.train import masters as rounding
 
 
 def test_families_with_kernels_are_counted() -> None:

@@ -44,7 +44,7 @@ def plain(lab, ours):
     from torch.utils.data import DataLoader
     from transformers import PrinterCallback, Trainer
 
-    from trainkit.train.data.loaders import sample_loader
+    from trainkit.train.data import sample_loader
 
     class Plain(Trainer):
         def get_train_dataloader(self):

@@ -21,7 +21,7 @@ from trainkit.lora import LoraOptions, attach, fuse, quantization_config
 from trainkit.lora.adapter import count_parameters
 from trainkit.models.linears import LINEARS
 from trainkit.models.patch import patch_kernels
-from trainkit.train.log.meter import training_flops_per_token
+from trainkit.train.log import training_flops_per_token
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def make_data(root, rows, *, source_format="auto", objective=PREFERENCE, **optio
 
     from trainkit.data.options import DataOptions
     from trainkit.options import Source
-    from trainkit.train.data.run_data import prepare_run_data
+    from trainkit.train.data import prepare_run_data
 
     feeding = {name: options.pop(name) for name in ("packing", "stream_buffer") if name in options}
     source = Source(path=write(Path(root) / "pairs.jsonl", rows), format=source_format)

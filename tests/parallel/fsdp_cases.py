@@ -22,7 +22,7 @@ def _tiny(dtype=torch.float32, **overrides):
 
 def a_held_back_step():
     """Whether a step with NaN gradients leaves the weights, and the next one is taken."""
-    from trainkit.train.optimizer.finite import hold_back
+    from trainkit.train.faults.numbers import hold_back
 
     model, _ = _placed(_tiny)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True)

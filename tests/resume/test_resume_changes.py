@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.errors import ResumeRefusedError
 from trainkit.train.checkpoints import ResumePoint
-from trainkit.train.data.run_data import fingerprint_of
+from trainkit.train.data import fingerprint_of
 from trainkit.train.resume.changes import IN_USE, PARTS, Review, review, review_running
 
 A, B = ("aa", 10, 100, "a.jsonl"), ("bb", 20, 200, "b.jsonl")

@@ -10,20 +10,12 @@ from trainkit.objectives.batches import BatchCounts
 from trainkit.parallel.engine import Ranks
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter
-from trainkit.train.faults.bad_numbers import NumberPolicy
+from trainkit.train.evaluations import Evaluations
+from trainkit.train.faults.numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
-from trainkit.train.log.meter import Meter
-from trainkit.train.log.rows import Rows
-from trainkit.train.results.evaluations import Evaluations
+from trainkit.train.log import Rows
 from trainkit.train.resume.begin import TakeUp
 from trainkit.train.resume.changes import Change, Review
-
-
-def make_meter():
-    ranks = SimpleNamespace(
-        device=torch.device("cpu"), num_processes=1, reduce=lambda each, reduction: each
-    )
-    return Meter(ranks, own=None, stream=None, flops_per_token=None, peak_flops=None)
 
 
 def make_trainer(tmp_path, groups=()):
@@ -31,7 +23,9 @@ def make_trainer(tmp_path, groups=()):
     found = SimpleNamespace(
         args=args,
         model=torch.nn.Linear(2, 2),
-        meter=make_meter(),
+        stream=None,
+        loss=SimpleNamespace(train_metrics=None),
+        layout=SimpleNamespace(counts_rows=True, counts_losses=True),
         group_options=[dict(group) for group in groups],
         checkpoints=CheckpointWriter(tmp_path, {}),
         evaluations=Evaluations(),
@@ -39,7 +33,11 @@ def make_trainer(tmp_path, groups=()):
         state=TrainerState(global_step=6),
         ranks=Ranks(args),
         rows=Rows(),
-        run=SimpleNamespace(review=Review(), numbers=NumberPolicy(), console=SimpleNamespace()),
+        run=SimpleNamespace(
+            review=Review(),
+            numbers=NumberPolicy(),
+            console=SimpleNamespace(),
+        ),
     )
     found.hook = lambda kind: found.evaluations
     found.model.num_parameters = lambda **_: 6
@@ -51,16 +49,14 @@ def test_what_was_counted_since_the_last_row_comes_back(tmp_path):
     before, after = make_trainer(tmp_path), make_trainer(tmp_path)
     before.rows.loss_sum, before.rows.logged_step = torch.tensor(3.7), 5
     for tokens, trained in ((7, 3), (9, 4)):
-        before.meter.count_step(0.5)
-        before.meter.count_batch(BatchCounts(tokens, trained, trained))
-    before.meter._carried_correct = torch.tensor([5, 7])
+        before.rows.before_step(before, [], [BatchCounts(tokens, trained, trained)], 0.5)
+    before.rows.correct = torch.tensor([5, 7])
     before.rows.save(before, Save(tmp_path))
     after.rows.begin(after, tmp_path)
     assert after.rows.loss_sum.item() == before.rows.loss_sum.item()
     assert after.rows.logged_step == 5
-    after.meter.count_step(0.5)
-    after.meter.count_batch(BatchCounts(1, 1, 1))
-    row = after.meter.read(after.model)
+    after.rows.before_step(after, [], [BatchCounts(1, 1, 1)], 0.5)
+    row = after.rows.figures(after)
     assert (row["num_tokens"], row["num_trained_tokens"]) == (17, 8)
     assert row["data_seconds"] == pytest.approx(0.5)
     assert row["token_accuracy"] == pytest.approx(5 / 7)

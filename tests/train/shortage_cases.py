@@ -41,7 +41,7 @@ def sft_on_gpus(cwd, argv, memory_gib, peaks_gib):
     from commands import run_command
 
     from trainkit.estimate.gpus import GPUS
-    from trainkit.train.log import meter
+    from trainkit.train import log as meter
 
     gpu = replace(GPUS["h100"], memory_gib=memory_gib)
     peak = int(peaks_gib[int(os.environ["RANK"])] * 2**30)

@@ -72,8 +72,8 @@ def make_trainer(
     from trainkit.parallel import STRATEGIES, Layout, ProcessRank
     from trainkit.patching import patch
     from trainkit.recipe.training import complete_training
-    from trainkit.train.arguments import training_arguments
     from trainkit.train.checkpoints import CheckpointWriter
+    from trainkit.train.prepare import training_arguments
 
     values = {
         "per_device_train_batch_size": batch // 4 if packed else batch,

@@ -20,9 +20,9 @@ from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.run import Console
 from trainkit.train.checkpoints import find_resume_point
+from trainkit.train.faults.numbers import NumberError
+from trainkit.train.finish import save_final
 from trainkit.train.hooks import KEPT_ROWS
-from trainkit.train.optimizer.finite import NumberError
-from trainkit.train.results.finish import save_final
 
 
 def losses(trainer):

@@ -17,9 +17,9 @@ from trainkit.estimate.peak import peak
 from trainkit.estimate.plan import Plan
 from trainkit.estimate.shape import find_shape
 from trainkit.run import Console
+from trainkit.train import log as meter
 from trainkit.train import memory
 from trainkit.train.faults import shortage
-from trainkit.train.log import meter
 from trainkit.train.loop import Loop
 
 RECIPE = """\

@@ -116,7 +116,7 @@ def test_smoothing_keeps_the_loss_in_the_head(lab, monkeypatch):
 
 def test_flops_count_the_experts_that_a_token_goes_through():
     """2 of 8 experts: the rest of the model, and a quarter of the experts' weights, 6 each."""
-    from trainkit.train.log.meter import training_flops_per_token
+    from trainkit.train.log import training_flops_per_token
 
     model = make_moe(300)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -4,7 +4,7 @@ import pytest
 
 from trainkit.errors import RecipeError
 from trainkit.run.environment import relevant_variables
-from trainkit.train.refusals import (
+from trainkit.train.prepare import (
     refuse_contradicting_start,
     refuse_contradicting_variables,
 )

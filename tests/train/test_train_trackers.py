@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainkit.run import RunDirectory
-from trainkit.train.log.trackers import FILE, TRACKERS, RememberTrackers, go_on_with, trackers_ended
+from trainkit.train.trackers import FILE, TRACKERS, RememberTrackers, go_on_with, trackers_ended
 
 FAKES = {
     "wandb": SimpleNamespace(run=SimpleNamespace(id="w1")),

@@ -38,6 +38,7 @@ from trainkit.run.metrics import read_metrics
 from trainkit.run.report.redraw import reported_at_an_early_end
 from trainkit.run.stages import Stages
 from trainkit.run.starts import passed_over
+from trainkit.train import log
 from trainkit.train.callbacks import (
     EmbeddingNoise,
     KeepFp8Codes,
@@ -50,7 +51,8 @@ from trainkit.train.callbacks import (
     TimeStart,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
-from trainkit.train.faults.bad_numbers import WEIGHTS, NumberPolicy, folder_of
+from trainkit.train.evaluations import Evaluations, StopEarly
+from trainkit.train.faults.numbers import WEIGHTS, NumberError, NumberPolicy, folder_of
 from trainkit.train.faults.shortage import (
     MemoryShortageError,
     TryLongestBatch,
@@ -70,19 +72,13 @@ from trainkit.train.faults.signals import (
     saving_on_signals,
 )
 from trainkit.train.faults.watch import Watch
+from trainkit.train.finish import finish
 from trainkit.train.hooks import KEPT_ROWS, Hook
-from trainkit.train.log import meter
-from trainkit.train.log.quiet import quieten_libraries
-from trainkit.train.log.rows import Rows
-from trainkit.train.log.trackers import RememberTrackers, go_on_with
+from trainkit.train.log import Rows
 from trainkit.train.loop import Loop
 from trainkit.train.model import BuiltModel, build_model
-from trainkit.train.optimizer.finite import NumberError
-from trainkit.train.optimizer.watched import Numbers
-from trainkit.train.prepare import prepare
-from trainkit.train.refusals import refuse_contradicting_start, settings_refused_by
-from trainkit.train.results.evaluations import Evaluations, StopEarly
-from trainkit.train.results.finish import finish
+from trainkit.train.prepare import prepare, refuse_contradicting_start, settings_refused_by
+from trainkit.train.quiet import quieten_libraries
 from trainkit.train.resume.begin import (
     FP8,
     TakeUp,
@@ -95,7 +91,8 @@ from trainkit.train.resume.begin import (
 from trainkit.train.resume.given import settings_of
 from trainkit.train.resume.record import write_record
 from trainkit.train.run import Run
-from trainkit.train.saves import Saves, checkpoint_bytes, refuse_small_disk, save_model
+from trainkit.train.saves import Numbers, Saves, checkpoint_bytes, refuse_small_disk, save_model
+from trainkit.train.trackers import RememberTrackers, go_on_with
 
 if TYPE_CHECKING:
     from trainkit.models.fp8.decide import Fp8Setup
@@ -132,7 +129,7 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         prepare(run, temporary / "dropped.jsonl")
         run.stages.end("data")
         refuse_other_hosts(run)
-        if not run.recipe.training.get("use_cpu") and (gpu := meter.this_gpu()) is not None:
+        if not run.recipe.training.get("use_cpu") and (gpu := log.this_gpu()) is not None:
             from trainkit.train.memory import expect
 
             run.expected = expect(run, gpu)
@@ -390,12 +387,12 @@ def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []
     if recipe.generation_eval is not None or recipe.eval_tasks is not None:
-        from trainkit.train.results.generation_eval import measurements
+        from trainkit.train.generation_eval import measurements
 
         measured = measurements(run)
     saves, kind = Saves(), Evaluations
     if args.push_to_hub and run.process.is_main:
-        from trainkit.train.results.hub import Hub
+        from trainkit.train.hub import Hub
 
         saves.hub = Hub(args, is_dry=run.options.dry_run)
     if dry is not None:

@@ -27,7 +27,7 @@ from trainkit.run import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.going_on import resume_command
 from trainkit.run.starts import recorded_overrides, step_of
-from trainkit.train.faults.bad_numbers import (
+from trainkit.train.faults.numbers import (
     WEIGHTS,
     BadBatch,
     folder_of,
@@ -35,7 +35,7 @@ from trainkit.train.faults.bad_numbers import (
     steps_kept,
 )
 from trainkit.train.model import BuiltModel, build_model
-from trainkit.train.optimizer.watched import numbers_of
+from trainkit.train.saves import numbers_of
 
 # A kept batch once more through a model, forth and back, watching where numbers stop being any.
 #

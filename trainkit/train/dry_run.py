@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list
 
-from trainkit.train.data.loaders import Batches
+from trainkit.train.data import Batches
+from trainkit.train.evaluations import Evaluations
+from trainkit.train.finish import generation_config
 from trainkit.train.hooks import Hook, LoopState
-from trainkit.train.results.evaluations import Evaluations
-from trainkit.train.results.finish import generation_config
 from trainkit.train.run import Run
 from trainkit.train.saves import checkpoint_bytes, optimizer_bytes
 

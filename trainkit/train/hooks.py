@@ -18,9 +18,8 @@ from trainkit.objectives.batches import BatchCounts, take_counts
 from trainkit.objectives.objective import LossSetup
 from trainkit.objectives.step_loss import accepts_num_items
 from trainkit.parallel.engine import Ranks
-from trainkit.train.data.loaders import Batches, EpochPlan, stream_state
-from trainkit.train.log.meter import Meter, peak_flops, training_flops_per_token
-from trainkit.train.optimizer.finite import guard_of
+from trainkit.train.data import Batches, EpochPlan, stream_state
+from trainkit.train.faults.numbers import NumberGuard
 from trainkit.train.run import Run
 
 if TYPE_CHECKING:
@@ -35,6 +34,9 @@ class Hook:
 
     What begins with ``on_`` is told behind transformers' callbacks, at the same moment.
     """
+
+    def on_init_end(self, loop: LoopState) -> None:
+        """The loop is there, and the model as it was built."""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """All is made, and what a checkpoint holds is loaded."""
@@ -142,17 +144,9 @@ class LoopState:
             )
         )
         self.stream = stream_state(self.train_data, args, layout)
-        peak = peak_flops()
-        self.meter = Meter(
-            self.ranks,
-            counts_rows=layout.counts_rows,
-            counts_losses=layout.counts_losses,
-            own=self.loss.train_metrics,
-            stream=self.stream,
-            flops_per_token=peak and training_flops_per_token(model, run.recipe.data.max_length),
-            peak_flops=peak,
+        self.guard = NumberGuard(
+            args, self.ranks, self.train_data.sample_name, run.stop, run.numbers, run.console.warn
         )
-        self.guard = guard_of(run, self.ranks)
         trackers = get_reporting_integration_callbacks(args.report_to)
         self.callbacks = CallbackHandler(
             [DefaultFlowCallback, *trackers], model, run.tokenizer, None, None

@@ -24,13 +24,13 @@ from trainkit.objectives.batches import BatchCounts, take_counts, take_sample_id
 from trainkit.objectives.objective import Step
 from trainkit.parallel.engine import Training
 from trainkit.train.checkpoints import SCHEDULER, TRAINER_STATE, read_weights
-from trainkit.train.data.loaders import EpochPlan, train_loader
+from trainkit.train.data import EpochPlan, train_loader
+from trainkit.train.faults.numbers import hold_back
 from trainkit.train.hooks import LoopState
+from trainkit.train.masters import needs_master_weights, refuse_float16
 from trainkit.train.model import prepare_to_train
-from trainkit.train.optimizer.finite import hold_back
-from trainkit.train.optimizer.make import averages_gradients, make_optimizer
-from trainkit.train.optimizer.optim import needs_master_weights, refuse_float16
-from trainkit.train.refusals import settings_refused_by
+from trainkit.train.optimizer import averages_gradients, make_optimizer
+from trainkit.train.prepare import settings_refused_by
 from trainkit.train.saves import load_random_state
 
 

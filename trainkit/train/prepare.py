@@ -4,17 +4,24 @@ What can fail cheaply fails here. With ``build.py`` the only reader of recipe fi
 """
 
 import contextlib
+import copy
+import functools
 import importlib.util
+import logging
 import math
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
 from trainkit.data.options import DataOptions
 from trainkit.data.serve.streaming import BUFFER
-from trainkit.errors import ModelError, RecipeError
+from trainkit.errors import ModelError, RecipeError, TrainkitError
 from trainkit.models.files import context_warning
 from trainkit.models.loading import (
     check_exists,
@@ -25,21 +32,23 @@ from trainkit.models.loading import (
     stop_token_ids,
 )
 from trainkit.objectives import OBJECTIVES
-from trainkit.options.optimizers import optimizer_row
+from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.parallel import Layout, ProcessRank, strategy_for
+from trainkit.parallel.launch import meet_anew
 from trainkit.recipe import (
+    Derived,
     Recipe,
     default_of,
+    derive,
     read_chat_template,
     recompute_of,
     resolve_accumulation,
 )
 from trainkit.recipe.rules import accumulates_in_backward, late_warmup, metric_of
 from trainkit.terminal import visible
-from trainkit.train.arguments import training_arguments
-from trainkit.train.data.run_data import RunData, prepare_run_data
+from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
-from trainkit.train.log.quiet import tokenisation_progress
+from trainkit.train.quiet import tokenisation_progress
 from trainkit.train.resume.given import RUNS
 from trainkit.train.run import Run
 
@@ -115,7 +124,7 @@ def prepare(run: Run, ledger: Path) -> None:
     for warning in (*data.warnings, *_noise_warning(recipe, data)):
         console.warn(visible(warning))
     if recipe.generation_eval is not None or recipe.eval_tasks is not None:
-        from trainkit.train.results.generation_eval import load_questions
+        from trainkit.train.generation_eval import load_questions
 
         load_questions(run, ledger)
     run.args = trainer_arguments(recipe, layout)
@@ -271,3 +280,234 @@ def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
         is_streaming=bool(recipe.data.streaming),
         recompute=recompute_of(recipe),
     )
+
+
+# transformers' TrainingArguments from a recipe's ``training`` section and the layout.
+
+
+logger = logging.getLogger(__name__)
+
+
+def training_arguments(
+    training: Mapping[str, Any],
+    *,
+    output_dir: Path,
+    model_dtype: str,
+    layout: Layout,
+    has_adapters: bool,
+    has_eval: bool,
+    gradient_accumulation_steps: int,
+    measured_every: int | None = None,
+    stops_early: bool = False,
+    is_streaming: bool = False,
+    recompute: bool | None = None,
+) -> TrainingArguments:
+    """Build the arguments; starts the process group when there are several ranks.
+
+    Args:
+        training: the recipe's ``training`` section.
+        output_dir: the run directory.
+        model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
+        layout: how the run is spread over processes.
+        has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
+        has_eval: evaluation data is given, so evaluate each epoch by default.
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        measured_every: see :func:`trainkit.recipe.derived.derive`.
+        stops_early: likewise.
+        is_streaming: the training rows are streamed.
+        recompute: whether ``recompute`` has layers recomputed; None where it says nothing.
+
+    Raises:
+        RecipeError: transformers refuses the combination.
+    """
+    on_cpu = not torch.cuda.is_available()
+    meet_anew(layout.process)
+    layout.engine.prepare(layout.process, on_cpu=on_cpu)
+    if on_cpu:
+        _refuse_float16(training, model_dtype, has_adapters=has_adapters)
+    derived = derive(
+        training,
+        model_dtype=model_dtype,
+        reads_precision=layout.strategy.reads_precision,
+        has_adapters=has_adapters,
+        has_eval=has_eval,
+        measured_every=measured_every,
+        stops_early=stops_early,
+        is_streaming=is_streaming,
+        on_cpu=on_cpu,
+        recompute=recompute,
+    )
+    values: dict[str, Any] = {**training, **{name: one.value for name, one in derived.items()}}
+    values = copy.deepcopy(values)  # transformers writes into some, and these are the recipe's
+    values["output_dir"] = str(output_dir)
+    values.pop("auto_find_batch_size", None)  # trainkit's own; transformers' loses the steps so far
+    values["gradient_accumulation_steps"] = gradient_accumulation_steps
+    values |= layout.engine.training_arguments(num_micro_batches=gradient_accumulation_steps)
+    optim = values.get("optim")
+    if optim in OURS:  # transformers knows no such name, and asks nothing of it
+        values["optim"] = DEFAULT
+    try:
+        arguments = TrainingArguments(**values)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(
+            f"transformers refuses these settings: {error}",
+            where="training",
+            fix="change the key that the message names",
+        ) from error
+    if optim in OURS:
+        arguments.optim = str(optim)
+    # Asking for the device starts the process group, which an engine must know before it shards a
+    # model while it is loaded.
+    logger.info("training on %s, %s", arguments.device, arguments.parallel_mode)
+    layout.engine.start(on_cpu=on_cpu)
+    return arguments
+
+
+def _refuse_float16(training: Mapping[str, Any], model_dtype: str, *, has_adapters: bool) -> None:
+    """On a CPU."""
+    if training.get("fp16"):
+        raise RecipeError(
+            "fp16 needs a GPU: on a CPU transformers would train without it and not say so",
+            where="training.fp16",
+            fix="leave it out here; bf16 works on a CPU",
+        )
+    if model_dtype == "float16" and not has_adapters:
+        raise RecipeError(
+            "float16 weights need a loss scaler, which trains on GPUs only: without one small "
+            "gradients silently become 0",
+            where="model.dtype",
+            fix="model.dtype: bfloat16 (or float32)",
+        )
+
+
+def settled_values(arguments: TrainingArguments, shown: Mapping[str, Any]) -> dict[str, Derived]:
+    """What the arguments say otherwise than a recipe does: worked out only when the run was built.
+
+    Args:
+        arguments: as the run has them.
+        shown: field to value, as the recipe and what follows from it say.
+    """
+    found = {}
+    for name, value in shown.items():
+        used = _plain(getattr(arguments, name, value))
+        if name not in _NOT_COMPARED and _comparable(name, used) != _comparable(name, value):
+            origin = "from the model" if name in _OF_THE_MODEL else "by transformers"
+            found[name] = Derived(used, origin)
+    return found
+
+
+# No file knows the first two as values; the last one is ours.
+_NOT_COMPARED = frozenset({"output_dir", "accelerator_config", "auto_find_batch_size"})
+_OF_THE_MODEL = frozenset({"ddp_find_unused_parameters"})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _comparable(name: str, value: Any) -> Any:
+    """One spelling of a value: transformers makes [] of "none" and false of null."""
+    if name in ("report_to", "debug") and isinstance(value, str):
+        value = [] if value in ("none", "") else value.split()
+    if name == "include_num_input_tokens_seen" and isinstance(value, bool):
+        value = "all" if value else "no"
+    return value or None if isinstance(value, bool | list | dict | None) else value
+
+
+# What a library refuses as it is set up, said as a fault of the recipe; contradicting starts.
+
+
+# A missing package, a name or number out of place, a hub out of reach.
+_REFUSALS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def settings_refused_by(what: str, where: str) -> Iterator[None]:
+    """Turn the errors of a library that is being set up into one about the recipe.
+
+    Args:
+        what: is being set up: ``the optimizer``.
+        where: the key of the recipe that it follows.
+
+    Raises:
+        RecipeError: in place of any other error. What the GPU says passes.
+    """
+    try:
+        yield
+    except TrainkitError:
+        raise
+    except _REFUSALS as error:
+        raise _refusal(what, where, error) from error
+    except (NotImplementedError, RuntimeError) as error:
+        if any(word in f"{type(error).__name__} {error}".lower() for word in ("memory", "cuda")):
+            raise  # the machine's, not the recipe's
+        raise _refusal(what, where, error) from error
+
+
+def _refusal(what: str, where: str, error: Exception) -> RecipeError:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return RecipeError(
+        f"{what} cannot be made of these settings: {said}",
+        where=where,
+        fix="change or remove what the message names",
+    )
+
+
+# Environment variables that would train otherwise than the recipe says.
+
+_INSTEAD: Mapping[str, str] = {
+    "ACCELERATE_DYNAMO_": "training.torch_compile and its keys",
+    "ACCELERATE_MIXED_PRECISION": "training.bf16 or training.fp16",
+    "ACCELERATE_GRADIENT_": "training.gradient_accumulation_steps and training.max_grad_norm",
+    "ACCELERATE_USE_FSDP": "parallel.shard: fsdp2",
+    "FSDP_": "parallel.shard: fsdp2",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed: zero2 or another preset or file",
+    "ACCELERATE_DEEPSPEED_": "deepspeed: zero2 or another preset or file",
+    "ACCELERATE_FP8_": "model.fp8",
+    "ACCELERATE_USE_CPU": "training.use_cpu",
+    "ACCELERATE_TORCH_DEVICE": "training.use_cpu, or CUDA_VISIBLE_DEVICES",
+    "ACCELERATE_USE_": "the keys of parallel",
+    "PARALLELISM_CONFIG_": "the keys of parallel",
+}
+"""By how the name begins: the keys of a recipe that say the same."""
+
+_OFF = frozenset({"", "no", "none", "false", "0", "default"})
+
+
+@functools.cache
+def refuse_contradicting_start() -> None:
+    """Hold the environment as the process's first run finds it.
+
+    The libraries of that run then set some of these variables, for which no later one is refused.
+
+    Raises:
+        RecipeError: naming the variable and the key that stands for it; the next call asks again.
+    """
+    refuse_contradicting_variables(os.environ)
+
+
+def refuse_contradicting_variables(environ: Mapping[str, str]) -> None:
+    """Refuse what accelerate reads of its environment: a recipe says all that a run does.
+
+    Raises:
+        RecipeError: naming the variable and the key that stands for it.
+    """
+    for name, value in sorted(environ.items()):
+        instead = next((keys for prefix, keys in _INSTEAD.items() if name.startswith(prefix)), None)
+        if instead is not None and value.strip().lower() not in _OFF:
+            raise RecipeError(
+                f"the environment sets {name}={value}, which would train otherwise than the recipe "
+                "says",
+                where=name,
+                fix=f"unset {name}, and say it in the recipe: {instead}",
+            )

@@ -14,7 +14,7 @@ from trainkit.parallel import Layout, Machine, ProcessRank
 from trainkit.recipe import LoadedRecipe, Recipe, SftOptions
 from trainkit.run import Console, RunDirectory
 from trainkit.run.stages import Stages
-from trainkit.train.faults.bad_numbers import NumberPolicy
+from trainkit.train.faults.numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.resume.changes import Review
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainkit.evals.metrics import AnswerMetric
     from trainkit.evals.tasks import LoadedTasks
     from trainkit.train.checkpoints import CheckpointWriter, ResumePoint
-    from trainkit.train.data.run_data import RunData
+    from trainkit.train.data import RunData
     from trainkit.train.faults.watch import Watch
     from trainkit.train.model import BuiltModel
 

@@ -7,7 +7,7 @@ import pytest
 
 from trainkit.data import DataOptions, Source
 from trainkit.objectives.table import OBJECTIVES
-from trainkit.train.data.run_data import prepare_run_data
+from trainkit.train.data import prepare_run_data
 
 
 @pytest.mark.parametrize("buffer", [0, 30], ids=["prepared", "streamed"])

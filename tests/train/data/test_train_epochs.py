@@ -7,7 +7,7 @@ import pytest
 import torch
 from lab import ShuffledSamples
 
-from trainkit.train.data.loaders import EpochPlan
+from trainkit.train.data import EpochPlan
 
 SIZES = (5, 8, 0, 3, 7)
 """Rows due in each epoch; the third has none."""

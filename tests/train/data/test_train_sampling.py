@@ -5,7 +5,7 @@ import pytest
 import torch
 from lab import ShuffledSamples
 
-from trainkit.train.data.loaders import LENGTH_BLOCK, FillingDataset, RankBatchSampler, train_loader
+from trainkit.train.data import LENGTH_BLOCK, FillingDataset, RankBatchSampler, train_loader
 
 
 def make(lengths):

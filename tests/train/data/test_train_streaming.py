@@ -11,7 +11,7 @@ from trainkit.data import DataOptions, Source
 from trainkit.data.serve.collator import PackingCollator
 from trainkit.data.serve.streaming import SampleStream
 from trainkit.errors import CheckpointError, DataError
-from trainkit.train.data.loaders import StreamLoader, StreamState
+from trainkit.train.data import StreamLoader, StreamState
 
 
 def conversation(number):

@@ -16,7 +16,7 @@ from trainkit.errors import RunDirectoryError
 from trainkit.models.fp8 import trained
 from trainkit.run import RunDirectory
 from trainkit.train.diagnose import MicroBatch, diagnose, single_rows
-from trainkit.train.faults.bad_numbers import BadBatch, write_batch
+from trainkit.train.faults.numbers import BadBatch, write_batch
 
 ROWS = ["d.jsonl:1", "d.jsonl:2", "d.jsonl:3"]
 RARE = 200

@@ -8,7 +8,7 @@ def trained(steps=3):
     import torch
     from torch import distributed, nn
 
-    from trainkit.train.optimizer.flat import FlatAdamW
+    from trainkit.train.flat import FlatAdamW
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group("gloo")

@@ -53,7 +53,7 @@ def broken_run(root, kind, *, stage=0, shard=None, dtype=None, poisoned_rank=Non
     from tiny import make_tokenizer
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from trainkit.train.optimizer.finite import NumberError
+    from trainkit.train.faults.numbers import NumberError
 
     shard = shard or (zero_file(root, stage) if stage else "none")
     lab = Lab(make_tokenizer(), Path(root))
@@ -87,7 +87,7 @@ def left_out(root, *, stage=0, shard=None, dtype=None, poisoned_rank=None, **tra
     from lab import Lab
     from tiny import make_tokenizer
 
-    from trainkit.train.faults.bad_numbers import NumberPolicy
+    from trainkit.train.faults.numbers import NumberPolicy
 
     shard = shard or (zero_file(root, stage) if stage else "none")
     said, digests, rows = [], [], []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainkit.options.optimizers import DEFAULT, OPTIMIZERS, OURS
-from trainkit.train.optimizer.make import make_optimizer
+from trainkit.train.optimizer import make_optimizer
 
 
 class Plan(NamedTuple):

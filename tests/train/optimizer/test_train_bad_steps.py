@@ -8,7 +8,7 @@ from number_cases import left_out
 from ranks import run_ranks
 
 from trainkit.errors import RunDirectoryError
-from trainkit.train.faults.bad_numbers import (
+from trainkit.train.faults.numbers import (
     BadBatch,
     NumberPolicy,
     read_batches,

@@ -8,10 +8,10 @@ from number_cases import KINDS, STEP, broken_run
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainkit.train.faults.numbers import NumberError, NumberGuard, NumberPolicy, hold_back
 from trainkit.train.faults.signals import StopRequest
-from trainkit.train.optimizer.finite import NumberError, NumberGuard, hold_back
-from trainkit.train.optimizer.optim import MasterWeightOptimizer
-from trainkit.train.optimizer.watched import Walk, check_weights
+from trainkit.train.masters import MasterWeightOptimizer
+from trainkit.train.saves import Walk, check_weights
 
 SAYS = {
     "loss": f"loss is nan at step {STEP} (in the micro-batch",
@@ -142,10 +142,9 @@ class OneRank:
     device = torch.device("cpu")
 
 
-def guard(**options):
-    return NumberGuard(
-        OneRank(), sample_name=str, where="run", advice=lambda: "", stop=StopRequest(), **options
-    )
+def guard(**policy):
+    args = SimpleNamespace(output_dir="run", learning_rate=1.0)
+    return NumberGuard(args, OneRank(), str, StopRequest(), NumberPolicy(**policy), print)
 
 
 def skip_steps(watch, count):

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from torch import nn
 
 from trainkit.errors import ModelError
-from trainkit.train.optimizer.flat import FlatAdamW
-from trainkit.train.optimizer.optim import MasterWeightOptimizer
+from trainkit.train.flat import FlatAdamW
+from trainkit.train.masters import MasterWeightOptimizer
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -7,8 +7,8 @@ from optimizer_cases import Plan, Run
 from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.reference import dequantize_reference
 from trainkit.options.optimizers import SERVED, optimizer_row
-from trainkit.train.optimizer import make
-from trainkit.train.optimizer.rounding import one_pass_of
+from trainkit.train import optimizer as make
+from trainkit.train.masters import one_pass_of
 
 ROUNDED = Plan(in_backward=True, keeps_masters=False)
 BLOCKWISE = [n for n in SERVED if (p := optimizer_row(n).package) and p.module == "bitsandbytes"]

@@ -13,7 +13,7 @@ from trainkit.errors import RecipeError
 from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
 from trainkit.parallel.snapshot import snapshot
 from trainkit.recipe.rules import accumulates_in_backward
-from trainkit.train.optimizer import watched
+from trainkit.train import saves as watched
 from trainkit.train.prepare import refuse_unfit_optimizer
 
 WAYS = {

@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from trainkit.train.optimizer.make import keep_projections
+from trainkit.train.optimizer import keep_projections
 
 RANK, WIDTH, HEIGHT = 2, 24, 40
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.train.optimizer import rounding
-from trainkit.train.optimizer.optim import Arrivals
-from trainkit.train.optimizer.rounding import RoundedWeightOptimizer, round_by_chance
+from trainkit.train import masters as rounding
+from trainkit.train.masters import Arrivals, RoundedWeightOptimizer, round_by_chance
 
 
 def rounded(values, *chance):

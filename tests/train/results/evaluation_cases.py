@@ -15,8 +15,8 @@ def curves(root, data):
     from trainkit.data.render.prompt import conversation_of
     from trainkit.evals.metrics import answer_metrics
     from trainkit.evals.tasks import TaskChoice, load_tasks
-    from trainkit.train.results.evaluations import Measurement
-    from trainkit.train.results.generation_eval import measurements
+    from trainkit.train.evaluations import Measurement
+    from trainkit.train.generation_eval import measurements
 
     tokenizer = make_tokenizer()
     rows = [

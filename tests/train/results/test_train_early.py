@@ -7,7 +7,7 @@ from lab import Lab
 from transformers import TrainerCallback
 
 from trainkit.train import hooks
-from trainkit.train.results.evaluations import StopEarly
+from trainkit.train.evaluations import StopEarly
 
 PATIENCE, EVERY = 8, 3
 

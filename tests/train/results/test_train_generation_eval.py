@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainkit.data.render.prompt import conversation_of
-from trainkit.train.results.generation_eval import GenerationEvalResult, evaluate_answers
+from trainkit.train.generation_eval import GenerationEvalResult, evaluate_answers
 
 CONVERSATIONS = [
     [

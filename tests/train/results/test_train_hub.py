@@ -35,7 +35,7 @@ class FakeHub:
 def hub(monkeypatch):
     import huggingface_hub
 
-    from trainkit.train.results import hub as uploads
+    from trainkit.train import hub as uploads
 
     fake = FakeHub()
     monkeypatch.setattr(uploads, "HfApi", fake)

@@ -65,7 +65,7 @@ class Sampling:
 @without_collection()
 def load(paths: "ModelPaths", held: Held, system: str | None, quantize: str = "auto") -> "Engine":
     """Load a found model."""
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.infer.engine import load_engine
@@ -122,7 +122,7 @@ def generate(
     from trainkit.infer.locate import is_trained_on_texts, weights_digest
 
     options, paths = sampling.options(), source.find()
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.data.read.formats import FORMATS

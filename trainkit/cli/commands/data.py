@@ -220,7 +220,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
     from trainkit.models.loading import check_exists, load_tokenizer, stop_token_ids
     from trainkit.options import ModelOptions
     from trainkit.recipe.document import is_override
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
     config, overrides = choice.config, choice.overrides or []

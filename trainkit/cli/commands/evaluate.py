@@ -171,7 +171,7 @@ def _ready(
 
     Questions first, since they are cheap to refuse; then the model.
     """
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.evals.run import evaluate_model

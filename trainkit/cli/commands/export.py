@@ -144,7 +144,7 @@ def _export(target: str, source: str, output: Output, shared: Shared, **own: Any
     if agreement is not None and not 0 <= agreement <= 1:
         raise RecipeError(f"{agreement} is not between 0 and 1", where="--min-agreement")
     from trainkit.infer.locate import find_model, run_settings
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
     from trainkit.export.run import ExportOptions, Job, export

@@ -77,7 +77,7 @@ def diagnose(
     from trainkit.run import RunDirectory
     from trainkit.run.files import jsonable
     from trainkit.train.diagnose import diagnose as find
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
     found = find(RunDirectory.open(run), step, (lambda text: None) if as_json else note)

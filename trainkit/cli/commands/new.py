@@ -203,7 +203,7 @@ def _taken_by(model: str, method: str) -> dict[str, bool]:
         return {}
     if "auto_map" in raw or not Path(place).is_file():
         return {}  # code of its own, which nobody has allowed to run, or the name of a shape
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.models.loading import load_config

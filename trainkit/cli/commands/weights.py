@@ -79,7 +79,7 @@ def merge(
     from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, UNPROVED, verify_directory
     from trainkit.infer.locate import base_of, locate, refuse_code, run_settings
     from trainkit.options import ModelOptions
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
     directory, run = locate(source)
@@ -268,7 +268,7 @@ def qwen2_to_glm4(
 def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> None:
     size = _bytes(wanted.shard_size)
     from trainkit.checkpoint.weights.adapter import is_adapter
-    from trainkit.train.log.quiet import quieten_libraries
+    from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
     if is_adapter(source):

@@ -18,12 +18,12 @@ from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse
 from trainkit.run import RunDirectory
 from trainkit.run.starts import Start, append_start, begin_again, read_starts
 from trainkit.train.checkpoints import BASE, ResumePoint, find_resume_point, folder_name
+from trainkit.train.evaluations import Evaluations
+from trainkit.train.faults.numbers import NumberError
 from trainkit.train.faults.shortage import MemoryShortageError
 from trainkit.train.hooks import Hook, LoopState
-from trainkit.train.log.rows import missed_evaluation
-from trainkit.train.optimizer.finite import NumberError
+from trainkit.train.log import missed_evaluation
 from trainkit.train.prepare import trainer_arguments
-from trainkit.train.results.evaluations import Evaluations
 from trainkit.train.resume.changes import (
     IN_USE,
     PARTS,

@@ -14,8 +14,8 @@ from trainkit.redact import redact_text
 from trainkit.run import RunDirectory, capture_environment, command_script
 from trainkit.run.report.html import SAMPLES
 from trainkit.run.starts import Start, append_start, retire_after
-from trainkit.train.arguments import settled_values
-from trainkit.train.data.run_data import RunData
+from trainkit.train.data import RunData
+from trainkit.train.prepare import settled_values
 from trainkit.train.run import Run
 
 _MAX_SAMPLES, _MAX_TOKENS = 4, 1200

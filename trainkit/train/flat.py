@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 
 from trainkit.errors import ModelError
 from trainkit.kernels.adamw.function import adamw_, square_sum
-from trainkit.train.optimizer.optim import HALF_DTYPES, on_gradient
+from trainkit.train.masters import HALF_DTYPES, on_gradient
 
 _KEY = "training.optim"
 _OF_TORCH = {

@@ -20,9 +20,9 @@ from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact
 from trainkit.options import TaskOptions
 from trainkit.options.training import ANSWERS, METRICS
 from trainkit.recipe.rules import metric_of
-from trainkit.train.data.run_data import read_conversations
+from trainkit.train.data import read_conversations
+from trainkit.train.evaluations import Measurement
 from trainkit.train.hooks import LoopState
-from trainkit.train.results.evaluations import Measurement
 from trainkit.train.run import Run
 
 if TYPE_CHECKING:

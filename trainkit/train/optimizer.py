@@ -13,9 +13,13 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from trainkit.options.optimizers import OPTIMIZERS, Optimizer, optimizer_row
-from trainkit.train.optimizer.flat import make_flat_adamw
-from trainkit.train.optimizer.optim import Arrivals, MasterWeightOptimizer, needs_master_weights
-from trainkit.train.optimizer.rounding import RoundedWeightOptimizer
+from trainkit.train.flat import make_flat_adamw
+from trainkit.train.masters import (
+    Arrivals,
+    MasterWeightOptimizer,
+    RoundedWeightOptimizer,
+    needs_master_weights,
+)
 
 _KEY, _PLAIN = "projector", "projector_values"
 

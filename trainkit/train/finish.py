@@ -14,10 +14,9 @@ from trainkit.models.loading import set_use_cache
 from trainkit.run.model_card import model_card, write_model_card
 from trainkit.run.report.redraw import draw_all
 from trainkit.train.checkpoints import written_together
+from trainkit.train.evaluations import undisturbed
 from trainkit.train.hooks import LoopState
-from trainkit.train.optimizer.watched import Numbers
-from trainkit.train.results.evaluations import undisturbed
-from trainkit.train.saves import Saves, save_model
+from trainkit.train.saves import Numbers, Saves, save_model
 
 
 def finish(loop: LoopState, seconds: float) -> None:
@@ -33,7 +32,7 @@ def finish(loop: LoopState, seconds: float) -> None:
     save_final(loop, directory.final, model_card(directory, **facts) if is_main else None)
     summary: dict[str, object] = {}
     if run.recipe.generation_eval is not None:
-        from trainkit.train.results.generation_eval import answer
+        from trainkit.train.generation_eval import answer
 
         console.doing("answering questions")
         model = _whole_model(loop, directory.final)

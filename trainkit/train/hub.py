@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import HubStrategy
 
 from trainkit.errors import TrainkitError
-from trainkit.train.refusals import settings_refused_by
+from trainkit.train.prepare import settings_refused_by
 
 logger = logging.getLogger(__name__)
 

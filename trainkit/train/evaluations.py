@@ -23,7 +23,7 @@ from trainkit.errors import TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.objectives.batches import take_counts
 from trainkit.objectives.evaluation import Evaluation
-from trainkit.train.data.loaders import sample_loader
+from trainkit.train.data import sample_loader
 from trainkit.train.hooks import Hook, LoopState
 
 

@@ -1,0 +1,338 @@
+"""What the log says of the steps since the last row: tokens, speed, figures, dropped rows."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers.trainer_utils import speed_metrics
+
+from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.models.attention import attention_heads
+from trainkit.models.linears import num_weights
+from trainkit.models.loss.loss_head import take_counts as take_correct
+from trainkit.objectives.batches import BatchCounts
+from trainkit.train.background import Save
+from trainkit.train.evaluations import Evaluations
+from trainkit.train.hooks import Hook, LoopState
+from trainkit.train.saves import Numbers
+
+if TYPE_CHECKING:
+    from trainkit.estimate.gpus import Gpu
+
+
+class Rows(Hook):
+    """Adds up what the steps since the last row have come to, on each rank.
+
+    The ranks' sums are added when a row is logged, and nothing else waits for the device.
+
+    Attributes:
+        loss_sum: 0-d, on the device.
+        logged_step: the step of the last row.
+        counts: steps, tokens and seconds since then.
+    """
+
+    counts: dict[str, float]
+    correct: torch.Tensor | None = None
+    """Of the head, from before the checkpoint that a run goes on from."""
+    _seconds_per_token: float | None = None
+
+    def on_init_end(self, loop: LoopState) -> None:
+        """The model is whole; later a rank may have a part of it."""
+        max_length = loop.run.recipe.data.max_length
+        self._seconds_per_token = seconds_per_token(loop.model, max_length)
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        """Begin to count; a continued run goes on with what was counted since its last row."""
+        args, state = loop.args, loop.state
+        self.loss_sum = torch.zeros((), device=args.device)
+        self.logged_step = self._first = state.global_step
+        self._total, self._began = 0.0, time.time()
+        self._flops = self._tokens = 0.0
+        self._tokens_before = state.num_input_tokens_seen
+        self._flops_per_token = 6 * loop.model.num_parameters(exclude_embeddings=True)
+        self._forget()
+        if checkpoint is None or not window_file(checkpoint, args.process_index).is_file():
+            return
+        path = window_file(checkpoint, args.process_index)
+        with taking_up(path):
+            values = json.loads(path.read_text(encoding="utf-8"))
+            counted = values["meter"]
+            self.loss_sum = self.loss_sum + float(values["loss"])
+            self.logged_step = int(values["logged_step"])
+            self.counts = dict(counted["counts"])
+            self.started = time.perf_counter() - self.counts.pop("seconds")
+            if counted["correct"] is not None:
+                self.correct = torch.tensor(counted["correct"], device=args.device)
+            if counted["sources"] is not None and (own := loop.loss.train_metrics) is not None:
+                sums = torch.tensor(counted["sources"], dtype=torch.float64, device=args.device)
+                own.sums = sums
+
+    def _forget(self) -> None:
+        names = ("num_steps", "num_tokens", "num_trained_tokens", "data_seconds")
+        self.counts = dict.fromkeys(names, 0)
+        self.started = time.perf_counter()
+
+    def before_step(
+        self,
+        loop: LoopState,
+        micro: Sequence[dict[str, Any]],
+        counts: Sequence[BatchCounts],
+        seconds: float,
+    ) -> None:
+        """Count what is in them."""
+        if loop.run.numbers.leaves_out:  # the step may have to be left out
+            own = loop.loss.train_metrics
+            sums = None if own is None else own.sums
+            self._before = None if sums is None else sums.clone()
+        self.counts["num_steps"] += 1
+        self.counts["data_seconds"] += seconds
+        for each in counts if loop.layout.counts_rows else ():
+            self.counts["num_tokens"] += each.num_tokens
+            self.counts["num_trained_tokens"] += each.num_trained_tokens
+        tokens = sum(batch["input_ids"].numel() for batch in micro)
+        self._flops += float(self._flops_per_token * tokens)
+        if loop.args.include_num_input_tokens_seen == "all":
+            self._tokens += tokens
+        elif loop.args.include_num_input_tokens_seen == "non_padding":
+            pad = loop.tokenizer.pad_token_id
+            masks = (batch.get("attention_mask", batch["input_ids"] != pad) for batch in micro)
+            self._tokens += sum(int(mask.sum()) for mask in masks)
+
+    def stepped(self, loop: LoopState, losses: Sequence[torch.Tensor]) -> None:
+        """Add up the losses; tokens of a step that is left out stay counted: they were read."""
+        before = self.loss_sum
+        for each in losses:  # one by one: sums in another order are others
+            self.loss_sum = self.loss_sum + each
+        if loop.run.numbers.leaves_out:
+            left_out = loop.guard.left_out > 0
+            self.loss_sum = torch.where(left_out, before, self.loss_sum)
+            own = loop.loss.train_metrics
+            if own is not None and own.sums is not None:
+                earlier = torch.zeros_like(own.sums) if self._before is None else self._before
+                own.sums = torch.where(left_out, earlier, own.sums)
+
+    def due(self, loop: LoopState) -> None:
+        """Log the row.
+
+        Raises:
+            DataError: more streamed rows were dropped than allowed.
+        """
+        num_steps = loop.state.global_step - self.logged_step
+        if not loop.control.should_log or num_steps <= 0:
+            return
+        mean = loop.ranks.reduce(self.loss_sum, "mean").item()
+        self.loss_sum = torch.zeros_like(self.loss_sum)
+        self._total, self.logged_step = self._total + mean, loop.state.global_step
+        self._count(loop)
+        norm = loop.norm.item() if isinstance(loop.norm, torch.Tensor) else loop.norm
+        row = {"loss": mean / num_steps, "grad_norm": norm, "learning_rate": loop.rate}
+        loop.guard.flush()
+        row |= {**self.figures(loop), **loop.engine.figures()}
+        loop.hook(Numbers).leave_out_skipped(loop, row)
+        if loop.args.include_num_input_tokens_seen != "no":
+            seen = loop.state.num_input_tokens_seen - self._tokens_before
+            row |= speed_metrics("train", self._began, num_tokens=seen)
+        loop.log(row)
+
+    def figures(self, loop: LoopState) -> dict[str, float]:
+        """Those of all ranks since the last call, which all ranks make at the same step."""
+        counts, began, stream = self.counts, self.started, loop.stream
+        own = loop.loss.train_metrics
+        self._forget()
+        seconds = max(self.started - began, 1e-9)
+        sums = self._add_up(loop, counts)
+        num_tokens, num_trained = sums["counts"]
+        num_steps = max(counts["num_steps"], 1)
+        row: dict[str, float] = {
+            "num_tokens": int(num_tokens),
+            "num_trained_tokens": int(num_trained),
+            "step_seconds": (self.started - began) / num_steps,
+            "tokens_per_second": num_tokens / seconds,
+            "data_seconds": counts["data_seconds"] / num_steps,
+        }
+        if own is not None:
+            row |= own.rows(sums["own"])
+        if stream is not None:
+            num_rows, num_dropped = map(int, sums["stream"][:2])
+            stream.stream.check_dropped(num_rows, num_dropped)
+            row |= {"num_rows": num_rows, "num_dropped": num_dropped}
+            row["num_passes"] = sums["stream"][2] / sums["stream"][3]
+        correct, trained = sums["correct"]
+        if trained:
+            row["token_accuracy"] = correct / trained
+        if self._seconds_per_token is not None:
+            a_device = num_tokens / seconds / loop.ranks.num_processes
+            row["mfu"] = a_device * self._seconds_per_token
+        if torch.cuda.is_available():
+            row["peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return row
+
+    def _add_up(self, loop: LoopState, counts: dict[str, float]) -> dict[str, list[float]]:
+        """The ranks' sums by name, in one reduction."""
+        layout, stream, device = loop.layout, loop.stream, loop.args.device
+        tokens = [counts["num_tokens"], counts["num_trained_tokens"]]
+        mine = {"counts": torch.tensor(tokens, dtype=torch.float64, device=device)}
+        if loop.loss.train_metrics is not None:
+            mine["own"] = loop.loss.train_metrics.take(device).flatten() * layout.counts_losses
+        if stream is not None:
+            passes = [0 if p is None else p.epoch for p in stream.positions]
+            rows = [stream.num_rows, stream.num_dropped, sum(passes), len(passes)]
+            counted = [row * layout.counts_rows for row in rows]
+            mine["stream"] = torch.tensor(counted, dtype=torch.float64, device=device)
+        correct = self._take_correct(loop.model)
+        # Only some ranks have the head where a model is spread over several.
+        nothing = torch.zeros(2, device=device)
+        mine["correct"] = (nothing if correct is None else correct).double()
+        total = loop.ranks.reduce(torch.cat(list(mine.values())), reduction="sum").tolist()
+        sums = {}
+        for name, values in mine.items():
+            sums[name], total = total[: len(values)], total[len(values) :]
+        return sums
+
+    def _take_correct(self, model: nn.Module) -> torch.Tensor | None:
+        correct, earlier = take_correct(model), self.correct
+        self.correct = None
+        if correct is None or earlier is None:
+            return earlier if correct is None else correct
+        return correct + earlier
+
+    def _count(self, loop: LoopState) -> None:
+        """What all ranks have computed and seen since the last call."""
+        mine = torch.tensor(
+            (self._flops, self._tokens), dtype=torch.float64, device=loop.args.device
+        )
+        flops, tokens = loop.ranks.reduce(mine).tolist()
+        self._flops = self._tokens = 0.0
+        loop.state.total_flos += flops
+        loop.state.num_input_tokens_seen += int(tokens)
+
+    def end(self, loop: LoopState) -> None:
+        """Log the run as a whole."""
+        self._count(loop)
+        total = self._total + self.loss_sum.item()
+        num_steps = loop.state.global_step - self._first
+        row = speed_metrics("train", self._began, num_steps=num_steps)
+        row["total_flos"] = loop.state.total_flos
+        loop.log({**row, "train_loss": total / max(num_steps, 0.001)})
+
+    def save(self, loop: LoopState, save: Save) -> None:
+        """What was counted since the last row, and an evaluation that is missed."""
+        self._count(loop)
+        misses = loop.stop.misses_evaluation
+        if not misses and loop.state.global_step == self.logged_step:
+            return
+        self.correct = correct = self._take_correct(loop.model)
+        own = loop.loss.train_metrics
+        sums = None if own is None else own.sums
+        missed = "figures" if loop.hook(Evaluations).is_alone else "all"
+        values = {
+            "loss": float(self.loss_sum),  # JSON keeps every bit of a float
+            "logged_step": self.logged_step,
+            "meter": {
+                "counts": {**self.counts, "seconds": time.perf_counter() - self.started},
+                "correct": None if correct is None else correct.tolist(),
+                "sources": None if sums is None else sums.tolist(),
+            },
+            "evaluation": missed if misses else None,
+        }
+        path, text = window_file(save.directory, loop.args.process_index), json.dumps(values)
+        save.attempt(partial(path.write_text, text, encoding="utf-8"))
+
+
+def window_file(directory: Path, dist_rank: int) -> Path:
+    """What a rank had counted since the last row when a checkpoint was saved."""
+    return directory / f"log_window_rank{dist_rank}.json"
+
+
+def missed_evaluation(checkpoint: Path) -> str | None:
+    """The evaluation that a stopped run missed: of ``all``, or of ``figures`` besides the loss.
+
+    All ranks must know the same, and there may be other ranks than there were.
+    """
+    path = window_file(checkpoint, 0)
+    if not path.is_file():
+        return None
+    with taking_up(path):
+        missed: str | None = json.loads(path.read_text(encoding="utf-8")).get("evaluation")
+    return missed
+
+
+# Floating-point operations of a training step, and what GPUs could do at most, for MFU.
+
+
+def seconds_per_token(model: Any, max_length: int) -> float | None:
+    """Of this GPU at its dense bf16 peak; None where that is not known."""
+    if not torch.cuda.is_available():
+        return None
+    from trainkit.estimate.gpus import gpu_named
+
+    gpu = gpu_named(torch.cuda.get_device_name())
+    return (
+        None if gpu is None else training_flops_per_token(model, max_length) / gpu.teraflops / 1e12
+    )
+
+
+def training_flops_per_token(model: Any, max_length: int) -> float:
+    """Forward and backward FLOPs per token: 6 per parameter that multiplies, plus causal attention.
+
+    Counted as PaLM (arXiv:2204.02311, appendix B) counts them, attention halved because it is
+    causal. The input embedding is a look-up and does not count, the output head does. A frozen
+    weight needs no gradient of its own and counts 4. Of a mixture's experts, those count that a
+    token is sent to.
+
+    Args:
+        model: the transformers or peft model as it is trained.
+        max_length: tokens per sequence, for the attention term.
+    """
+    config = model.config.get_text_config()
+    trained = frozen = 0.0
+    active_share = _active_share(config)
+    counted: set[int] = set()
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+    head = model.get_output_embeddings()
+    head_parameters = {id(p) for p in head.parameters()} if head is not None else set()
+    for name, parameter in model.named_parameters():
+        is_lookup = id(parameter) in embeddings and id(parameter) not in head_parameters
+        if id(parameter) in counted or is_lookup:
+            continue
+        counted.add(id(parameter))
+        is_expert = ".experts." in name
+        size = num_weights(parameter) * (active_share if is_expert else 1.0)
+        trained += size if parameter.requires_grad else 0
+        frozen += 0 if parameter.requires_grad else size
+    attention = 6 * sum(heads * size for heads, size in attention_heads(config)) * max_length
+    return 6.0 * trained + 4.0 * frozen + attention
+
+
+def _active_share(config: Any) -> float:
+    """The share of the routed experts that one token goes through; 1 without experts."""
+
+    def first(*names: str) -> int | None:
+        values = (getattr(config, name, None) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    num_active = first("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
+    num_experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return num_active / num_experts if num_active and num_experts else 1.0
+
+
+_UNKNOWN_GPU = "a100-80g"
+"""Whose speed is taken for a GPU that the table does not have."""
+
+
+def this_gpu() -> "Gpu | None":
+    """This process's GPU with the memory that it really has; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    from trainkit.estimate.gpus import GPUS, gpu_named
+
+    name = torch.cuda.get_device_name()
+    row = gpu_named(name) or replace(GPUS[_UNKNOWN_GPU], name=name)
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return replace(row, memory_gib=total / 2**30)

@@ -1,1 +1,0 @@
-"""What a run says while it goes: speed, tokens, MFU, and a quiet terminal."""

@@ -1,1 +1,0 @@
-"""The optimizer, its fp32 master weights, and the guard against NaN and infinity."""

@@ -1,1 +1,0 @@
-"""What a run leaves behind: the final model, its answers, an upload to the hub."""
