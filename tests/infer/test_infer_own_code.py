@@ -4,7 +4,9 @@ The model's modules leave a mark when they are imported, and double the logits, 
 code nor its absence goes unseen.
 """
 
+import importlib.util
 import json
+import shutil
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ class OwnTokenizerFast(PreTrainedTokenizerFast):
 RECIPE = """\
 model: {{name_or_path: {model}, dtype: float32, trust_remote_code: true}}
 data: {{train: [d.jsonl], max_length: 128, cache_dir: cache}}
-{lora}
+{more}
 training: {{learning_rate: 1e-2, per_device_train_batch_size: 4, max_steps: 2}}
 """
 
@@ -79,11 +81,15 @@ def root(tmp_path_factory):
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day!"}]
     (root / "d.jsonl").write_text(8 * (json.dumps({"messages": turns}) + "\n"))
     (root / "p.txt").write_text("Hello\n")
-    for run, model, lora in (
-        ("own-full", "own", ""), ("own-lora", "own", "lora: {r: 4, alpha: 32}"),
-        ("known-lora", "known", "lora: {r: 4, alpha: 32}"),
+    (root / "sets" / "boolq").mkdir(parents=True)
+    asked = {"question": "is 2 even", "title": "n", "passage": "Two is.", "answer": True}
+    (root / "sets" / "boolq" / "dev.jsonl").write_text(json.dumps(asked) + "\n")
+    adapter = "lora: {r: 4, alpha: 32}"
+    for run, model, more in (
+        ("own-full", "own", ""), ("own-lora", "own", adapter), ("known-lora", "known", adapter),
+        ("own-zero", "own", "deepspeed: zero2"),
     ):  # fmt: skip
-        (root / f"{run}.yaml").write_text(RECIPE.format(model=model, lora=lora))
+        (root / f"{run}.yaml").write_text(RECIPE.format(model=model, more=more))
         said = trainkit(root, "sft", f"{run}.yaml", "--output-dir", run, pictures=False)
         assert said.code == 0, said.err
     return root
@@ -93,15 +99,19 @@ GENERATE = "--prompts p.txt --max-new-tokens 3 --greedy --device cpu"
 COMMANDS = {
     "generate": f"generate {{model}} {GENERATE} -o {{out}}",
     "chat": "chat {model} --greedy --device cpu",
-    "eval": "eval {model} --tasks boolq --device cpu -o {out}",
+    "eval": "eval {model} --tasks boolq --data sets --device cpu -o {out}",
     "merge": "merge {model} {out}",
+    "gguf": "export gguf {model} {out}",
+    "ollama": "export ollama {model} {out}",
+    "awq": "export awq {model} {out} --group-size 32",
     "vllm": "export vllm {model} {out}",
     "adapter": "export vllm {model} {out} --as-adapter",
     "fp8": "export fp8 {model} {out}",
     "kernels": "kernels check --model {model}/final --device cpu",
     "data": "data check --data d.jsonl --model {model}/final",
 }
-WORKS = ("generate", "merge", "vllm", "fp8", "data")
+WORKS = ("generate", "eval", "merge", "vllm", "fp8", "awq", "data")
+NEEDS = {"eval": "lm_eval", "awq": "auto_round"}
 
 
 @pytest.mark.parametrize("run", ["own-full", "own-lora", "known-lora"])
@@ -110,6 +120,8 @@ def test_without_the_flag_nothing_of_it_runs(root, command, run):
     """A type that transformers has as well is refused too: its own code would be another model."""
     if command in ("kernels", "data") and run != "own-full":
         return  # these take a model
+    if command in NEEDS and importlib.util.find_spec(NEEDS[command]) is None:
+        pytest.skip(f"needs {NEEDS[command]}")
     (root / "mark").unlink(missing_ok=True)
     words = COMMANDS[command].format(model=run, out=root / "none")
     said = trainkit(root, *words.split())
@@ -127,16 +139,58 @@ def test_without_the_flag_nothing_of_it_runs(root, command, run):
 def test_with_the_flag_every_command_takes_it(root, command, run, tmp_path):
     if (command, run) in (("merge", "own-full"), ("data", "own-lora"), ("data", "known-lora")):
         return
+    if command in NEEDS and importlib.util.find_spec(NEEDS[command]) is None:
+        pytest.skip(f"needs {NEEDS[command]}")
     (root / "mark").unlink(missing_ok=True)
     words = COMMANDS[command].format(model=run, out=tmp_path / "out").split()
     said = trainkit(root, *words, "--trust-remote-code")
     assert said.code == 0, said.err
     assert (root / "mark").exists()
-    if command in ("vllm", "fp8"):
+    if command in ("vllm", "fp8", "awq"):
         assert "--trust-remote-code" in (tmp_path / "out" / "serve.sh").read_text()
-    if command in ("merge", "vllm", "fp8"):
+    if command in ("merge", "vllm", "fp8", "awq"):
         assert (tmp_path / "out" / "own_parts.py").is_file()
         assert "own_tokenizer.py" in {path.name for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("server", ["gguf", "ollama"])
+def test_llama_cpp_runs_no_such_code(root, server, tmp_path):
+    (root / "mark").unlink(missing_ok=True)
+    words = COMMANDS[server].format(model="known-lora", out=tmp_path / "out").split()
+    said = trainkit(root, *words, "--trust-remote-code")
+    assert said.code == 2
+    assert "auto_map names own_model.OwnModel" in said.err
+    assert "export vllm" in said.err
+    assert not (root / "mark").exists()
+
+
+def test_shards_are_put_together_with_the_flag(root, tmp_path):
+    """A checkpoint of ZeRO's, from which the plain weights were lost."""
+    shards = tmp_path / "shards"
+    shutil.copytree(root / "own-zero" / "checkpoint-2", shards)
+    (shards / "model.safetensors").unlink()
+    (shards / "manifest.json").unlink()
+    (root / "mark").unlink(missing_ok=True)
+    refused = trainkit(root, "merge", shards, tmp_path / "out")
+    assert refused.code == 2
+    assert "--trust-remote-code" in refused.err
+    assert not (root / "mark").exists()
+    said = trainkit(root, "merge", shards, tmp_path / "out", "--trust-remote-code")
+    assert said.code == 0, said.err
+    ids = torch.arange(8)[None]
+    ours, final = (
+        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+        for place in (tmp_path / "out", root / "own-zero" / "final")
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, final(ids).logits, rtol=0, atol=0)
+
+
+def test_the_permission_is_in_the_record_of_the_run(root):
+    from trainkit.infer.locate import run_settings
+
+    assert run_settings(root / "own-full").trust_remote_code
+    assert "trust_remote_code: true" in (root / "own-full" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize("model", ["own", "known"])

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trainkit.data.read.messages import Conversation, TextRow
-from trainkit.errors import CheckpointError
+from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.errors import CheckpointError, ModelError
 from trainkit.export.certificate import certify
 from trainkit.export.gguf.convert import DIRECT, check_converter, check_quantizer, convert, quantize
 from trainkit.export.gguf.llama_server import LlamaServer, check_llama_cpp
@@ -24,12 +25,31 @@ _WHOLE = ("f32", "f16", "bf16")
 
 
 def check(paths: ModelPaths, job: Job) -> None:
-    """Refuse to begin without the converter, llama.cpp or weights."""
+    """Refuse code that comes with the model; and to begin without converter, llama.cpp, weights."""
+    refuse_own_code(paths)
     check_converter()
     check_llama_cpp()
     if job.options.type not in DIRECT:
         check_quantizer()
     weights_directory(paths)
+
+
+def refuse_own_code(paths: ModelPaths) -> None:
+    """Refuse what was trained by its own code, which llama.cpp does not run.
+
+    Raises:
+        ModelError: naming that code.
+    """
+    config = weights_directory(paths) / "config.json"
+    if paths.source.trust_remote_code and config.is_file():
+        code = read_config(config.parent).get("auto_map")
+        if code:
+            raise ModelError(
+                f"llama.cpp does not run the code that comes with the model: auto_map names "
+                f"{next(iter(code.values()))}",
+                where=str(config),
+                fix="trainkit export vllm takes that code along, and vLLM runs it",
+            )
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:
