@@ -138,7 +138,7 @@ def _command(command: Any, name: str, level: int) -> Iterator[str]:
 
 def recipe_keys() -> Iterator[str]:
     """Each key of a recipe, section by section."""
-    from trainkit.recipe.reference import key_references
+    from trainkit.recipe.keys import key_references
 
     yield "# Recipe keys\n"
     yield "`trainkit config keys WORD` looks them up, by other tools' names too.\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.cli.app import main
-from trainkit.recipe.load import shipped_recipes
+from trainkit.recipe.write import shipped_recipes
 
 RECIPE = """
 model: {name_or_path: MODEL}

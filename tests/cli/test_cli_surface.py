@@ -8,7 +8,7 @@ import pytest
 
 from trainkit.cli.app import COMMANDS, LazyCommand, main
 from trainkit.recipe import key_references
-from trainkit.recipe.problems import FOREIGN, REMOVED
+from trainkit.recipe.keys import FOREIGN, REMOVED
 from trainkit.recipe.training import EVERY, FIELDS
 
 

@@ -13,8 +13,8 @@ import typer
 from trainkit.cli.app import COMMANDS, LazyCommand, app
 from trainkit.cli.arguments import normalize
 from trainkit.recipe import load_recipe
-from trainkit.recipe.load import shipped_recipes
-from trainkit.recipe.problems import FOREIGN
+from trainkit.recipe.keys import FOREIGN
+from trainkit.recipe.write import shipped_recipes
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

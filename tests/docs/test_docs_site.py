@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from trainkit.cli.app import app
-from trainkit.recipe.reference import key_references
+from trainkit.recipe.keys import key_references
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,7 +20,7 @@ from trainkit.options import Fp8Options
 from trainkit.options.model import ALL
 from trainkit.options.optimizers import optimizer_row
 from trainkit.recipe import load_recipe
-from trainkit.recipe.load import shipped_recipes
+from trainkit.recipe.write import shipped_recipes
 
 FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 PLAIN: frozenset[str] = frozenset()

@@ -22,7 +22,7 @@ from trainkit.models.recompute import offload
 from trainkit.options.model import LORA_OPS, OPS
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
-from trainkit.recipe.load import shipped_recipes
+from trainkit.recipe.write import shipped_recipes
 from trainkit.train import masters as rounding
 
 

@@ -9,7 +9,7 @@ jsonschema = pytest.importorskip("jsonschema")
 
 from trainkit.recipe import key_references, recipe_json_schema  # noqa: E402
 from trainkit.recipe.document import read_document  # noqa: E402
-from trainkit.recipe.load import schema_uri, shipped_recipes, shipped_text, write_text  # noqa: E402
+from trainkit.recipe.write import schema_uri, shipped_recipes, shipped_text, write_text  # noqa: E402
 
 SCHEMA = recipe_json_schema()
 MINIMAL = {"model": {"name_or_path": "m"}, "data": {"train": ["a.jsonl"]}}

@@ -3,8 +3,8 @@
 import pytest
 
 from trainkit.errors import RecipeError
+from trainkit.recipe.keys import FOREIGN, REMOVED, places, sections
 from trainkit.recipe.load import load_recipe
-from trainkit.recipe.problems import FOREIGN, REMOVED, places, sections
 from trainkit.recipe.training import EVERY
 
 BASE = "model: {name_or_path: m}\ndata: {train: [a.jsonl]}\n"

@@ -8,7 +8,7 @@ import pytest
 import trainkit
 from trainkit.errors import RecipeError
 from trainkit.recipe import Recipe, key_references
-from trainkit.recipe.problems import sections
+from trainkit.recipe.keys import sections
 
 
 def test_every_key_is_described():

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED, table
 from trainkit.recipe import training
-from trainkit.recipe.problems import REMOVED
+from trainkit.recipe.keys import REMOVED
 from trainkit.recipe.training import EVERY, FIELDS, check_training, complete_training
 
 # The fields of the oldest and the newest transformers that are supported.

@@ -10,7 +10,7 @@ from rare_keys import RARE
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
-from trainkit.recipe.reference import key_references
+from trainkit.recipe.keys import key_references
 from trainkit.recipe.training import FIELDS
 from trainkit.recipe.translate.engine import translate
 from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table

@@ -20,7 +20,7 @@ from trainkit.options.model import ModelOptions
 from trainkit.parallel.strategies import strategy_for
 from trainkit.places import local_path
 from trainkit.recipe.document import read_document
-from trainkit.recipe.files import read_chat_template
+from trainkit.recipe.load import read_chat_template
 from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.listing import summarize

@@ -23,7 +23,7 @@ def key_words(incomplete: str) -> Iterator[tuple[str, str]]:
 
 def shipped(incomplete: str) -> Iterator[tuple[str, str]]:
     """The recipes that come with trainkit."""
-    from trainkit.recipe.load import describe_recipe, shipped_recipes
+    from trainkit.recipe.write import describe_recipe, shipped_recipes
 
     for name, path in shipped_recipes().items():
         if name.startswith(incomplete):

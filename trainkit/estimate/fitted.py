@@ -17,8 +17,8 @@ from trainkit.estimate.recipe import plan_of, replanning
 from trainkit.estimate.shape import NAMED, ModelShape, find_config, from_config
 from trainkit.places import local_path
 from trainkit.recipe.document import parse_override
-from trainkit.recipe.load import load_recipe, shipped_text
-from trainkit.recipe.text import with_values
+from trainkit.recipe.load import load_recipe
+from trainkit.recipe.write import shipped_text, with_values
 
 METHODS = {"full": "all weights", "lora": "LoRA adapters", "qlora": "LoRA over a 4-bit base"}
 """What ``trainkit new --method`` takes, in words."""

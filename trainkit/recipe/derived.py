@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.options import RecomputeOptions
 from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import strategy_for
 from trainkit.places import cache_of
-from trainkit.recipe.rules import is_loss, metric_of
-from trainkit.recipe.schema import Recipe
+from trainkit.recipe.schema import Recipe, is_loss
 from trainkit.recipe.training import CHECKPOINTING, FIELDS
-
-# -- Gradient accumulation from the global batch size, once the number of processes is known
 
 
 def resolve_accumulation(recipe: Recipe, data_size: int) -> int:
@@ -81,8 +77,8 @@ class Derived:
     is_of_machine: bool = False
 
 
-def derive_training(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
-    """The derived values of a recipe's ``training`` section on a machine, by name.
+def derive_values(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
+    """The values of a recipe on a machine that nobody wrote, by dotted key.
 
     Raises:
         RecipeError: ``global_batch_size`` cannot be made of the machine's processes.
@@ -93,40 +89,26 @@ def derive_training(recipe: Recipe, machine: Machine) -> dict[str, Derived]:
         reads_precision=strategy_for(recipe.parallel.shard).reads_precision,
         has_adapters=recipe.lora is not None,
         has_eval=bool(recipe.data.eval),
-        measured_every=recipe.measured().every(metric_of(recipe.training)),
+        measured_every=recipe.metric_every,
         stops_early=recipe.early_stopping is not None,
         is_streaming=bool(recipe.data.streaming),
         on_cpu=machine.on_cpu,
-        recompute=recompute_of(recipe),
+        recompute=recipe.recomputes,
     )
+    found = {f"training.{key}": value for key, value in derived.items()}
     name = "gradient_accumulation_steps"
     if recipe.global_batch_size is not None and name not in recipe.training:
         # A recipe for more GPUs than this machine has can be shown all the same.
         world_size = max(machine.world_size, recipe.parallel.model_ranks)
-        plural = "es" if world_size > 1 else ""
-        derived[name] = Derived(
-            resolve_accumulation(recipe, recipe.parallel.data_ranks(world_size)),
-            f"from global_batch_size on {world_size} process{plural}",
-            is_of_machine=True,
-        )
-    return derived
-
-
-def recompute_of(recipe: Recipe) -> bool | None:
-    """Whether ``recompute`` has layers recomputed; None where it says nothing."""
-    said = recipe.recompute
-    return None if said is None else RecomputeOptions.of(said) is not None
-
-
-def derive_data(recipe: Recipe) -> dict[str, Derived]:
-    """What a machine decides of the ``data`` section where nobody does, by dotted key."""
-    found = {}
-    if recipe.data.num_workers is None:
-        cores = os.cpu_count() or 1
-        found["data.num_workers"] = Derived(cores, "this machine's cores", is_of_machine=True)
-    if recipe.data.cache_dir is None:
-        place = str(cache_of("data"))
-        found["data.cache_dir"] = Derived(place, "this user's cache", is_of_machine=True)
+        steps = resolve_accumulation(recipe, recipe.parallel.data_ranks(world_size))
+        origin = f"from global_batch_size on {world_size} process{'es' if world_size > 1 else ''}"
+        found[f"training.{name}"] = Derived(steps, origin, is_of_machine=True)
+    for name, value, origin in (
+        ("num_workers", os.cpu_count() or 1, "this machine's cores"),
+        ("cache_dir", str(cache_of("data")), "this user's cache"),
+    ):
+        if getattr(recipe.data, name) is None:
+            found[f"data.{name}"] = Derived(value, origin, is_of_machine=True)
     return found
 
 
@@ -159,6 +141,12 @@ def derive(
         recompute: whether ``recompute`` has layers recomputed; None where it says nothing.
     """
     found: dict[str, Derived] = {}
+
+    def value(name: str) -> Any:
+        known = found.get(name)
+        default = FIELDS[name].default if name in FIELDS else None
+        return training.get(name, default) if known is None else known.value
+
     if on_cpu:
         no_gpu = "this machine has no GPU"
         found["use_cpu"] = Derived(True, no_gpu, is_of_machine=True)
@@ -191,8 +179,32 @@ def derive(
     if is_streaming and not training.get("ignore_data_skip"):
         # The stream goes on from its own position; there is nothing to pass over.
         found["ignore_data_skip"] = Derived(True, "from data.streaming")
-    used = {**training, **{name: value.value for name, value in found.items()}}
-    return found | _of_transformers(used, stops_early=stops_early)
+    # What TrainingArguments works out by itself; set here so that it is visible before.
+    if value("eval_strategy") == "steps" and not value("eval_steps"):
+        found["eval_steps"] = Derived(value("logging_steps"), "from training.logging_steps")
+    best, origin = value("load_best_model_at_end"), "from training.load_best_model_at_end"
+    if best and "save_steps" not in training:  # every evaluation has a checkpoint: it may be best
+        if value("eval_strategy") == "epoch" and "save_strategy" not in training:
+            found["save_strategy"] = Derived("epoch", origin)
+        if value("eval_strategy") == value("save_strategy") == "steps":
+            found["save_steps"] = Derived(value("eval_steps"), origin)
+    metric = value("metric_for_best_model")
+    reason = "from training.metric_for_best_model" if metric else origin if best else None
+    if reason is None and stops_early:
+        reason = "from early_stopping"
+    if reason is None and value("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy"):
+        reason = "from training.lr_scheduler_type"
+    if metric is None and reason is not None:
+        metric = "loss"
+        found["metric_for_best_model"] = Derived(metric, reason)
+    if reason is not None and value("greater_is_better") is None:
+        found["greater_is_better"] = Derived(not is_loss(metric), reason)
+    for name in ("torch_compile_mode", "torch_compile_backend"):
+        if value(name) is not None and not value("torch_compile"):
+            found["torch_compile"] = Derived(True, f"from training.{name}")
+    if value("torch_compile") and not value("torch_compile_backend"):
+        found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
+    return found
 
 
 def _checkpointing(training: Mapping[str, Any], recompute: bool | None) -> dict[str, Derived]:
@@ -223,58 +235,3 @@ def _checkpointing(training: Mapping[str, Any], recompute: bool | None) -> dict[
             chosen = next((other for other in options if other is not None), None)
             found[f"{name}_kwargs"] = Derived(chosen or {"use_reentrant": False}, origin)
     return found
-
-
-def _of_transformers(training: Mapping[str, Any], *, stops_early: bool) -> dict[str, Derived]:
-    """What TrainingArguments works out by itself; set here so that it is visible before."""
-
-    def value(name: str) -> Any:
-        field = FIELDS.get(name)
-        return training.get(name, None if field is None else field.default)
-
-    found: dict[str, Derived] = {}
-    if value("eval_strategy") == "steps" and not value("eval_steps"):
-        found["eval_steps"] = Derived(value("logging_steps"), "from training.logging_steps")
-    if value("load_best_model_at_end"):
-        found |= _saves_of_the_best(training, found)
-    metric, origin = value("metric_for_best_model"), "from training.metric_for_best_model"
-    needs_metric = (
-        value("load_best_model_at_end")
-        or stops_early
-        or value("lr_scheduler_type") in ("reduce_lr_on_plateau", "greedy")
-    )
-    if metric is None and needs_metric:
-        metric = "loss"
-        origin = (
-            "from training.load_best_model_at_end"
-            if value("load_best_model_at_end")
-            else "from early_stopping"
-            if stops_early
-            else "from training.lr_scheduler_type"
-        )
-        found["metric_for_best_model"] = Derived(metric, origin)
-    if metric is not None and value("greater_is_better") is None:
-        found["greater_is_better"] = Derived(not is_loss(metric), origin)
-    for name in ("torch_compile_mode", "torch_compile_backend"):
-        if value(name) is not None and not value("torch_compile"):
-            found["torch_compile"] = Derived(True, f"from training.{name}")
-    compiles = value("torch_compile") or "torch_compile" in found
-    if compiles and not value("torch_compile_backend"):
-        found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
-    return found
-
-
-def _saves_of_the_best(
-    training: Mapping[str, Any], found: Mapping[str, Derived]
-) -> dict[str, Derived]:
-    """Every evaluation has a checkpoint, for each of them may be the best."""
-    origin = "from training.load_best_model_at_end"
-    strategy = training.get("eval_strategy")
-    saves: dict[str, Derived] = {}
-    if strategy == "epoch" and not {"save_strategy", "save_steps"} & set(training):
-        saves["save_strategy"] = Derived("epoch", origin)
-    in_steps = strategy == "steps" and training.get("save_strategy", "steps") == "steps"
-    if in_steps and "save_steps" not in training:
-        steps = found["eval_steps"].value if "eval_steps" in found else training["eval_steps"]
-        saves["save_steps"] = Derived(steps, origin)
-    return saves

@@ -63,7 +63,24 @@ def read_document(path: Path) -> Document:
         RecipeError: the file is missing, not UTF-8, not YAML, empty, or not a mapping; or a key
             appears twice.
     """
-    text = _read_text(path)
+    try:
+        content = regular(path, RecipeError).read_bytes()
+        text = content.decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise RecipeError(
+            f"there is no recipe at {path.absolute()}",
+            where=str(path),
+            fix="check the path; `trainkit new` lists the recipes that come with trainkit",
+        ) from error
+    except OSError as error:
+        raise RecipeError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise RecipeError(
+            f"byte {content[error.start]:#04x} is not UTF-8",
+            where=f"{path}:{line}",
+            fix="save the file as UTF-8",
+        ) from error
     reader = _Reader(str(path))
     values = reader.read(text)
     if values is None:
@@ -71,8 +88,9 @@ def read_document(path: Path) -> Document:
             "the recipe is empty", where=str(path), fix="`trainkit new` writes one to start from"
         )
     if not isinstance(values, dict):
+        kind = "list" if isinstance(values, list) else "single value"
         raise RecipeError(
-            f"a recipe is a mapping of sections, not a {_kind(values)}",
+            f"a recipe is a mapping of sections, not a {kind}",
             where=f"{path}:1",
             fix="write `model:`, `data:`, `training:` at the left margin",
         )
@@ -112,28 +130,6 @@ def read_scalar(text: str) -> Any:
         if pattern.fullmatch(text):
             return int(text, base)
     return text
-
-
-def _read_text(path: Path) -> str:
-    try:
-        content = regular(path, RecipeError).read_bytes()
-    except FileNotFoundError as error:
-        raise RecipeError(
-            f"there is no recipe at {path.absolute()}",
-            where=str(path),
-            fix="check the path; `trainkit new` lists the recipes that come with trainkit",
-        ) from error
-    except OSError as error:
-        raise RecipeError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise RecipeError(
-            f"byte {content[error.start]:#04x} is not UTF-8",
-            where=f"{path}:{line}",
-            fix="save the file as UTF-8",
-        ) from error
 
 
 class _Composer(yaml.SafeLoader):
@@ -190,11 +186,7 @@ class _Reader:
             )
         if any(node is parent for parent in self._open):
             raise RecipeError("an alias contains itself", where=place, fix="write it out")
-        if not node.tag.startswith("tag:yaml.org,2002:") or node.tag.split(":")[-1] not in (
-            "str",
-            "map",
-            "seq",
-        ):
+        if node.tag.removeprefix("tag:yaml.org,2002:") not in ("str", "map", "seq"):
             raise RecipeError(
                 f"the YAML tag {node.tag!r} is not allowed", where=place, fix="remove the tag"
             )
@@ -203,15 +195,13 @@ class _Reader:
             if isinstance(node, yaml.MappingNode):
                 return self._mapping(node, path)
             if isinstance(node, yaml.SequenceNode):
-                return [self._item(item, (*path, i)) for i, item in enumerate(node.value)]
+                inner = [((*path, number), item) for number, item in enumerate(node.value)]
+                self.lines |= {place: item.start_mark.line + 1 for place, item in inner}
+                return [self._value(item, place) for place, item in inner]
             is_plain = isinstance(node, yaml.ScalarNode) and node.style is None
             return read_scalar(node.value) if is_plain else node.value
         finally:
             self._open.pop()
-
-    def _item(self, node: yaml.Node, path: KeyPath) -> Any:
-        self.lines[path] = node.start_mark.line + 1
-        return self._value(node, path)
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -222,7 +212,9 @@ class _Reader:
                     "a key must be a word", where=self._place(line), fix="quote a value with braces"
                 )
             key = key_node.value
-            if _lacks_blank(node, key_node, value_node):
+            is_plain = isinstance(value_node, yaml.ScalarNode) and value_node.style is None
+            has_colon = bool(node.flow_style) and key_node.style is None and ":" in key
+            if has_colon and is_plain and value_node.value == "":  # {name:value}
                 name, _, value = key.partition(":")
                 raise RecipeError(
                     f"{key} is one word in YAML: a colon inside braces needs a blank behind it",
@@ -247,16 +239,6 @@ class _Reader:
             self.lines[inner] = line + 1
             values[key] = self._value(value_node, inner)
         return values
-
-
-def _lacks_blank(node: yaml.MappingNode, key: yaml.ScalarNode, value: yaml.Node) -> bool:
-    """Whether ``{name:value}`` was typed, which YAML reads as a key without a value."""
-    is_empty = isinstance(value, yaml.ScalarNode) and value.style is None and value.value == ""
-    return bool(node.flow_style) and key.style is None and ":" in key.value and is_empty
-
-
-def _kind(value: Any) -> str:
-    return "list" if isinstance(value, list) else "single value"
 
 
 def _yaml_advice(problem: str, is_file: bool) -> str:
@@ -303,6 +285,17 @@ def parse_override(argument: str) -> tuple[tuple[str, ...], Any]:
 # -- Values from base recipes, the recipe, overrides and options, and where each is from -----------
 
 
+SHORT_FORMS: Mapping[str, tuple[str, str]] = {"deepspeed": ("parallel", "shard")}
+"""``deepspeed: zero2`` is ``parallel: {shard: zero2}``."""
+
+_NOTHING_SAID: Mapping[tuple[str, ...], Any] = {
+    ("kernels",): (True, False),
+    ("model", "fp8"): (True, False),
+    ("recompute",): ("none",),
+}
+"""Values that a key of the section replaces: they say no more than a section with nothing in it."""
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a value was given.
@@ -332,13 +325,58 @@ class Settings:
     file: str | None = None
 
     def merge(self, document: Document) -> None:
-        """Put a file's values over what is there."""
+        """Put a file's values over what is there, those of its short keys at the same lines.
+
+        Raises:
+            RecipeError: the file has a short key and what it is short for.
+        """
         self.file = str(document.path)
+        for short, (section, key) in SHORT_FORMS.items():
+            if short not in document.values:
+                continue
+            value, line = document.values.pop(short), document.lines.pop((short,))
+            inside = document.values.setdefault(section, {})
+            if not isinstance(inside, dict) or key in inside:
+                raise RecipeError(
+                    f"{short} is short for {section}.{key}, and {section} is given as well",
+                    where=f"{document.path}:{line}",
+                    fix=f"keep one: {section}: {{{key}: {value}}}",
+                )
+            inside[key] = value
+            document.lines.setdefault((section,), line)
+            document.lines[section, key] = line
         origins = {
             path: Origin(f"{document.path.name}:{line}", f"{document.path}:{line}")
             for path, line in document.lines.items()
         }
         self._merge(self.values, document.values, (), origins)
+
+    def override(self, text: str, label: str) -> None:
+        """Put ``section.key=value`` over what is there.
+
+        Raises:
+            RecipeError: not of that shape, or the key is inside a list or a single value, which it
+                would replace unseen.
+        """
+        keys, value = parse_override(text)
+        keys = SHORT_FORMS.get(keys[0], keys) if len(keys) == 1 else keys
+        where, target = f"override {text!r}", self.values
+        for depth, key in enumerate(keys[:-1], 1):
+            target = target.get(key)  # type: ignore[assignment]
+            says_nothing = isinstance(target, bool | str) and target in _NOTHING_SAID.get(
+                keys[:depth], ()
+            )
+            if target is None or says_nothing:
+                break
+            if not isinstance(target, dict):
+                dotted = ".".join(keys[:depth])
+                raise RecipeError(
+                    f"{dotted} is a {'list' if isinstance(target, list) else 'single value'}, "
+                    f"so {'.'.join(keys)} cannot be set in it",
+                    where=where,
+                    fix=f"give {dotted} as one value",
+                )
+        self.assign(keys, value, Origin(label, where))
 
     def assign(self, path: tuple[str, ...], value: Any, origin: Origin) -> None:
         """Put one value over what is there; sections on the way are made.
@@ -392,14 +430,10 @@ class Settings:
             if isinstance(value, Mapping) and isinstance(target.get(key), dict):
                 self._merge(target[key], value, path, origins)
                 continue
-            self._forget(path)
+            for known in [known for known in self.origins if known[: len(path)] == path]:
+                del self.origins[known]
             target[key] = value
             self.origins.update({p: o for p, o in origins.items() if p[: len(path)] == path})
-
-    def _forget(self, path: KeyPath) -> None:
-        stale = [known for known in self.origins if known[: len(path)] == path]
-        for known in stale:
-            del self.origins[known]
 
 
 def _at(tree: Any, path: KeyPath) -> Any:
@@ -410,41 +444,6 @@ def _at(tree: Any, path: KeyPath) -> Any:
 
 def _paths(value: Any, prefix: KeyPath) -> Iterator[KeyPath]:
     """The paths of all keys in a tree of mappings."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield (*prefix, key)
-            yield from _paths(item, (*prefix, key))
-
-
-# -- Keys that are short for others: written either way, read in one way -------------------------
-
-
-SHORT_FORMS: Mapping[str, tuple[str, str]] = {"deepspeed": ("parallel", "shard")}
-"""``deepspeed: zero2`` is ``parallel: {shard: zero2}``."""
-
-
-def long_key(keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The key that is meant, where one is short for it."""
-    return SHORT_FORMS.get(keys[0], keys) if len(keys) == 1 else keys
-
-
-def spell_out(document: Document) -> None:
-    """Replace the short keys of a recipe file by the long ones, at the same lines.
-
-    Raises:
-        RecipeError: the file has both.
-    """
-    for short, (section, key) in SHORT_FORMS.items():
-        if short not in document.values:
-            continue
-        value, line = document.values.pop(short), document.lines.pop((short,))
-        inside = document.values.setdefault(section, {})
-        if not isinstance(inside, dict) or key in inside:
-            raise RecipeError(
-                f"{short} is short for {section}.{key}, and {section} is given as well",
-                where=f"{document.path}:{line}",
-                fix=f"keep one: {section}: {{{key}: {value}}}",
-            )
-        inside[key] = value
-        document.lines.setdefault((section,), line)
-        document.lines[section, key] = line
+    for key, item in value.items() if isinstance(value, Mapping) else ():
+        yield (*prefix, key)
+        yield from _paths(item, (*prefix, key))

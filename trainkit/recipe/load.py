@@ -1,32 +1,35 @@
 """From a recipe file, overrides and options to a checked ``Recipe``, or to every error in it."""
 
 import copy
+import glob
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import BaseModel
 
 from trainkit.errors import RecipeError
 from trainkit.options.section import ask, nearest
 from trainkit.parallel.process import Machine
 from trainkit.parallel.strategies import STRATEGIES, strategy_for
-from trainkit.recipe.derived import Derived, derive_data, derive_training
+from trainkit.places import local_path, regular
+from trainkit.recipe.derived import Derived, derive_values
 from trainkit.recipe.document import (
     Document,
     KeyPath,
     Origin,
     Settings,
-    long_key,
-    parse_override,
     read_document,
-    spell_out,
 )
-from trainkit.recipe.problems import validate
+from trainkit.recipe.keys import InvalidRecipe, Problem, validate
 from trainkit.recipe.schema import Recipe
 from trainkit.recipe.training import FIELDS
+from trainkit.redact import redact
 
 DEFAULT = "default"
 TRAINKIT_DEFAULT = "trainkit default"
@@ -52,13 +55,10 @@ class ResolvedValue:
     is_of_machine: bool = False
 
     @property
-    def is_default(self) -> bool:
-        """Whether nobody chose it."""
-        return self.is_derived or self.origin in (
-            DEFAULT,
-            TRAINKIT_DEFAULT,
-            TRANSFORMERS_DEFAULT,
-        )
+    def shown(self) -> Any:
+        """The value, or ``<redacted>`` where its key says that it is a secret."""
+        key = self.key.rpartition(".")[2]
+        return redact({key: self.value})[key]
 
 
 @dataclass(frozen=True)
@@ -101,24 +101,21 @@ class LoadedRecipe:
             only_given: leave out what nobody chose.
             settled: dotted key to a value that was only known when the model was built.
         """
-        training = derive_training(self.recipe, machine or Machine())
-        derived = {f"training.{key}": value for key, value in training.items()}
-        derived |= derive_data(self.recipe)
+        derived = derive_values(self.recipe, machine or Machine())
         if machine is None:
             derived = {key: value for key, value in derived.items() if not value.is_of_machine}
         derived |= settled or {}
-        printed = dict.fromkeys(key for key, _ in _leaves(self.recipe))
-        keys = [*printed, *derived]
         plain = dict(_leaves(self.recipe))
-        for key in dict.fromkeys(keys):
+        defaults = (DEFAULT, TRAINKIT_DEFAULT, TRANSFORMERS_DEFAULT)
+        for key in dict.fromkeys([*plain, *derived]):
             found = derived.get(key)
-            resolved = (
+            if only_given and (found is not None or self.origins[key] in defaults):
+                continue
+            yield (
                 ResolvedValue(key, plain[key], self.origins[key])
                 if found is None
                 else ResolvedValue(key, found.value, found.origin, True, found.is_of_machine)
             )
-            if not (only_given and resolved.is_default):
-                yield resolved
 
     def overridden(self, overrides: Sequence[str]) -> "LoadedRecipe":
         """The same with more values on top, as a run finds them by itself.
@@ -128,13 +125,9 @@ class LoadedRecipe:
         """
         settings = copy.deepcopy(self.settings)
         for text in overrides:
-            keys, value = parse_override(text)
-            keys = long_key(keys)
-            _check_sections(settings, keys, text)
-            settings.assign(keys, value, Origin("found by the run", f"override {text!r}"))
+            settings.override(text, "found by the run")
         recipe = validate(settings)
-        origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
-        return replace(self, recipe=recipe, origins=origins, settings=settings)
+        return replace(self, recipe=recipe, origins=_origins(recipe, settings), settings=settings)
 
     def where(self, key: str) -> str:
         """The file and line (or override) of a key, or of the closest one above it."""
@@ -168,31 +161,18 @@ def load_recipe(
     Raises:
         RecipeError: with all that is wrong, each with file and line.
     """
-    path = Path(path)
-    settings = Settings()
+    path, settings = Path(path), Settings()
     documents = _with_bases(path, bases)
     for document in documents:
-        spell_out(document)
         settings.merge(document)
     if bases is not None:
         settings.forget_secrets()
     for text, label in [*recorded, *((text, "override") for text in overrides)]:
-        keys, value = parse_override(text)
-        keys = long_key(keys)
-        _check_sections(settings, keys, text)
-        settings.assign(keys, value, Origin(label, f"override {text!r}"))
+        settings.override(text, label)
     for option, (key, value) in option_values(cli or {}, settings.values).items():
         settings.assign(tuple(key.split(".")), value, Origin(option, option))
     settings.refuse_secrets()
     recipe = validate(settings)
-    _check_strategy(recipe, settings)
-    origins = {key: _origin_label(key, settings) for key, _ in _leaves(recipe)}
-    base_texts = tuple(document.text for document in documents[:-1])
-    return LoadedRecipe(recipe, origins, documents[-1].text, path, settings, base_texts)
-
-
-def _check_strategy(recipe: Recipe, settings: Settings) -> None:
-    """Refuse a strategy that is neither a row of the table nor a file, with the nearest row."""
     shard, origin = recipe.parallel.shard, settings.origin(("parallel", "shard"))
     try:
         strategy_for(shard)
@@ -203,6 +183,9 @@ def _check_strategy(recipe: Recipe, settings: Settings) -> None:
             where=origin.where if origin else None,
             fix=f"{hint or ''} The strategies are {', '.join(STRATEGIES)}".strip(),
         ) from error
+    base_texts = tuple(document.text for document in documents[:-1])
+    text = documents[-1].text
+    return LoadedRecipe(recipe, _origins(recipe, settings), text, path, settings, base_texts)
 
 
 def _with_bases(path: Path, bases: Sequence[Path] | None) -> list[Document]:
@@ -212,8 +195,7 @@ def _with_bases(path: Path, bases: Sequence[Path] | None) -> list[Document]:
         for document in documents:
             document.values.pop("base", None)
         return documents
-    documents = []
-    seen: set[Path] = set()
+    documents, seen = [], set()
     while True:
         document = read_document(path)
         seen.add(path.resolve())
@@ -241,59 +223,22 @@ def _with_bases(path: Path, bases: Sequence[Path] | None) -> list[Document]:
             )
 
 
-_NOTHING_SAID: Mapping[tuple[str, ...], Any] = {
-    ("kernels",): (True, False),
-    ("model", "fp8"): (True, False),
-    ("recompute",): ("none",),
-}
-"""Values that a key of the section replaces: they say no more than a section with nothing in it."""
-
-
-def _check_sections(settings: Settings, keys: tuple[str, ...], text: str) -> None:
-    """Refuse to set a key inside a list or a single value, which would replace it unseen."""
-    target: Any = settings.values
-    for depth, key in enumerate(keys[:-1]):
-        target = target.get(key)
-        is_plain = isinstance(target, (bool, str))
-        if target is None or (is_plain and target in _NOTHING_SAID.get(keys[: depth + 1], ())):
-            return
-        if not isinstance(target, dict):
-            dotted = ".".join(keys[: depth + 1])
-            raise RecipeError(
-                f"{dotted} is a {'list' if isinstance(target, list) else 'single value'}, "
-                f"so {'.'.join(keys)} cannot be set in it",
-                where=f"override {text!r}",
-                fix=f"give {dotted} as one value",
-            )
-
-
 def _leaves(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """Dotted key and value of everything in a recipe."""
     for name in Recipe.model_fields:
         value = getattr(recipe, name)
-        if name == "training":
-            yield from _training_leaves(value, derived_accumulation=bool(recipe.global_batch_size))
-        elif isinstance(value, BaseModel):
+        if name == "training":  # what was given or is trainkit's default, then all other fields
+            rest = {key: field.default for key, field in FIELDS.items() if key not in value}
+            if recipe.global_batch_size:
+                rest.pop("gradient_accumulation_steps", None)  # that decides it
+            value = {**value, **rest}
+        if isinstance(value, BaseModel):
             for key in type(value).model_fields:
                 yield f"{name}.{key}", _plain(getattr(value, key))
         elif isinstance(value, dict):
             yield from ((f"{name}.{key}", item) for key, item in value.items())
         else:
             yield name, value
-
-
-def _training_leaves(
-    training: Mapping[str, Any], *, derived_accumulation: bool
-) -> Iterator[tuple[str, Any]]:
-    """What was given or is trainkit's default, then the rest of TrainingArguments."""
-    for key, value in training.items():
-        yield f"training.{key}", value
-    for key, field in FIELDS.items():
-        if key in training:
-            continue
-        if derived_accumulation and key == "gradient_accumulation_steps":
-            continue  # global_batch_size decides it
-        yield f"training.{key}", field.default
 
 
 def _plain(value: Any) -> Any:
@@ -306,73 +251,162 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _origin_label(key: str, settings: Settings) -> str:
-    path = tuple(key.split("."))
-    found = settings.origins.get(path)
-    if found is not None:
-        return found.label
-    if path[0] != "training":
-        return DEFAULT
-    return TRAINKIT_DEFAULT if FIELDS[path[1]].is_ours else TRANSFORMERS_DEFAULT
+def _origins(recipe: Recipe, settings: Settings) -> dict[str, str]:
+    """By dotted key the short form of where a value was given, or whose default it is."""
+    origins = {}
+    for key, _ in _leaves(recipe):
+        section, _, name = key.partition(".")
+        known = settings.origins.get(tuple(key.split(".")))
+        if known is not None:
+            origins[key] = known.label
+        elif section != "training":
+            origins[key] = DEFAULT
+        else:
+            origins[key] = TRAINKIT_DEFAULT if FIELDS[name].is_ours else TRANSFORMERS_DEFAULT
+    return origins
 
 
-# -- The recipes that come with trainkit, found in an installed package as in a clone ------------
+# -- Whether what a recipe names on disk exists, before anything slow is imported ------------------
 
 
-_DIRECTORY = Path(__file__).parents[1] / "configs"
-_SCHEMA = "recipe.schema.json"
+_TRACKERS = "clearml codecarbon comet_ml dvclive mlflow neptune swanlab tensorboard trackio wandb"
+"""Those of transformers' names for trackers that are also the package's name."""
+
+_SAME_AS = {"tensorboard": ("tensorboardX",), "mlflow": ("mlflow-skinny",)}
+"""Packages that serve instead."""
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Name to file, in alphabetical order."""
-    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
+def check_files(loaded: LoadedRecipe) -> None:
+    """Refuse data and model paths that lead nowhere.
 
-
-def schema_uri() -> str:
-    """Where an editor finds the recipe's JSON schema, for recipes that are written elsewhere."""
-    return (_DIRECTORY / _SCHEMA).resolve().as_uri()
-
-
-def describe_recipe(path: Path) -> str:
-    """The first sentence of the comment at the top of a shipped recipe."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip()
-
-
-def shipped_text(name: str) -> str:
-    """A shipped recipe's text, with the schema where an editor finds it from anywhere.
+    Relative paths start at the current directory. Names that can only be a hub's are left to the
+    loading.
 
     Raises:
-        RecipeError: there is no such recipe.
+        InvalidRecipe: with every missing path, absolute.
     """
-    recipes = shipped_recipes()
-    if name not in recipes:
-        hint = ask(nearest(name, recipes))
-        raise RecipeError(
-            f"there is no shipped recipe {name!r}",
-            fix=f"{hint or ''} The recipes are {', '.join(recipes)}".strip(),
+    recipe, problems = loaded.recipe, []
+    lists = {"data.train": recipe.data.train, "data.eval": recipe.data.eval_sources}
+    if recipe.generation_eval is not None:
+        lists["generation_eval.data"] = recipe.generation_eval.data
+    for key, sources in lists.items():
+        for index, source in enumerate(sources):
+            if what := _missing(source.path, key):
+                fix = "check the path; it starts at the directory you are in"
+                problems.append(Problem(what, loaded.where(f"{key}[{index}]"), fix))
+    model = local_path(recipe.model.name_or_path)
+    if model is not None and not os.path.exists(model):  # noqa: PTH110 - as below
+        problems.append(
+            Problem(
+                f"model.name_or_path: there is no model at {model.absolute()}",
+                loaded.where("model.name_or_path"),
+                "give a directory that save_pretrained wrote, a .gguf file, or a hub name",
+            )
         )
-    text = recipes[name].read_text(encoding="utf-8")
-    return text.replace(f"$schema={_SCHEMA}", f"$schema={schema_uri()}", 1)
+    chosen = recipe.training.get("report_to")
+    for tracker in [chosen] if isinstance(chosen, str) else chosen or []:
+        packages = (tracker, *_SAME_AS.get(tracker, ()))
+        if tracker in _TRACKERS.split() and not any(map(_is_installed, packages)):
+            what = f"training.report_to: {tracker} is not installed"
+            fix = f"pip install {tracker}, or take it out of report_to"
+            problems.append(Problem(what, loaded.where("training.report_to"), fix))
+    for read in (lambda: read_chat_template(recipe.data.chat_template), recipe.model.tokens):
+        try:
+            read()
+        except RecipeError as error:
+            of_key = str(error.where).startswith(("data.", "model."))  # else it names a file's line
+            where = loaded.where(str(error.where)) if of_key else error.where
+            problems.append(Problem(error.what, where, error.fix))
+    if problems:
+        raise InvalidRecipe(problems)
 
 
-def write_text(text: str, target: Path) -> None:
-    """Write a new recipe.
+def read_chat_template(choice: str | None) -> str | None:
+    """The template itself: ``choice`` is Jinja when it has a brace, else a file with it.
 
     Raises:
-        RecipeError: the file exists, or cannot be written.
+        RecipeError: the file cannot be read.
     """
+    if choice is None or "{" in choice:
+        return choice
+    path = Path(choice).expanduser()
     try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
+        return regular(path, RecipeError).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise RecipeError(
-            "this file exists and is not overwritten",
-            where=str(target),
-            fix="name another one with --output",
-        ) from None
-    except OSError as error:
-        raise RecipeError(f"cannot be written: {error.strerror}", where=str(target)) from error
+            f"data.chat_template: {path.absolute()} cannot be read: {error}",
+            where="data.chat_template",
+            fix="give a text file with the Jinja template, or the template itself",
+        ) from error
+
+
+def _is_installed(package: str) -> bool:
+    """Looked up in the installed packages: a directory ``wandb`` next to the recipe is none."""
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _missing(name: str, key: str) -> str | None:
+    path = Path(name).expanduser()
+    if os.path.exists(path):  # noqa: PTH110 - Path.exists raises for a name that is too long
+        return None
+    if glob.has_magic(name):
+        matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob is relative
+        is_there = next(matches, None) is not None
+        return None if is_there else f"{key}: no file matches {path.absolute()}"
+    return f"{key}: there is no file {path.absolute()}" if local_path(name) is not None else None
+
+
+# -- A loaded recipe as text -----------------------------------------------------------------------
+
+
+class _OneLine(yaml.SafeDumper):
+    """Texts of several lines in double quotes, which hold their ends as ``\\n``."""
+
+
+_OneLine.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style='"' if "\n" in text else None
+    ),
+)
+
+
+def yaml_text(value: Any) -> str:
+    """A value on one line, as YAML that reads the same under 1.1 and 1.2."""
+    text = yaml.dump(
+        value, None, _OneLine, default_flow_style=True, sort_keys=False, allow_unicode=True,
+        width=2**31,
+    )  # fmt: skip
+    return text.removesuffix("...\n").strip()
+
+
+def dump_resolved(
+    loaded: LoadedRecipe,
+    machine: Machine | None = None,
+    *,
+    only_given: bool = False,
+    settled: Mapping[str, Derived] | None = None,
+) -> str:
+    """Write every value of a run and where it came from; the arguments are those of ``values``.
+
+    The text is itself a recipe: it loads again to the same values. What only this machine decides
+    is in comments, so that another one decides for itself.
+    """
+    lines = [f"# Values and where they come from; made from {loaded.path.name}."]
+    open_section = ""
+    for value in loaded.values(machine, only_given=only_given, settled=settled):
+        section, _, key = value.key.rpartition(".")
+        if section and section != open_section:
+            lines.append(f"{section}:")
+        open_section = section
+        indent = "  " if section else ""
+        mark = "# " if value.is_of_machine else ""
+        lines.append(f"{indent}{mark}{key}: {yaml_text(value.shown)}  # {value.origin}")
+    return "\n".join(lines) + "\n"
 
 
 # -- What the options of ``trainkit sft`` mean: recipe values some, the rest ``SftOptions`` --------
@@ -425,12 +459,9 @@ def option_values(options: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict
             if not (value and isinstance(recipe.get("kernels"), Mapping)):
                 values[option if value else "--no-replace-kernel"] = ("kernels", value)
         elif option == "--pretrain":
-            if value:
-                values[option] = ("data.mask", "none")
+            values[option] = ("data.mask", "none")
         elif option == "--deepspeed":
             values[option] = ("parallel.shard", value)
         elif option == "--output-dir":
             values[option] = ("training.output_dir", str(value))
-        else:
-            raise ValueError(f"no option called {option}")
     return values

@@ -1,5 +1,6 @@
 """The recipe: the sections together, and the rules across them."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
@@ -21,12 +22,23 @@ from trainkit.options import (
     broken_rule,
 )
 from trainkit.options.model import LORA_OPS
+from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import Combination
-from trainkit.options.training import DEFAULT_OBJECTIVE, OBJECTIVE_NAMES, ObjectiveName
+from trainkit.options.section import ask, nearest
+from trainkit.options.training import (
+    COMPARING,
+    DEFAULT_OBJECTIVE,
+    OBJECTIVE_NAMES,
+    SMOOTHED,
+    ObjectiveName,
+)
 from trainkit.parallel.matrix import COMPILES, refusals
-from trainkit.recipe.preference import broken_preference_rules
-from trainkit.recipe.rules import Measured, Trained, broken_optimizer_rules, problems
-from trainkit.recipe.training import CHECKPOINTING, complete_training
+from trainkit.recipe.training import CHECKPOINTING, FIELDS, complete_training
+
+LOSS = "loss"
+
+Broken = tuple[str, str, str]
+"""The key, the rule that is broken, and what to write instead."""
 
 
 class Recipe(Section):
@@ -77,191 +89,396 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        training = self.training
-        if self.lora and self.lora.quantize and self.model.init == "random":
-            raise broken_rule(
-                "lora.quantize",
-                "a randomly initialised base has no weights to quantize",
-                "remove lora.quantize or model.init",
-            )
-        if self.lora is None and isinstance(self.kernels, dict):
-            self._has_no_adapters(self.kernels)
-        if self.lora is not None and self.model.frozen:
-            raise broken_rule(
-                "model.frozen",
-                "with adapters the model's own weights are frozen anyway",
-                "remove it; lora.exclude_modules leaves layers without adapters",
-            )
-        if self.model.loss_chunk_tokens is not None and not self._fuses_loss():
-            raise broken_rule(
-                "model.loss_chunk_tokens",
-                "without the fused loss (kernels.linear_cross_entropy) all logits exist at once",
-                "write kernels: true, or remove it",
-            )
-        self._tiles_fit()
-        self._fp8_fits()
-        if self.kernels and training.get("use_liger_kernel"):
-            raise broken_rule(
-                "training.use_liger_kernel",
-                "trainkit's kernels and Liger's replace the same modules",
-                "remove use_liger_kernel, or write kernels: false",
-            )
-        if self.data.streaming:
-            self._can_stream()
-        for broken in broken_preference_rules(
-            self.objective, self.preference, self.data, self.lora, training
-        ):
-            raise broken_rule(*broken)
-        for problem in problems(self.training, self.measured(), self.early_stopping):
-            raise broken_rule(*problem)
-        self._recomputes_in_one_way()
-        self._batch_sizes_agree()
-        self._can_leave_out_steps()
-        trained = Trained(self.model, self.lora, training, self.optim_in_backward)
-        for broken in broken_optimizer_rules(trained):
-            raise broken_rule(*broken)
+        for rules in (_of_models, _of_preferences, _of_measurements, _of_steps):
+            for broken in rules(self):
+                raise broken_rule(*broken)
         for refusal in refusals(self._combination()):
             raise broken_rule(refusal.key, refusal.why, refusal.fix)
         return self
 
-    def _fuses_loss(self) -> bool:
-        if isinstance(self.kernels, dict):
-            return self.kernels.get("linear_cross_entropy", True)
-        return self.kernels
+    @property
+    def metric(self) -> str:
+        """What the best model, and an early end, are judged by; without ``eval_``."""
+        return str(self.training.get("metric_for_best_model") or LOSS).removeprefix("eval_")
 
-    def measured(self) -> Measured:
-        """What the run measures while it trains."""
-        return Measured(bool(self.data.eval), self.generation_eval, self.eval_tasks)
+    @property
+    def metric_every(self) -> int | None:
+        """The steps between two measurements of ``metric``; None for a loss and the unknown."""
+        if self.generation_eval is not None and self.metric in self.generation_eval.figures():
+            return self.generation_eval.every
+        if self.eval_tasks is not None and self.eval_tasks.may_measure(self.metric):
+            return self.eval_tasks.every
+        return None
 
-    def _tiles_fit(self) -> None:
-        if self.model.mlp_chunk_tokens is None:
-            return
-        options = RecomputeOptions.of(self.recompute)
-        if options is not None and options.selective:
-            raise broken_rule(
-                "model.mlp_chunk_tokens",
-                "recompute: selective keeps the products that tiles are there to let go of",
-                "write recompute: full, or remove mlp_chunk_tokens",
-            )
-        if any(map(self.training.get, COMPILES)):
-            raise broken_rule(
-                "model.mlp_chunk_tokens",
-                "a compiled model with tiles has not been held against an uncompiled one",
-                "remove torch_compile, or mlp_chunk_tokens",
-            )
-
-    def _fp8_fits(self) -> None:
-        over_base = self.lora is not None and self.lora.quantize == "fp8"
-        if self.model.fp8 and self.lora and not over_base:
-            raise broken_rule(
-                "model.fp8",
-                "with adapters the products in fp8 are those of the frozen base, and "
-                f"lora.quantize is {self.lora.quantize or 'not set'}",
-                "set lora.quantize: fp8, or remove model.fp8",
-            )
-        if (self.model.fp8 or over_base) and self.training.get("torch_compile"):
-            raise broken_rule(
-                "training.torch_compile",
-                "fp8 products run in trainkit's own functions, which torch.compile does not take",
-                f"remove torch_compile, or {'lora.quantize' if over_base else 'model.fp8'}",
-            )
-
-    def _recomputes_in_one_way(self) -> None:
-        if self.recompute is None:
-            return
-        for key in CHECKPOINTING:
-            if self.training.get(key) is not None:
-                raise broken_rule(
-                    "recompute",
-                    f"recompute and training.{key} both say what is recomputed",
-                    f"remove training.{key}"
-                    + ("" if key.endswith("kwargs") else ": it is short for recompute: full"),
-                )
-        options = RecomputeOptions.of(self.recompute)
-        asks = options is not None and options.offload != "auto"
-        if asks and self.lora is not None and self.lora.offload_activations != "auto":
-            raise broken_rule(
-                "recompute.offload",
-                "recompute.offload and lora.offload_activations both say what is offloaded",
-                "remove lora.offload_activations",
-            )
-
-    def _offloads(self) -> str | None:
-        """The key that sends activations to the host; None where no key asks for it."""
-        options = RecomputeOptions.of(self.recompute)
-        if options is not None and options.offload is True:
-            return "recompute.offload"
-        by_adapters = self.lora is not None and self.lora.offload_activations is True
-        return "lora.offload_activations" if by_adapters else None
+    @property
+    def recomputes(self) -> bool | None:
+        """Whether ``recompute`` has layers recomputed; None where it says nothing."""
+        said = self.recompute
+        return None if said is None else RecomputeOptions.of(said) is not None
 
     def _combination(self) -> Combination:
+        lora, recompute = self.lora, RecomputeOptions.of(self.recompute)
+        answers = self.generation_eval is not None and self.generation_eval.every is not None
+        asked = {"generation_eval.every": answers, "eval_tasks": self.eval_tasks is not None}
+        offloads = {
+            "recompute.offload": recompute is not None and recompute.offload is True,
+            "lora.offload_activations": lora is not None and lora.offload_activations is True,
+        }
         return Combination(
             parallel=self.parallel,
             model_dtype=self.model.dtype,
-            quantize=self.lora.quantize if self.lora else None,
-            has_adapters=self.lora is not None,
+            quantize=lora.quantize if lora else None,
+            has_adapters=lora is not None,
             is_packed=self.data.packing,
             training=self.training,
             attention=self.model.attn_implementation,
             max_length=self.data.max_length,
-            measures=self.measured().keys(),
-            computes_fp8=bool(
-                self.model.fp8 or (self.lora is not None and self.lora.quantize == "fp8")
-            ),
-            recompute=RecomputeOptions.of(self.recompute),
+            measures=tuple(key for key, is_on in asked.items() if is_on),
+            computes_fp8=bool(self.model.fp8 or (lora is not None and lora.quantize == "fp8")),
+            recompute=recompute,
             optim_in_backward=self.optim_in_backward,
             tiles_mlp=self.model.mlp_chunk_tokens is not None,
             master_weights=self.model.master_weights,
             objective=self.objective,
             adds_tokens=self.model.adds_tokens,
-            offloads=self._offloads(),
-            mixes_dtypes=self.lora is not None
-            and bool(self.lora.modules_to_save or self.model.adds_tokens)
-            and self.lora.adapter_dtype == "float32" != self.model.dtype,
-            lora=None if self.lora is None else self.lora.needs_whole_model,
+            offloads=next((key for key, is_on in offloads.items() if is_on), None),
+            mixes_dtypes=lora is not None
+            and bool(lora.modules_to_save or self.model.adds_tokens)
+            and lora.adapter_dtype == "float32" != self.model.dtype,
+            lora=None if lora is None else lora.needs_whole_model,
         )
 
-    @staticmethod
-    def _has_no_adapters(kernels: dict[str, bool]) -> None:
-        for op in LORA_OPS:
-            if kernels.get(op):
-                raise broken_rule(
-                    f"kernels.{op}",
-                    f"{op} is a kernel of adapters, and the recipe has no lora section",
-                    f"remove it, or write kernels.{op}: false",
+
+def _of_models(recipe: Recipe) -> Iterator[Broken]:
+    """Weights, adapters, kernels, and rows that are streamed to them."""
+    model, lora, kernels, training = recipe.model, recipe.lora, recipe.kernels, recipe.training
+    if lora and lora.quantize and model.init == "random":
+        yield (
+            "lora.quantize",
+            "a randomly initialised base has no weights to quantize",
+            "remove lora.quantize or model.init",
+        )
+    for op in LORA_OPS if lora is None else ():
+        if isinstance(kernels, dict) and kernels.get(op):
+            yield (
+                f"kernels.{op}",
+                f"{op} is a kernel of adapters, and the recipe has no lora section",
+                f"remove it, or write kernels.{op}: false",
+            )
+    if lora is not None and model.frozen:
+        yield (
+            "model.frozen",
+            "with adapters the model's own weights are frozen anyway",
+            "remove it; lora.exclude_modules leaves layers without adapters",
+        )
+    fused = "linear_cross_entropy"
+    fuses_loss = kernels.get(fused, True) if isinstance(kernels, dict) else kernels
+    if model.loss_chunk_tokens is not None and not fuses_loss:
+        yield (
+            "model.loss_chunk_tokens",
+            f"without the fused loss (kernels.{fused}) all logits exist at once",
+            "write kernels: true, or remove it",
+        )
+    if model.mlp_chunk_tokens is not None:
+        options = RecomputeOptions.of(recipe.recompute)
+        if options is not None and options.selective:
+            yield (
+                "model.mlp_chunk_tokens",
+                "recompute: selective keeps the products that tiles are there to let go of",
+                "write recompute: full, or remove mlp_chunk_tokens",
+            )
+        if any(map(training.get, COMPILES)):
+            yield (
+                "model.mlp_chunk_tokens",
+                "a compiled model with tiles has not been held against an uncompiled one",
+                "remove torch_compile, or mlp_chunk_tokens",
+            )
+    over_base = lora is not None and lora.quantize == "fp8"
+    if model.fp8 and lora and not over_base:
+        yield (
+            "model.fp8",
+            "with adapters the products in fp8 are those of the frozen base, and "
+            f"lora.quantize is {lora.quantize or 'not set'}",
+            "set lora.quantize: fp8, or remove model.fp8",
+        )
+    if (model.fp8 or over_base) and training.get("torch_compile"):
+        yield (
+            "training.torch_compile",
+            "fp8 products run in trainkit's own functions, which torch.compile does not take",
+            f"remove torch_compile, or {'lora.quantize' if over_base else 'model.fp8'}",
+        )
+    if kernels and training.get("use_liger_kernel"):
+        yield (
+            "training.use_liger_kernel",
+            "trainkit's kernels and Liger's replace the same modules",
+            "remove use_liger_kernel, or write kernels: false",
+        )
+    if recipe.data.streaming and int(training.get("max_steps", -1)) <= 0:
+        yield (
+            "data.streaming",
+            "streamed data has no length, so training.max_steps must say where to stop",
+            "set training.max_steps, or data.streaming: false",
+        )
+    if recipe.data.streaming and training.get("train_sampling_strategy") == "group_by_length":
+        yield (
+            "training.train_sampling_strategy",
+            "group_by_length needs the lengths of all samples, which streaming does not know",
+            "remove one of the two",
+        )
+
+
+def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
+    """Recipes that compare two answers."""
+    objective, given, lora = recipe.objective, recipe.preference, recipe.lora
+    if objective not in COMPARING:
+        if given is not None:
+            yield (
+                "preference",
+                f"objective: {objective} compares no answers",
+                f"remove it, or set objective: {', '.join(sorted(COMPARING))}",
+            )
+        return
+    if recipe.data.mask == "none":
+        yield (
+            "data.mask",
+            "answers are compared, and mask: none would score their prompt",
+            "remove it, or write mask: assistant",
+        )
+    if recipe.data.per_source_loss:
+        yield ("data.per_source_loss", "the loss of pairs is not kept apart by source", "remove it")
+    if recipe.training.get("label_smoothing_factor"):
+        yield (
+            "training.label_smoothing_factor",
+            "it smooths over the vocabulary, which log-probabilities of answers do not have",
+            "write preference.label_smoothing for pairs that may be the wrong way round",
+        )
+    owners = {"loss": "dpo", "label_smoothing": "dpo", "length_normalized": "dpo", "gamma": "simpo"}
+    options = given or PreferenceOptions()
+    if objective == "dpo" and options.label_smoothing and options.loss not in SMOOTHED:
+        yield (
+            "preference.label_smoothing",
+            f"loss: {options.loss} knows no pairs that are the wrong way round",
+            f"remove it, or set preference.loss: {' or '.join(SMOOTHED)}",
+        )
+    for key, owner in owners.items():
+        if owner != objective and key in options.model_fields_set:
+            yield f"preference.{key}", f"it is {owner}'s, the objective is {objective}", "remove it"
+    if objective == "dpo" and lora is None:
+        yield (
+            "objective",
+            "dpo compares with the model before training, which is there while adapters train and "
+            "can be switched off, and the recipe has no lora section",
+            "add lora: {r: 16}, or set objective: simpo or orpo, which need no such model",
+        )
+    if objective == "dpo" and lora is not None and lora.changes_base:
+        yield (
+            "lora.init_lora_weights",
+            f"{lora.init_lora_weights} takes a part out of the base's weights, so without its "
+            "adapters the base is not the model before training",
+            "remove it",
+        )
+
+
+def is_loss(metric: str) -> bool:
+    """Whether a figure is a loss, of all data or of one source: lower is better."""
+    return metric.removeprefix("eval_").partition("/")[0].endswith(LOSS)
+
+
+def _of_measurements(recipe: Recipe) -> Iterator[Broken]:
+    """What depends on a figure that is not measured, or measured at other steps."""
+    training, metric, every = recipe.training, recipe.metric, recipe.metric_every
+    key, generation = "training.metric_for_best_model", recipe.generation_eval
+    if every is None and generation is not None and metric in generation.figures():
+        yield (
+            key,
+            f"{metric} is measured after training only",
+            "set generation_eval.every to a number of steps",
+        )
+    elif every is None and metric != LOSS and not metric.startswith(f"{LOSS}/"):
+        known = [LOSS] if recipe.data.eval else []
+        if generation is not None and generation.every is not None:
+            known += generation.figures()
+        known += recipe.eval_tasks.figures() if recipe.eval_tasks is not None else []
+        fixes = [ask(nearest(metric, known)), f"measured are {', '.join(known)}" if known else None]
+        fixes.append("write loss, or loss/SOURCE with data.per_source_loss: true")
+        fix = "; ".join(each for each in fixes if each)
+        yield key, f"{key}: {metric!r} is not measured in training", fix
+    if every is None and not recipe.data.eval:
+        for name in ("eval_strategy", "load_best_model_at_end"):
+            if training.get(name, "no") not in ("no", False):
+                yield (
+                    f"training.{name}",
+                    f"training.{name} needs evaluation data, and data.eval is empty",
+                    f"give files in data.eval, or remove {name}",
                 )
+        if recipe.early_stopping is not None:
+            yield (
+                "early_stopping",
+                "early_stopping waits for a loss that is not measured: data.eval is empty",
+                f"give files in data.eval, or name a measured figure in {key}",
+            )
+    strategy, steps = training.get("eval_strategy"), training.get("eval_steps")
+    if every is not None and (
+        strategy not in (None, "steps") or (steps is not None and steps != every)
+    ):
+        name = "eval_strategy" if strategy not in (None, "steps") else "eval_steps"
+        yield (
+            f"training.{name}",
+            f"{metric} is measured every {every} steps, and decides which model is the best",
+            f"remove {name}, or write eval_strategy: steps and eval_steps: {every}",
+        )
+    # An evaluation without a checkpoint may be the best: there would be no model of it to load. By
+    # epochs both come at once, and of two strategies transformers has its own word.
+    evaluated, saved = steps or every, training.get("save_steps")
+    strategy = strategy or ("epoch" if evaluated is None else "steps")
+    both = (strategy, training.get("save_strategy", "steps"))
+    evaluated = evaluated or training.get("logging_steps", FIELDS["logging_steps"].default)
+    is_apart = both == ("steps", "steps") and saved not in (None, evaluated)
+    if training.get("load_best_model_at_end") and is_apart:
+        yield (
+            "training.save_steps",
+            f"a model is evaluated every {evaluated} steps and saved every {saved}: of the best "
+            "one there may be no checkpoint for load_best_model_at_end",
+            f"remove save_steps, write save_steps: {evaluated}, or write save_strategy: best",
+        )
 
-    def _can_stream(self) -> None:
-        if int(self.training.get("max_steps", -1)) <= 0:
-            raise broken_rule(
-                "data.streaming",
-                "streamed data has no length, so training.max_steps must say where to stop",
-                "set training.max_steps, or data.streaming: false",
-            )
-        if self.training.get("train_sampling_strategy") == "group_by_length":
-            raise broken_rule(
-                "training.train_sampling_strategy",
-                "group_by_length needs the lengths of all samples, which streaming does not know",
-                "remove one of the two",
-            )
 
-    def _can_leave_out_steps(self) -> None:
-        if self.faults.on_bad_numbers != "stop" and self.optim_in_backward:
-            raise broken_rule(
-                "faults.on_bad_numbers",
-                "optim_in_backward updates weights while the gradients are computed, before "
-                "anybody knows whether the step is bad",
-                "write on_bad_numbers: stop, or remove optim_in_backward",
+def _of_steps(recipe: Recipe) -> Iterator[Broken]:
+    """Recomputation, batches, rates and optimizers."""
+    lora, training = recipe.lora, recipe.training
+    for key in CHECKPOINTING if recipe.recompute is not None else ():
+        if training.get(key) is not None:
+            yield (
+                "recompute",
+                f"recompute and training.{key} both say what is recomputed",
+                f"remove training.{key}"
+                + ("" if key.endswith("kwargs") else ": it is short for recompute: full"),
             )
+    options = RecomputeOptions.of(recipe.recompute)
+    asks = options is not None and options.offload != "auto"
+    if asks and lora is not None and lora.offload_activations != "auto":
+        yield (
+            "recompute.offload",
+            "recompute.offload and lora.offload_activations both say what is offloaded",
+            "remove lora.offload_activations",
+        )
+    total, micro = recipe.global_batch_size, training.get("per_device_train_batch_size")
+    if total is not None and micro is not None and total % micro:
+        smaller = total - total % micro
+        yield (
+            "global_batch_size",
+            f"global_batch_size {total} is not a multiple of "
+            f"training.per_device_train_batch_size {micro}",
+            f"take {smaller or micro} or {smaller + micro}",
+        )
+    if recipe.faults.on_bad_numbers != "stop" and recipe.optim_in_backward:
+        yield (
+            "faults.on_bad_numbers",
+            "optim_in_backward updates weights while the gradients are computed, before anybody "
+            "knows whether the step is bad",
+            "write on_bad_numbers: stop, or remove optim_in_backward",
+        )
+    rate, plus = training.get("learning_rate", 5e-5), lora and lora.lora_plus_ratio
+    rates = {"training.learning_rate": rate, "lora.lora_plus_ratio": rate * (plus or 0)}
+    for key, value in rates.items():  # the sign of an exponent was lost; sgd's steps are gradients
+        if value > 1 and optimizer_row(training.get("optim")).name != "sgd":
+            yield (
+                key,
+                f"a learning rate of {value:g} moves each weight by more than its own size a "
+                "step; it is at most 1",
+                "1.0e-5 is usual for all weights, 1.0e-4 for adapters; only training.optim: sgd "
+                "takes larger ones",
+            )
+    yield from late_warmup(training.get("warmup_steps") or 0, training.get("max_steps") or -1)
+    is_fp16 = recipe.model.dtype == "float16" or bool(training.get("fp16"))
+    if recipe.optim_in_backward:
+        yield from _of_steps_in_backward(recipe, is_fp16=is_fp16)
+    if not recipe.model.master_weights:
+        yield from _of_weights_without_masters(recipe, is_fp16=is_fp16)
+    if training.get("optim") == "flat_adamw" and is_fp16:
+        yield (
+            "training.optim",
+            "flat_adamw has no loss scaler, which float16 needs",
+            "set model.dtype: bfloat16, or training.optim: adamw_torch_fused",
+        )
 
-    def _batch_sizes_agree(self) -> None:
-        total, micro = self.global_batch_size, self.training.get("per_device_train_batch_size")
-        if total is None:
-            return
-        if micro is not None and total % micro:
-            raise broken_rule(
-                "global_batch_size",
-                f"global_batch_size {total} is not a multiple of "
-                f"training.per_device_train_batch_size {micro}",
-                f"take {total - total % micro or micro} or {total - total % micro + micro}",
-            )
+
+def late_warmup(warmup: float, last: int) -> Iterator[Broken]:
+    """The rule that a warm-up ends before the run does."""
+    if 0 < last < warmup:
+        yield (
+            "training.warmup_steps",
+            f"the learning rate would rise for {warmup:g} steps, and the run has {last}",
+            "write a share of all steps, as 0.03, or fewer steps; for a rate that rises to the end "
+            f"write {last}",
+        )
+
+
+def accumulates_in_backward(accumulation: int) -> Iterator[Broken]:
+    """The rule that a step in the backward pass is a step of one micro-batch."""
+    if accumulation > 1:
+        yield (
+            "optim_in_backward",
+            f"a step has {accumulation} micro-batches, and with optim_in_backward the weights "
+            "would change after each of them",
+            "set training.gradient_accumulation_steps: 1 (and no larger global_batch_size), or "
+            "remove optim_in_backward",
+        )
+
+
+def _of_steps_in_backward(recipe: Recipe, *, is_fp16: bool) -> Iterator[Broken]:
+    key, training = "optim_in_backward", recipe.training
+    row = optimizer_row(training.get("optim"))
+    if not row.steps_alone:
+        yield (
+            key,
+            f"{row.name} steps all parameters together, or by their place among all",
+            "set training.optim: adamw_torch_fused or adamw_8bit, or remove optim_in_backward",
+        )
+    max_norm = training.get("max_grad_norm", 1.0)
+    if max_norm > 0:
+        yield (
+            "training.max_grad_norm",
+            f"max_grad_norm: {max_norm} (transformers' default is 1.0) clips by the norm of all "
+            "gradients, and with optim_in_backward the first are gone before the last are there",
+            "set training.max_grad_norm: 0 (grad_norm is logged all the same), or remove "
+            "optim_in_backward",
+        )
+    yield from accumulates_in_backward(int(training.get("gradient_accumulation_steps", 1)))
+    if is_fp16:
+        yield (
+            key,
+            "a loss scaler looks at all gradients before a step, and float16 needs one",
+            "set model.dtype: bfloat16, or remove optim_in_backward",
+        )
+    if recipe.model.fp8:
+        yield (
+            key,
+            "model.fp8 keeps codes of the weights from the forward to the backward pass",
+            "remove one of the two",
+        )
+    if any((training.get(name) or {}).get("use_reentrant") for name in CHECKPOINTING[2:]):
+        yield (
+            key,
+            "re-entrant checkpointing may hand over a gradient in parts, each of which would be "
+            "taken for the whole",
+            "remove use_reentrant (false is the default), or optim_in_backward",
+        )
+
+
+def _of_weights_without_masters(recipe: Recipe, *, is_fp16: bool) -> Iterator[Broken]:
+    key = "model.master_weights"
+    if recipe.lora is not None and recipe.lora.adapter_dtype == "float32":
+        yield (
+            key,
+            "it does nothing here: the adapters are all that is trained, and they are fp32",
+            "remove it, or set lora.adapter_dtype: model",
+        )
+    elif recipe.model.dtype == "float32":
+        yield key, "it does nothing with fp32 weights", "remove it, or set model.dtype: bfloat16"
+    elif is_fp16:
+        yield (
+            key,
+            "float16 gradients need a loss scaler, and that needs fp32 masters",
+            "set model.dtype: bfloat16",
+        )

@@ -19,7 +19,6 @@ from trainkit.estimate.context import context_of
 from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact
 from trainkit.options import TaskOptions
 from trainkit.options.training import ANSWERS, METRICS
-from trainkit.recipe.rules import metric_of
 from trainkit.train.data import read_conversations
 from trainkit.train.evaluations import Measurement
 from trainkit.train.hooks import LoopState
@@ -284,7 +283,7 @@ def load_questions(run: Run, ledger: Path) -> None:
         ]
         run.metrics = answer_metrics(generation.metrics, references, run.console.warn)
     if tasks is not None:
-        run.tasks = _load_tasks(tasks, metric_of(run.recipe.training))
+        run.tasks = _load_tasks(tasks, run.recipe.metric)
 
 
 def _load_tasks(tasks: TaskOptions, metric: str | None) -> "LoadedTasks":

@@ -41,10 +41,9 @@ from trainkit.recipe import (
     default_of,
     derive,
     read_chat_template,
-    recompute_of,
     resolve_accumulation,
 )
-from trainkit.recipe.rules import accumulates_in_backward, late_warmup, metric_of
+from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
@@ -160,9 +159,8 @@ def _refuse_unfit_device(recipe: Recipe, layout: Layout) -> None:
     device = torch.device("cuda" if on_gpu else "cpu")
     refuse_unfit_optimizer(recipe.training.get("optim"), on_gpu=on_gpu)
     if recipe.optim_in_backward:
-        broken = accumulates_in_backward(resolve_accumulation(recipe, layout.data_size))
-        if broken is not None:
-            key, what, fix = broken
+        steps = resolve_accumulation(recipe, layout.data_size)
+        for key, what, fix in accumulates_in_backward(steps):
             raise RecipeError(what, where=key, fix=fix)
     if recipe.model.fp8:
         from trainkit.models.fp8.decide import refuse_unfit
@@ -199,8 +197,7 @@ def _refuse_late_warmup(data: RunData, args: TrainingArguments, layout: Layout) 
         return
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_size
     last = math.ceil(math.ceil(len(data.train.samples) / rows) * args.num_train_epochs)
-    if args.warmup_steps > last:
-        key, rule, fix = late_warmup(args.warmup_steps, last)
+    for key, rule, fix in late_warmup(args.warmup_steps, last):
         raise RecipeError(rule, where=key, fix=fix)
 
 
@@ -274,11 +271,11 @@ def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
         layout=layout,
         has_adapters=recipe.lora is not None,
         has_eval=bool(recipe.data.eval),
-        measured_every=recipe.measured().every(metric_of(recipe.training)),
+        measured_every=recipe.metric_every,
         stops_early=recipe.early_stopping is not None,
         gradient_accumulation_steps=resolve_accumulation(recipe, layout.data_size),
         is_streaming=bool(recipe.data.streaming),
-        recompute=recompute_of(recipe),
+        recompute=recipe.recomputes,
     )
 
 

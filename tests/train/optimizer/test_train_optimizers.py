@@ -12,7 +12,7 @@ from optimizer_cases import Plan, Run
 from trainkit.errors import RecipeError
 from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
 from trainkit.parallel.snapshot import snapshot
-from trainkit.recipe.rules import accumulates_in_backward
+from trainkit.recipe.schema import accumulates_in_backward
 from trainkit.train import saves as watched
 from trainkit.train.prepare import refuse_unfit_optimizer
 
@@ -237,5 +237,6 @@ def test_the_guide_has_every_row():
 
 
 def test_one_micro_batch_is_all_that_a_step_in_backward_has():
-    assert accumulates_in_backward(1) is None
-    assert "3 micro-batches" in accumulates_in_backward(3)[1]
+    assert not list(accumulates_in_backward(1))
+    ((_, what, _),) = accumulates_in_backward(3)
+    assert "3 micro-batches" in what

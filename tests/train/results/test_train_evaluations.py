@@ -183,7 +183,7 @@ def test_what_is_found_wrong_in_files_is_said_before_the_model_is_loaded(
 
 
 def test_losses_of_a_source_are_better_when_lower():
-    from trainkit.recipe.rules import is_loss
+    from trainkit.recipe.schema import is_loss
 
     assert [is_loss(name) for name in ("loss", "eval_loss", "loss/a.jsonl", "boolq/acc")] == [
         *(True, True, True),

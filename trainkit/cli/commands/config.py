@@ -49,12 +49,12 @@ def show(
     On a terminal as a table; into a pipe or file as YAML, which is a recipe itself.
     """
     from trainkit.parallel.launch import this_machine
-    from trainkit.recipe import dump_resolved, load_recipe, shown_value
+    from trainkit.recipe import dump_resolved, load_recipe
 
     loaded, machine = load_recipe(file, overrides or ()), this_machine()
     if as_json:
         for value in loaded.values(machine, only_given=diff_defaults):
-            row = {"key": value.key, "value": shown_value(value), "origin": value.origin}
+            row = {"key": value.key, "value": value.shown, "origin": value.origin}
             echo(json.dumps(row, ensure_ascii=False))
     elif sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = shutil.get_terminal_size().columns
@@ -137,7 +137,7 @@ def table(values: "list[ResolvedValue]", width: int) -> list[str]:
         values: in the order of the schema.
         width: of the terminal, in characters.
     """
-    from trainkit.recipe import shown_value, yaml_text
+    from trainkit.recipe import yaml_text
 
     lines: list[str] = []
     open_section = ""
@@ -147,7 +147,7 @@ def table(values: "list[ResolvedValue]", width: int) -> list[str]:
             lines += ["", section] if section else [""]
         open_section = section
         indent = "  " if section else ""
-        text = f"{indent}{key}: {yaml_text(shown_value(value))}"
+        text = f"{indent}{key}: {yaml_text(value.shown)}"
         rows = textwrap.wrap(text, width, subsequent_indent=f"{indent}    ") or [text]
         # textwrap eats the indentation of the first row only where it is all there is.
         room = width - len(rows[-1]) - 2

@@ -97,8 +97,7 @@ def new(
 
 
 def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> None:
-    from trainkit.recipe.load import shipped_text, write_text
-    from trainkit.recipe.text import with_values
+    from trainkit.recipe.write import shipped_text, with_values, write_text
 
     text = shipped_text(name)
     write_text(with_values(text, {"data.train": _sources(data)}) if data else text, target)
@@ -122,7 +121,8 @@ def _list(as_json: bool) -> None:
     """The shipped recipes, with what they take."""
     from trainkit.estimate.peak import peak
     from trainkit.estimate.recipe import plan_of
-    from trainkit.recipe.load import describe_recipe, load_recipe, shipped_recipes
+    from trainkit.recipe.load import load_recipe
+    from trainkit.recipe.write import describe_recipe, shipped_recipes
 
     recipes = shipped_recipes()
     for each, path in recipes.items():
@@ -160,7 +160,7 @@ def _fill_in(
     from trainkit.estimate.estimate import host_gib
     from trainkit.estimate.fitted import METHODS, fitted_recipe
     from trainkit.estimate.gpus import gpu_of, this_gpu
-    from trainkit.recipe.load import write_text
+    from trainkit.recipe.write import write_text
 
     if method not in METHODS:
         raise RecipeError(
@@ -261,9 +261,9 @@ def _translate(
     from dataclasses import asdict
 
     from trainkit.errors import RecipeError
-    from trainkit.recipe.load import write_text
     from trainkit.recipe.translate.engine import translate
     from trainkit.recipe.translate.tables import TOOLS
+    from trainkit.recipe.write import write_text
 
     if tool is not None and tool not in TOOLS:
         raise RecipeError(f"no tool {tool!r}", where="--tool", fix=f"one of {', '.join(TOOLS)}")

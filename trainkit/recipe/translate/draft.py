@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainkit.recipe.reference import default_of
+from trainkit.recipe.keys import default_of
 from trainkit.redact import REDACTED, is_secret_name
 
 Kind = Literal["lost", "changed", "taken", "added", "left out"]

@@ -16,7 +16,7 @@ from trainkit.errors import RecipeError, ResumeRefusedError, RunDirectoryError
 from trainkit.parallel.agreement import refuse_early_disagreement
 from trainkit.parallel.process import ProcessRank
 from trainkit.places import checkpoints_in, step_of
-from trainkit.recipe import LoadedRecipe, load_recipe, option_values, shown_value, yaml_text
+from trainkit.recipe import LoadedRecipe, load_recipe, option_values, yaml_text
 from trainkit.run import RunDirectory
 from trainkit.run.directory import is_unfinished
 from trainkit.run.starts import read_starts, recorded_overrides, runs_named
@@ -245,7 +245,7 @@ _READ_BYTES = 1 << 26
 def settings_of(loaded: LoadedRecipe) -> dict[str, Any]:
     """Every value of a recipe as JSON, what only the machine decides and secrets left out."""
     values = {
-        value.key: shown_value(value)
+        value.key: value.shown
         for value in loaded.values()
         if not value.key.startswith(_NOT_COMPARED)
     }

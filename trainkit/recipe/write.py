@@ -1,73 +1,68 @@
-"""A recipe as text: resolved, with where each value is from; or with a comment behind each."""
+"""Recipes that are written: those that come with trainkit, and ones that are made or changed."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import yaml
-
-from trainkit.parallel.process import Machine
-from trainkit.recipe.derived import Derived
-from trainkit.recipe.load import LoadedRecipe, ResolvedValue, schema_uri
+from trainkit.errors import RecipeError
+from trainkit.options.section import ask, nearest
+from trainkit.recipe.load import yaml_text
 from trainkit.recipe.schema import Recipe
-from trainkit.redact import redact
+
+_DIRECTORY = Path(__file__).parents[1] / "configs"
+_SCHEMA = "recipe.schema.json"
 
 
-def shown_value(value: ResolvedValue) -> Any:
-    """The value, or ``<redacted>`` where its key says that it is a secret."""
-    key = value.key.rpartition(".")[2]
-    return redact({key: value.value})[key]
+def shipped_recipes() -> dict[str, Path]:
+    """Name to file, in alphabetical order."""
+    return {path.stem: path for path in sorted(_DIRECTORY.glob("*.yaml"))}
 
 
-class _OneLine(yaml.SafeDumper):
-    """Texts of several lines in double quotes, which hold their ends as ``\\n``."""
+def schema_uri() -> str:
+    """Where an editor finds the recipe's JSON schema, for recipes that are written elsewhere."""
+    return (_DIRECTORY / _SCHEMA).resolve().as_uri()
 
 
-_OneLine.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style='"' if "\n" in text else None
-    ),
-)
+def describe_recipe(path: Path) -> str:
+    """The first sentence of the comment at the top of a shipped recipe."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip()
 
 
-def yaml_text(value: Any) -> str:
-    """A value on one line, as YAML that reads the same under 1.1 and 1.2."""
-    text = yaml.dump(
-        value, None, _OneLine, default_flow_style=True, sort_keys=False, allow_unicode=True,
-        width=2**31,
-    )  # fmt: skip
-    return text.removesuffix("...\n").strip()
+def shipped_text(name: str) -> str:
+    """A shipped recipe's text, with the schema where an editor finds it from anywhere.
 
-
-def dump_resolved(
-    loaded: LoadedRecipe,
-    machine: Machine | None = None,
-    *,
-    only_given: bool = False,
-    settled: Mapping[str, Derived] | None = None,
-) -> str:
-    """Write every value of a run and where it came from.
-
-    The text is itself a recipe: it loads again to the same values. What only this machine decides
-    is in comments, so that another one decides for itself.
-
-    Args:
-        loaded: the recipe.
-        machine: where the run is; None leaves out what only a machine can decide.
-        only_given: leave out what nobody chose.
-        settled: dotted key to a value that was only known when the model was built.
+    Raises:
+        RecipeError: there is no such recipe.
     """
-    lines = [f"# Values and where they come from; made from {loaded.path.name}."]
-    open_section = ""
-    for value in loaded.values(machine, only_given=only_given, settled=settled):
-        section, _, key = value.key.rpartition(".")
-        if section and section != open_section:
-            lines.append(f"{section}:")
-        open_section = section
-        indent = "  " if section else ""
-        mark = "# " if value.is_of_machine else ""
-        lines.append(f"{indent}{mark}{key}: {yaml_text(shown_value(value))}  # {value.origin}")
-    return "\n".join(lines) + "\n"
+    recipes = shipped_recipes()
+    if name not in recipes:
+        hint = ask(nearest(name, recipes))
+        raise RecipeError(
+            f"there is no shipped recipe {name!r}",
+            fix=f"{hint or ''} The recipes are {', '.join(recipes)}".strip(),
+        )
+    text = recipes[name].read_text(encoding="utf-8")
+    return text.replace(f"$schema={_SCHEMA}", f"$schema={schema_uri()}", 1)
+
+
+def write_text(text: str, target: Path) -> None:
+    """Write a new recipe.
+
+    Raises:
+        RecipeError: the file exists, or cannot be written.
+    """
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise RecipeError(
+            "this file exists and is not overwritten",
+            where=str(target),
+            fix="name another one with --output",
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"cannot be written: {error.strerror}", where=str(target)) from error
 
 
 # -- Recipes that are made or changed --------------------------------------------------------------
