@@ -66,7 +66,7 @@ class Lab:
         ]
 
     def data(self, seed=None):
-        from trainkit.objectives.batches import CountingCollator, TrainingData
+        from trainkit.objectives.objective import CountingCollator, TrainingData
 
         pad = self.tokenizer.pad_token_id
         return TrainingData(

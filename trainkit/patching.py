@@ -6,10 +6,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from trainkit.errors import PatchError
-from trainkit.lora import fused as fused_adapters
-from trainkit.lora.fused import fuse
 from trainkit.models.patch import PatchReport, patch_kernels, refuse_unknown
-from trainkit.options.model import OPS
+from trainkit.options.model import LORA_OPS, OPS
 
 
 def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchReport:
@@ -33,13 +31,15 @@ def patch(model: nn.Module, kernels: bool | Mapping[str, bool] = True) -> PatchR
     """
     if isinstance(kernels, bool):
         report = patch_kernels(model, kernels)
-        fused: Mapping[str, bool] = dict.fromkeys(fused_adapters.OPS, kernels)
+        fused: Mapping[str, bool] = dict.fromkeys(LORA_OPS, kernels)
     else:
-        refuse_unknown(kernels, (*OPS, *fused_adapters.OPS))
+        refuse_unknown(kernels, (*OPS, *LORA_OPS))
         report = patch_kernels(model, {op: on for op, on in kernels.items() if op in OPS})
-        fused = {op: kernels.get(op, True) for op in fused_adapters.OPS}
+        fused = {op: kernels.get(op, True) for op in LORA_OPS}
     if not any(isinstance(module, LoraLayer) for module in model.modules()):
         return report
+    from trainkit.lora.fused import fuse
+
     try:
         report = report.joined(fuse(model, [op for op, on in fused.items() if on]))
         for row in report.rows:

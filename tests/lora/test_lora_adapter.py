@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from trainkit.errors import CheckpointError, ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach, load_adapter, quantization_config
-from trainkit.lora.adapter import count_parameters
 from trainkit.lora.report import describe_adapters, merge_warning
+from trainkit.models.linears import count_parameters
 
 
 def make_model(*, tied=True, dtype=torch.float32, seed=0):

@@ -18,8 +18,7 @@ from families.family_models import (
 from transformers import AutoModelForCausalLM
 
 from trainkit.lora import LoraOptions, attach, fuse, quantization_config
-from trainkit.lora.adapter import count_parameters
-from trainkit.models.linears import LINEARS
+from trainkit.models.linears import LINEARS, count_parameters
 from trainkit.models.patch import patch_kernels
 from trainkit.train.log import training_flops_per_token
 

@@ -83,8 +83,6 @@ class Margins:
 
 
 class PairLoss:
-    trainer_counts = False
-
     def __init__(self, setup):
         if setup.label_smoothing:
             raise RecipeError(

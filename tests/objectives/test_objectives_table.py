@@ -212,7 +212,7 @@ def test_the_rows_of_the_table_have_their_names():
 
 
 def test_the_batch_of_a_packed_row_and_of_a_pair_can_be_filled_up_with():
-    from trainkit.objectives.batches import count_tokens, without_training
+    from trainkit.objectives.objective import count_tokens, without_training
 
     sample = {"input_ids": np.arange(3), "loss_mask": np.ones(3, dtype=np.uint8)}
     for item in (sample, [sample, sample]):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from trainkit.objectives.batches import BatchCounts
+from trainkit.objectives.objective import BatchCounts
 from trainkit.parallel.engine import Ranks
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import CheckpointWriter

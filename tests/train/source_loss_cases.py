@@ -42,7 +42,7 @@ class Rows:
 
 def make_data(*, packed, sources=NAMES):
     from trainkit.data.serve.collator import PackingCollator, PaddingCollator
-    from trainkit.objectives.batches import CountingCollator, TrainingData
+    from trainkit.objectives.objective import CountingCollator, TrainingData
 
     def untrained(sample):
         return {**sample, "loss_mask": np.zeros_like(sample["loss_mask"])}

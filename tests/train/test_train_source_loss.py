@@ -7,7 +7,7 @@ from ranks import run_ranks
 from source_loss_cases import NAMES, documents, logged, make_trainer, rows_of
 from torch.nn.functional import cross_entropy
 
-from trainkit.objectives.source_loss import SourceLosses, distinct_labels
+from trainkit.objectives.sft import SourceLosses, distinct_labels
 
 CUTS = {
     "plain": {},

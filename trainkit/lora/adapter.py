@@ -26,7 +26,6 @@ from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
 from trainkit.lora.targets import Targets, resolve_and_check
-from trainkit.models.linears import num_weights
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
 from trainkit.patterns import refuse_endless
@@ -111,7 +110,9 @@ def attach(
             "out), or change that key of lora",
         ) from error
     if not in_float32:
-        _cast_trainable(wrapped, model.dtype)
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(model.dtype)
     if changes_base(options.init_lora_weights):
         start_from_base(
             wrapped, str(options.init_lora_weights), dtype=None if in_float32 else model.dtype
@@ -227,16 +228,6 @@ def _refuse_config(path: Path, model: nn.Module) -> None:
         refuse_endless(config, names, path / "adapter_config.json")
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count (trainable, all) parameters; a packed 4-bit weight counts as what it stands for."""
-    trainable = total = 0
-    for parameter in model.parameters():
-        number = num_weights(parameter)
-        total += number
-        trainable += number if parameter.requires_grad else 0
-    return trainable, total
-
-
 def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:
     """Whether a tied embedding trains whole, so that peft must keep both ends one.
 
@@ -273,9 +264,3 @@ def _refuse_targets(options: LoraOptions, ends: Iterable[str], why: str) -> None
 
 def _is_named(module: str, names: Sequence[str]) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
-
-
-def _cast_trainable(model: PeftModel, dtype: torch.dtype) -> None:
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)

@@ -1,14 +1,26 @@
-"""What a quantised base cannot be."""
+"""A quantised base: what it cannot be, and one whose linear layers are packed once it is read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainkit.auto_class import empty_model
 from trainkit.errors import RecipeError
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.lora.targets import expert_parameters
+from trainkit.models.fp8.choice import Fp8Choice
+from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
+from trainkit.models.fp8.trained import swap_in
+from trainkit.models.linears import packed_kind
+from trainkit.models.loading import load_config, load_model
+from trainkit.models.vocabulary import vocabulary_ends
+from trainkit.options import LoraOptions, ModelOptions
+from trainkit.options.model import ALL
 
 
 def refuse_unfit_device(quantize: str, device: torch.device) -> None:
@@ -60,3 +72,56 @@ def refuse_unpacked_experts(
         fix="remove lora.quantize and shard the base instead (deepspeed: zero3), or take a dense "
         "model",
     )
+
+
+def refuse_unfit_base(
+    source: ModelOptions,
+    quantize: str,
+    device: torch.device,
+    loading_whole: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """Refuse a base before it is loaded; see the two above.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    refuse_unfit_device(quantize, device)
+    with loading_whole():
+        trusted, config = source.trust_remote_code, load_config(source)
+        refuse_unpacked_experts(config, source.name_or_path, quantize, trust_remote_code=trusted)
+
+
+def packed_base(
+    source: ModelOptions,
+    quantize: str,
+    lora: LoraOptions,
+    fp8: Fp8Setup | None,
+    device: torch.device,
+    attention: str,
+    loading_whole: Callable[[], AbstractContextManager[None]],
+) -> tuple[PreTrainedModel, Fp8Choice | None]:
+    """The base where it will train, its linear layers packed, and which were chosen."""
+    convert: Any = packed_kind(quantize).convert
+    # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.
+    with loading_whole():
+        model: Any = load_model(source, attention=attention)
+    kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
+    if fp8 is None:
+        # Read on the host and packed layer by layer: the device never holds it in 16 bits.
+        convert(model, device, kept)
+        return model.to(device), None
+    if fp8.options.loss_budget != ALL:
+        refuse_too_large(model, device)
+        model = model.to(device)  # what rounding costs is measured on the plain model
+    choice = decide(model, fp8, device, frozen=True, whole=kept)
+    head = model.get_output_embeddings()
+    both = [
+        name
+        for name, directions in choice.directions.items()
+        if all(directions) and model.get_submodule(name) is not head  # whose loss reads 16 bits
+    ]
+    kept += [name for name, _ in model.named_modules() if name and name not in both]
+    if both:
+        convert(model, device, kept)
+    swap_in(model, {name: each for name, each in choice.directions.items() if name not in both})
+    return model.to(device), choice

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.models.frozen import text_model
 from trainkit.models.linears import ROUTERS
 from trainkit.options.model import ALL_LINEAR, LoraOptions
 from trainkit.options.section import ask, nearest
@@ -54,25 +55,6 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for key, parameter in module.named_parameters(recurse=False)
         if len(whole_shape(parameter)) == 3
     }
-
-
-def text_model(model: PreTrainedModel) -> nn.Module | None:
-    """The text model inside a model that also takes images or sound; None if it is all text."""
-    if model.config.get_text_config() is model.config:
-        return None
-    decoder = model.get_decoder()
-    return None if decoder is None or decoder is model else decoder
-
-
-def outside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters that no text reaches, by name: towers for images and sound."""
-    decoder = text_model(model)
-    if decoder is None:
-        return {}
-    reached = {id(parameter) for parameter in decoder.parameters()}
-    for end in (model.get_output_embeddings(), model.get_input_embeddings()):
-        reached |= set() if end is None else {id(parameter) for parameter in end.parameters()}
-    return {name: p for name, p in model.named_parameters() if id(p) not in reached}
 
 
 def resolve_targets(

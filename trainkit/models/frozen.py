@@ -1,10 +1,11 @@
-"""Weights that a recipe keeps as they are: ``model.frozen``."""
+"""Weights that stay as they are: what ``model.frozen`` names, and towers that no text reaches."""
 
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError
 from trainkit.options.section import ask, nearest
@@ -80,3 +81,22 @@ def _advice(pattern: str, trained: dict[str, nn.Parameter]) -> str:
     hint = ask(nearest(pattern.removeprefix(_EXCEPT), parts)) or ""
     last = max(_layers_of(trained), default=0)
     return f"{hint} its layers are 0-{last}, parts of its names are {', '.join(parts)}".strip()
+
+
+def text_model(model: PreTrainedModel) -> nn.Module | None:
+    """The text model inside a model that also takes images or sound; None if it is all text."""
+    if model.config.get_text_config() is model.config:
+        return None
+    decoder = model.get_decoder()
+    return None if decoder is None or decoder is model else decoder
+
+
+def outside_text(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters that no text reaches, by name: towers for images and sound."""
+    decoder = text_model(model)
+    if decoder is None:
+        return {}
+    reached = {id(parameter) for parameter in decoder.parameters()}
+    for end in (model.get_output_embeddings(), model.get_input_embeddings()):
+        reached |= set() if end is None else {id(parameter) for parameter in end.parameters()}
+    return {name: p for name, p in model.named_parameters() if id(p) not in reached}

@@ -87,6 +87,16 @@ def num_weights(parameter: nn.Parameter) -> int:
     return next((count for count in counts if count is not None), num_elements(parameter))
 
 
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Count (trainable, all) parameters; a packed 4-bit weight counts as what it stands for."""
+    trainable = total = 0
+    for parameter in model.parameters():
+        number = num_weights(parameter)
+        total += number
+        trainable += number if parameter.requires_grad else 0
+    return trainable, total
+
+
 def prepare_for_training(model: nn.Module) -> None:
     """Make the linear layers of a loaded model fit for training."""
     for module in model.modules():

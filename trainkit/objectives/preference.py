@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from trainkit.data.build.datasets import PreparedData, pack
-from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 from trainkit.errors import RecipeError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.loss.loss_head import IGNORE_INDEX, LossOptions, configure
 from trainkit.models.loss.token_losses import token_losses
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
+from trainkit.objectives.sft import collator
 from trainkit.options import PreferenceOptions
 from trainkit.parallel.rows import next_tokens
 
@@ -129,7 +129,6 @@ class PairFigures:
 class PairLoss:
     """The mean loss of the pairs of a step."""
 
-    trainer_counts = False
     default_beta = 0.1
 
     def __init__(self, setup: LossSetup) -> None:
@@ -303,16 +302,7 @@ def _collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]]:
 
     The better answer of each pair comes before the worse one.
     """
-    collate: PackingCollator | PaddingCollator = PaddingCollator(
-        shape.pad_token_id, with_source=True, pad_to_multiple_of=shape.multiple
-    )
-    if shape.packing:
-        collate = PackingCollator(
-            shape.max_length,
-            shape.pad_token_id,
-            with_source=True,
-            pad_to_multiple_of=shape.multiple,
-        )
+    collate = collator(shape, with_source=True)
 
     def pairs(items: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         numbers = itertools.count()

@@ -1,39 +1,69 @@
 """Supervised fine-tuning: the cross entropy of the trained tokens, each weighing the same."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.serve.collator import PackingCollator, PaddingCollator
-from trainkit.models.loss.loss_head import IGNORE_INDEX, LossHead, LossOptions
-from trainkit.objectives.batches import EpochDataset
-from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
-from trainkit.objectives.source_loss import SourceLosses
-from trainkit.objectives.step_loss import StepLoss
+from trainkit.models.loss.loss_head import (
+    IGNORE_INDEX,
+    LossHead,
+    LossOptions,
+    configure,
+    take_row_losses,
+    takes_loss_from_head,
+)
+from trainkit.models.loss.token_losses import losses_of_logits
+from trainkit.objectives.objective import (
+    EpochDataset,
+    EvaluatedBatch,
+    LossSetup,
+    Objective,
+    RowShape,
+    Step,
+)
 from trainkit.parallel.rows import next_tokens
 
 
 class TokenMeanLoss:
-    """The mean over all trained tokens of a step, and what each source has of it."""
+    """The mean over all trained tokens of a step, and what each source has of it.
+
+    A step's loss is the sum over its trained tokens, divided by their number over all micro-batches
+    and ranks. Most classes divide by a number that they are given. Some (``accepts_loss_kwargs =
+    False``: gemma4, gemma3n and others) return the mean of their own micro-batch, and a router's
+    auxiliary loss is a mean over whatever it is given; both get their right weight here. The
+    evaluation takes the same parts, so both losses are the same quantity.
+    """
 
     def __init__(self, setup: LossSetup) -> None:
-        model = setup.model
-        self._step_loss = StepLoss.of(
-            model,
-            takes_num_items=setup.takes_num_items,
-            options=LossOptions(
-                label_smoothing=setup.label_smoothing,
-                chunk_tokens=setup.chunk_tokens,
-                keeps_gradient=setup.keeps_gradient,
-            ),
-        )
+        model, smoothing = setup.model, setup.label_smoothing
+        from_head = takes_loss_from_head(model)
+        if from_head:
+            configure(
+                model,
+                LossOptions(
+                    label_smoothing=smoothing,
+                    chunk_tokens=setup.chunk_tokens,
+                    keeps_gradient=setup.keeps_gradient,
+                ),
+            )
+        # Labels are smoothed here where the model returns logits, else by its own head.
+        self._smoothing = 0.0 if from_head else smoothing
+        self._smoother = LabelSmoother(epsilon=smoothing) if self._smoothing else None
+        self._takes_num_items = setup.takes_num_items
+        self._router_coefficient = _router_coefficient(model)
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
-        self.trainer_counts = setup.takes_num_items
-        self.train_metrics = SourceLosses.of(model, setup.train_sources)
-        self.eval_metrics = SourceLosses.of(model, setup.eval_sources)
+        self.train_metrics, self.eval_metrics = (
+            SourceLosses(model, sources) if sources else None
+            for sources in (setup.train_sources, setup.eval_sources)
+        )
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
         """Trained tokens; the batch carries their number to where the loss is computed."""
@@ -44,21 +74,44 @@ class TokenMeanLoss:
         self, model: nn.Module, inputs: dict[str, Any], step: Step
     ) -> tuple[torch.Tensor, Any]:
         """The model's own loss, weighed by tokens."""
-        ours = self._step_loss
         aimed, num_trained = self._taken(inputs)
-        if ours.smoother is not None:
-            loss, outputs = ours.smoothed(model, inputs, step)
+        parts, takes = step.num_micro_batches, self._takes_num_items
+        if self._smoother is not None:
+            # Trainer's own way would leave the routers out, and the shift by one for some classes.
+            loss, router, outputs = self._from_logits(model, inputs, step.num_items)
+            loss = loss * step.num_ranks
+            loss = loss if router is None else loss + router / parts
+            loss = loss if takes else loss * parts
         else:
-            given = step.num_items if ours.takes_num_items else None
-            loss, outputs = step.trainer_loss(model, inputs, given)
-            loss = ours.share(loss, outputs, step, num_trained=num_trained)
+            loss, outputs = step.trainer_loss(model, inputs, step.num_items if takes else None)
+            router = self._router(outputs)
+            if takes:
+                surplus = step.num_ranks - 1 / parts
+                loss = loss if router is None or not surplus else loss - router * surplus
+            else:
+                loss = loss if router is None else loss - router
+                items = step.num_items
+                weight = 0.0 if items is None else num_trained / items * step.num_ranks
+                if not num_trained:  # the mean of nothing is NaN; its gradient is zero
+                    loss = loss.nan_to_num()
+                loss = loss * weight * parts
+                loss = loss if router is None else loss + router
         self._tell_apart(self.train_metrics, aimed, outputs)
         return loss, outputs
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
         """The same quantity, from the same parts."""
-        aimed, _ = self._taken(inputs)
-        loss, router, outputs = self._step_loss.parts(model, inputs, num_items)
+        aimed, num_trained = self._taken(inputs)
+        one = torch.ones((), device=inputs["labels"].device)
+        if self._smoother is not None:
+            loss, router, outputs = self._from_logits(model, inputs, one)
+        else:
+            given = {"num_items_in_batch": one} if self._takes_num_items else {}
+            outputs = model(**inputs, **given)
+            loss, router = outputs["loss"], self._router(outputs)
+            loss = loss if router is None else loss - router
+            if not self._takes_num_items:
+                loss = loss * num_trained if num_trained else torch.zeros_like(loss)
         self._tell_apart(self.eval_metrics, aimed, outputs)
         return EvaluatedBatch(loss, router if num_items else None)
 
@@ -81,6 +134,25 @@ class TokenMeanLoss:
         targets = next_tokens(inputs["labels"], IGNORE_INDEX)
         return (targets, next_tokens(source_ids, -1)), num_trained
 
+    def _from_logits(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items: torch.Tensor | int | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """The loss with smoothed labels, divided by a number; the routers' loss; the outputs."""
+        assert self._smoother is not None
+        given = dict(inputs)
+        labels = given.pop("labels")
+        targets = given.pop("shift_labels", None)
+        if targets is None:
+            targets = next_tokens(labels, IGNORE_INDEX)
+        outputs = model(**given)
+        loss = self._smoother(outputs, targets, num_items_in_batch=num_items)
+        return loss, self._router(outputs), outputs
+
+    def _router(self, outputs: Any) -> torch.Tensor | None:
+        """The router's part of a micro-batch's loss."""
+        auxiliary = outputs.get("aux_loss") if self._router_coefficient else None
+        return None if auxiliary is None else self._router_coefficient * auxiliary
+
     def _tell_apart(
         self,
         sources: SourceLosses | None,
@@ -89,7 +161,105 @@ class TokenMeanLoss:
     ) -> None:
         if sources is not None and aimed is not None:
             targets, source_ids = aimed
-            sources.add(source_ids, targets, outputs.get("logits"), self._step_loss.smoothing)
+            sources.add(source_ids, targets, outputs.get("logits"), self._smoothing)
+
+
+def _router_coefficient(model: nn.Module) -> float:
+    """The factor that the model's forward has for its routers' auxiliary loss."""
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    for holder in (base, base.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int | float):
+                return float(value)
+    return 0.0
+
+
+# The loss of each source, kept apart on the device while batches go by.
+#
+# The sums stay on the device until a row is logged, so no step waits for them. B batch, S
+# sequence, V vocabulary, G sources.
+
+
+def distinct_labels(names: Sequence[str]) -> tuple[str, ...]:
+    """The names of sources, the second one of the same name with ``#2`` behind it, and so on."""
+    return tuple(
+        f"{name}#{names[:index].count(name) + 1}" if name in names[:index] else name
+        for index, name in enumerate(names)
+    )
+
+
+class SourceLosses:
+    """Sums of losses and of trained tokens per source since the last `take`.
+
+    A loss head hands over the losses of its rows; where a model computes logits instead, they are
+    read once more, in chunks.
+
+    Args:
+        model: what is trained, under any wrapper.
+        labels: what the sources are called in the log; their places are the ``source_ids``.
+
+    Attributes:
+        sums: (2, G) float64 since the last `take`: losses and trained tokens; None before a batch.
+    """
+
+    def __init__(self, model: nn.Module, labels: Sequence[str]) -> None:
+        self.labels = tuple(labels)
+        self._heads = [module for module in model.modules() if isinstance(module, LossHead)]
+        for head in self._heads:
+            head.keeps_row_losses = True
+        self.sums: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def add(
+        self,
+        source_ids: torch.Tensor,
+        targets: torch.Tensor,
+        logits: torch.Tensor | None,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        """Add the batch that just went through the model.
+
+        Args:
+            source_ids: (B, S), the source of each target; other numbers than 0..G-1 count nowhere.
+            targets: (B, S), what each token is to predict: the label of the next one.
+            logits: (B, S, V), or None where the loss came out of the head.
+            label_smoothing: for losses from logits.
+        """
+        losses = take_row_losses(self._heads)
+        if logits is not None:
+            losses = losses_of_logits(logits, targets, label_smoothing)
+        if losses is None:
+            raise RuntimeError("neither a loss head nor logits say what the rows' losses are")
+        everyone = torch.arange(len(self.labels), device=targets.device)
+        belongs = (source_ids[..., None] == everyone) & (targets[..., None] != IGNORE_INDEX)
+        rows = losses[..., None]
+        # where, not a product: a loss that is NaN or infinite must not reach the other sources.
+        sums = torch.where(belongs, rows, 0).sum((0, 1), dtype=torch.float64)
+        batch = torch.stack((sums, belongs.sum((0, 1)).double()))
+        self.sums = batch if self.sums is None else self.sums + batch
+
+    def take(self, device: torch.device) -> torch.Tensor:
+        """(2, G) float64 on ``device``: losses and trained tokens; zeros if there was no batch."""
+        sums, self.sums = self.sums, None
+        if sums is None:
+            return torch.zeros(2, len(self.labels), dtype=torch.float64, device=device)
+        return sums
+
+    def rows(self, sums: Sequence[float], prefix: str = "") -> dict[str, float]:
+        """What the log says: ``loss/NAME`` and ``num_trained_tokens/NAME`` of sources that came up.
+
+        Args:
+            sums: what `take` gave, summed over the ranks and flattened.
+            prefix: of the keys.
+        """
+        count = len(self.labels)
+        found: dict[str, float] = {}
+        for label, loss, trained in zip(self.labels, sums[:count], sums[count:], strict=True):
+            if trained:
+                found[f"{prefix}loss/{label}"] = loss / trained
+                found[f"{prefix}num_trained_tokens/{label}"] = int(trained)
+        return found
 
 
 def _dataset(data: PreparedData, shape: RowShape, seed: int | None) -> EpochDataset:
@@ -98,17 +268,13 @@ def _dataset(data: PreparedData, shape: RowShape, seed: int | None) -> EpochData
     return SampleDataset(data, seed=seed)
 
 
-def _collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]]:
-    with_source = bool(shape.sources)
-    if shape.packing:
-        return PackingCollator(
-            shape.max_length,
-            shape.pad_token_id,
-            with_source=with_source,
-            pad_to_multiple_of=shape.multiple,
-        )
-    return PaddingCollator(
-        shape.pad_token_id, with_source=with_source, pad_to_multiple_of=shape.multiple
+def collator(shape: RowShape, *, with_source: bool) -> PackingCollator | PaddingCollator:
+    """What makes samples, or the samples of packed rows, a batch."""
+    padding, multiple = shape.pad_token_id, shape.multiple
+    if not shape.packing:
+        return PaddingCollator(padding, with_source=with_source, pad_to_multiple_of=multiple)
+    return PackingCollator(
+        shape.max_length, padding, with_source=with_source, pad_to_multiple_of=multiple
     )
 
 
@@ -118,7 +284,7 @@ SFT = Objective(
     packs=True,
     streams=True,
     dataset=_dataset,
-    collator=_collator,
+    collator=lambda shape: collator(shape, with_source=bool(shape.sources)),
     loss=TokenMeanLoss,
     splits_rows=True,
 )

@@ -22,10 +22,9 @@ from peft import PeftModel
 from transformers import set_seed
 
 from trainkit.errors import CheckpointError, StoppedError
-from trainkit.lora.report import merge_warning
 from trainkit.models.attention.proof import AttentionProofError
 from trainkit.models.checks.self_check import SelfCheckError
-from trainkit.objectives.step_loss import accepts_num_items
+from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
 from trainkit.parallel import ProcessRank
 from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
@@ -279,8 +278,11 @@ def _build(run: Run) -> None:
     if run.process.is_main:
         run.directory.write_json(run.directory.kernels, record)
         console.note(built.describe())
-        if built.adapters is not None and (warning := merge_warning(built.adapters)):
-            console.warn(warning)
+        if built.adapters is not None:
+            from trainkit.lora.report import merge_warning
+
+            if warning := merge_warning(built.adapters):
+                console.warn(warning)
     for row in record.get("self_check", ()):
         if row["status"] == "skipped" and row["op"] == "replica":
             console.warn(f"the kernels were not checked op by op: {row['detail']}")

@@ -42,9 +42,8 @@ from trainkit.data.read.messages import Conversation, RowError, validate
 from trainkit.data.read.reading import RawRow, read_rows
 from trainkit.data.serve.streaming import Position, SampleStream, first_look
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
-from trainkit.objectives.batches import EpochDataset, TrainingData
-from trainkit.objectives.objective import Objective, RowShape
-from trainkit.objectives.source_loss import distinct_labels
+from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
+from trainkit.objectives.sft import distinct_labels
 from trainkit.objectives.table import refuse_unfit_feeding, sources_of
 from trainkit.options import Source
 from trainkit.parallel import Layout

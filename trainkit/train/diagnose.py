@@ -19,8 +19,7 @@ from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.models.fp8.decide import Fp8Setup
 from trainkit.objectives import OBJECTIVES
-from trainkit.objectives.objective import LossSetup, Objective, Step
-from trainkit.objectives.step_loss import accepts_num_items
+from trainkit.objectives.objective import LossSetup, Objective, Step, accepts_num_items
 from trainkit.options import Fp8Options, PreferenceOptions
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.run import RunDirectory

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from transformers.trainer_utils import speed_metrics
 
 from trainkit.errors import TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
-from trainkit.objectives.batches import take_counts
-from trainkit.objectives.evaluation import Evaluation
+from trainkit.objectives.objective import EvaluatedBatch, take_counts
 from trainkit.train.data import sample_loader
 from trainkit.train.hooks import Hook, LoopState
 
@@ -115,21 +115,44 @@ class Evaluations(Hook):
         batches = sample_loader(loop.eval_data, loop.args, loop.layout, size)
         return batches, len(loop.eval_data.samples)
 
+    @torch.no_grad()
     def _loss(self, loop: LoopState, figures: dict[str, float]) -> dict[str, float]:
-        """Over all ranks, as the objective takes it; no logits are kept."""
-        args, layout = loop.args, loop.layout
+        """The mean per item (for SFT, per trained token) over all batches and ranks.
+
+        transformers averages the means of batches instead, which weighs a short answer in a small
+        batch more than a long one, and changes with the batch size. No logits are kept.
+        """
+        args, layout, loss = loop.args, loop.layout, loop.loss
         batches, num_samples = self.batches(loop)
         started = time.time()
-        evaluation = Evaluation(
-            loop.loss,
-            loop.ranks,
-            take_counts=lambda batch: take_counts(batch, loop.loss.num_items),
-            run=lambda batch, measure: loop.engine.evaluate(loop.prepare(batch), measure),
-            sharing=loop.sharing,
-            counts_rows=layout.counts_rows,
-            counts_losses=layout.counts_losses,
-        )
-        row = evaluation.measure(loop.wrapped, batches, "eval")
+        # Losses and their items; routers' losses and the batches that have them; trained tokens.
+        totals = torch.zeros(5, dtype=torch.float64, device=args.device)
+        with evaluation_mode(loop.wrapped):
+            for batch in batches:
+                counts = take_counts(batch, loss.num_items)
+                with loop.sharing():  # ranks without the head have no answer
+                    found: EvaluatedBatch | None = loop.engine.evaluate(
+                        loop.prepare(batch), partial(loss.evaluate, num_items=counts.num_items)
+                    )
+                if found is not None:
+                    totals[0] += found.loss_sum.double() * layout.counts_losses
+                totals[1] += counts.num_items * layout.counts_rows
+                if found is not None and found.router_loss is not None:
+                    totals[2] += found.router_loss.double()
+                    totals[3] += 1
+                totals[4] += counts.num_trained_tokens * layout.counts_rows
+        own = loss.eval_metrics
+        if own is not None:
+            mine = own.take(totals.device).flatten()
+            totals = torch.cat((totals, mine * layout.counts_losses))
+        totals = loop.ranks.reduce(totals, reduction="sum")
+        loss_sum, num_items, router_sum, num_batches, num_tokens, *sums = totals.tolist()
+        row = {
+            "eval_loss": loss_sum / max(num_items, 1) + router_sum / max(num_batches, 1),
+            "eval_num_trained_tokens": int(num_tokens),
+        }
+        if own is not None:
+            row |= own.rows(sums, "eval_")
         num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))
         return row | figures | speed_metrics("eval", started, num_samples, num_steps)
 

@@ -10,10 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.trainer_utils import check_target_module_exists
 
 from trainkit.errors import ModelError
-from trainkit.lora.quant import refuse_unpacked_experts
-from trainkit.lora.targets import resolve_and_check
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
-from trainkit.models.fp8.groups import find_candidates
 from trainkit.models.patch import patch_kernels
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
@@ -51,8 +48,12 @@ def refuse_unfit_model(
     if skeleton is None:
         return  # its own code: judged when it is loaded
     if lora is not None:
+        from trainkit.lora.targets import resolve_and_check
+
         resolve_and_check(skeleton, lora)
     if (wanted := Fp8Options.of(fp8)) is not None:
+        from trainkit.models.fp8.groups import find_candidates
+
         find_candidates(skeleton, wanted, frozen=lora is not None)
     if projected is not None and projected not in ("all-linear", "all_linear"):
         _refuse_unmatched(skeleton, projected)
@@ -99,5 +100,7 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
     if method != "full":
         refuse_unfit_model(config, packing=False, kernels=False, lora=LoraOptions())
     if method == "qlora":
+        from trainkit.lora.quant import refuse_unpacked_experts
+
         refuse_unpacked_experts(config, config.model_type)
     return off

@@ -14,9 +14,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 from transformers.utils import logging as transformers_logging
 
-from trainkit.objectives.batches import BatchCounts, take_counts
-from trainkit.objectives.objective import LossSetup
-from trainkit.objectives.step_loss import accepts_num_items
+from trainkit.objectives.objective import BatchCounts, LossSetup, accepts_num_items, take_counts
 from trainkit.parallel.engine import Ranks
 from trainkit.train.data import Batches, EpochPlan, stream_state
 from trainkit.train.faults.numbers import NumberGuard

@@ -16,7 +16,7 @@ from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
 from trainkit.models.loss.loss_head import take_counts as take_correct
-from trainkit.objectives.batches import BatchCounts
+from trainkit.objectives.objective import BatchCounts
 from trainkit.train.background import Save
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.hooks import Hook, LoopState

@@ -20,8 +20,7 @@ from torch import nn
 from transformers import TrainerState, get_scheduler
 
 from trainkit.checkpoint.weights.contents import taking_up
-from trainkit.objectives.batches import BatchCounts, take_counts, take_sample_ids
-from trainkit.objectives.objective import Step
+from trainkit.objectives.objective import BatchCounts, Step, take_counts, take_sample_ids
 from trainkit.parallel.engine import Training
 from trainkit.train.checkpoints import SCHEDULER, TRAINER_STATE, read_weights
 from trainkit.train.data import EpochPlan, train_loader

@@ -4,11 +4,13 @@ The order matters and is kept here: the process group and DeepSpeed's configurat
 load (ZeRO-3 shards while loading), adapters before kernels (the report counts what will run).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
@@ -17,27 +19,15 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
 from trainkit.errors import RecipeError
-from trainkit.lora.adapter import attach, count_parameters, load_adapter, with_vocabulary
-from trainkit.lora.quant import refuse_unfit_device, refuse_unpacked_experts
-from trainkit.lora.report import adapter_lines, describe_adapters
-from trainkit.lora.targets import outside_text
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.checks.self_check import self_check
-from trainkit.models.fp8.choice import Fp8Choice
-from trainkit.models.fp8.decide import (
-    Fp8Setup,
-    Fp8Training,
-    decide,
-    refuse_too_large,
-    train_in_fp8,
-)
-from trainkit.models.fp8.trained import swap_in
 from trainkit.models.fp8_linear import Fp8Linear, describe_fp8
 from trainkit.models.fp8_rows import let_norms_quantize
-from trainkit.models.frozen import freeze
+from trainkit.models.frozen import freeze, outside_text
 from trainkit.models.linears import (
+    count_parameters,
     num_weights,
     packed_kind,
     prepare_for_training,
@@ -54,10 +44,13 @@ from trainkit.models.loading import (
 from trainkit.models.patch import PatchReport
 from trainkit.models.recompute.tiled import tile
 from trainkit.models.skeleton import is_skeleton, standing_in
-from trainkit.models.vocabulary import refuse_frozen_tokens, vocabulary_ends
+from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
-from trainkit.options.model import ALL
 from trainkit.patching import patch
+
+if TYPE_CHECKING:
+    from trainkit.models.fp8.choice import Fp8Choice
+    from trainkit.models.fp8.decide import Fp8Setup, Fp8Training
 
 
 @dataclass(frozen=True)
@@ -139,13 +132,14 @@ class BuiltModel:
         share = self.num_trained / max(self.num_parameters, 1)
         lines = [
             f"model: {self.num_parameters / 1e6:.1f} M parameters, {share:.2%} of them trained",
-            *([] if self.adapters is None else adapter_lines(self.adapters)),
-            *(
-                [f"frozen: {self.num_towers / 1e6:.1f} M parameters for images, video or sound"]
-                if self.num_towers
-                else []
-            ),
-            *([f"frozen: {self.num_frozen / 1e6:.1f} M parameters"] if self.num_frozen else []),
+        ]
+        if self.adapters is not None:
+            from trainkit.lora.report import adapter_lines
+
+            lines += adapter_lines(self.adapters)
+        for number, what in (self.num_towers, " for images, video or sound"), (self.num_frozen, ""):
+            lines += [f"frozen: {number / 1e6:.1f} M parameters{what}"] if number else []
+        lines += [
             f"attention: {self.attention.name} ({self.attention.reason})",
             str(self.report) if self.report else "kernels: none replaced (kernels: false)",
             *([] if self.fp8_choice is None else self.fp8_choice.describe()),
@@ -195,143 +189,86 @@ def build_model(
         PatchError: a kernel was asked for by name and cannot be put in.
         RecipeError: quantised weights without adapters, or where they cannot be.
     """
-    if quantize is not None:
-        _refuse_unfit_base(source, quantize, lora, device, loading_whole)
+    here = device or device_of_ranks()
     chosen = _attention(source, attention, packing=packing)
     # Every class has eager attention; what was chosen is set to be proved.
     can_set = attention == "auto" or can_set_attention(load_config(source))
     loaded_with = "eager" if can_set else chosen.name
+    quantization = base = None
+    if quantize is not None:
+        if lora is None:
+            raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
+        from trainkit.lora import quant
+
+        quant.refuse_unfit_base(source, quantize, here, loading_whole)
     model: Any
-    model, base = _loaded(
-        source, loaded_with, quantize, device, lora, fp8, loading_whole, load_part, reads_parts
-    )
+    if lora is not None and quantize is not None and packed_kind(quantize).convert is not None:
+        model, base = quant.packed_base(
+            source, quantize, lora, fp8, here, loaded_with, loading_whole
+        )
+    else:
+        if quantize is not None:
+            quantization = quantization_config(quantize, dtype_of(source))
+        # Adapters may begin from the base's weights, or be around more than its linear maps.
+        reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
+        model = load_model(
+            source,
+            attention=loaded_with,
+            quantization=quantization,
+            device=device,
+            load_part=load_part,
+            reads_parts=None if fp8 is not None or reads_base else reads_parts,
+        )
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
-    num_towers, num_frozen = _freeze(model, source.frozen, reentrant)
-    if source.adds_tokens and new_tokens(source).pieces:
-        if lora is None:
-            refuse_frozen_tokens(model)
-        else:
-            lora = with_vocabulary(lora, model)
-    adapters = None
+    towers = outside_text(model)
+    for parameter in towers.values():
+        parameter.requires_grad_(False)
+    frozen = freeze(model, source.frozen) if source.frozen else {}
+    if frozen and reentrant:
+        model.enable_input_require_grads()  # else nothing after a frozen embedding trains
+    adapters = training = None
     if lora is not None:
-        model = _adapted(model, lora, adapters_from, reentrant, device)
-        adapters = describe_adapters(model)
+        model, adapters = _adapted(model, source, lora, adapters_from, reentrant, device)
+    elif source.adds_tokens and new_tokens(source).pieces:
+        refuse_frozen_tokens(model)
     report = None if kernels is False else patch(model, kernels)
     tile(model, source.mlp_chunk_tokens)
-    training = None
     if fp8 is not None and lora is None:
-        training = train_in_fp8(model, fp8, device or _device_of_ranks())
+        from trainkit.models.fp8.decide import train_in_fp8
+
+        training = train_in_fp8(model, fp8, here)
         let_norms_quantize(model)
+    num_towers, num_frozen = (sum(map(num_weights, each.values())) for each in (towers, frozen))
     counts = count_parameters(model)
     return BuiltModel(
         model, chosen, report, *counts, adapters, num_towers, training, base, num_frozen
     )
 
 
-def _reads_base(lora: LoraOptions) -> bool:
-    """Whether adapters begin from weights of the base, or are around more than its linear maps."""
-    return bool(lora.needs_whole_model or lora.use_dora or lora.target_parameters)
-
-
-def _refuse_unfit_base(
-    source: ModelOptions,
-    quantize: str,
-    lora: LoraOptions | None,
-    device: torch.device | None,
-    loading_whole: Callable[[], AbstractContextManager[None]],
-) -> None:
-    if lora is None:
-        raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
-    refuse_unfit_device(quantize, device or _device_of_ranks())
-    with loading_whole():
-        trusted, config = source.trust_remote_code, load_config(source)
-        refuse_unpacked_experts(config, source.name_or_path, quantize, trust_remote_code=trusted)
-
-
-def _freeze(model: PreTrainedModel, patterns: Sequence[str], reentrant: bool) -> tuple[int, int]:
-    """Towers, and what the recipe names; how many weights each are."""
-    towers = outside_text(model)
-    for parameter in towers.values():
-        parameter.requires_grad_(False)
-    frozen = freeze(model, patterns) if patterns else {}
-    if frozen and reentrant:
-        model.enable_input_require_grads()  # else nothing after a frozen embedding trains
-    first, second = (sum(map(num_weights, each.values())) for each in (towers, frozen))
-    return first, second
-
-
 def _adapted(
     model: PreTrainedModel,
+    source: ModelOptions,
     lora: LoraOptions,
     trained: Path | None,
     reentrant: bool,
     device: torch.device | None,
-) -> PeftModel:
-    """With fresh adapters, or with trained ones."""
+) -> tuple[PeftModel, dict[str, Any]]:
+    """With fresh adapters, or with trained ones; and what is adapted."""
+    from trainkit.lora.adapter import attach, load_adapter, with_vocabulary
+    from trainkit.lora.report import describe_adapters
+
+    if source.adds_tokens and new_tokens(source).pieces:
+        lora = with_vocabulary(lora, model)
     with standing_in(model, device) if device and is_skeleton(model) else nullcontext():
         if trained is None:
-            return attach(model, lora, require_input_grads=reentrant)
-        return load_adapter(model, trained, trainable=True)
+            adapted = attach(model, lora, require_input_grads=reentrant)
+        else:
+            adapted = load_adapter(model, trained, trainable=True)
+    return adapted, describe_adapters(adapted)
 
 
-def _loaded(
-    source: ModelOptions,
-    attention: str,
-    quantize: str | None,
-    device: torch.device | None,
-    lora: LoraOptions | None,
-    fp8: Fp8Setup | None,
-    loading_whole: Callable[[], AbstractContextManager[None]],
-    load_part: LoadPart | None,
-    reads_parts: Callable[[nn.Module], bool] | None,
-) -> tuple[PreTrainedModel, Fp8Choice | None]:
-    """The model where it will train, its linear layers packed if they are to be."""
-    convert = None if quantize is None else packed_kind(quantize).convert
-    if convert is None:
-        quantization = None
-        if quantize is not None:
-            quantization = quantization_config(quantize, _dtype_of(source))
-        if fp8 is not None or (lora is not None and _reads_base(lora)):
-            reads_parts = None
-        plain = load_model(
-            source,
-            attention=attention,
-            quantization=quantization,
-            device=device,
-            load_part=load_part,
-            reads_parts=reads_parts,
-        )
-        return plain, None
-    # Every rank reads the whole base, which ZeRO-3 shards as codes, once it has the model.
-    with loading_whole():
-        model: Any = load_model(source, attention=attention)
-    device = device or _device_of_ranks()
-    kept = list(lora.modules_to_save) if lora else []
-    if source.adds_tokens:
-        kept += vocabulary_ends(model)
-    if fp8 is None:
-        # Read on the host and packed layer by layer: the device never holds it in 16 bits.
-        convert(model, device, kept)
-        return model.to(device), None
-    if fp8.options.loss_budget != ALL:
-        refuse_too_large(model, device)
-        model = model.to(device)  # what rounding costs is measured on the plain model
-    choice = decide(model, fp8, device, frozen=True, whole=kept)
-    head = model.get_output_embeddings()
-    both = [
-        name
-        for name, directions in choice.directions.items()
-        if all(directions) and model.get_submodule(name) is not head  # whose loss reads 16 bits
-    ]
-    kept += [name for name, _ in model.named_modules() if name and name not in both]
-    if both:
-        convert(model, device, kept)
-    swap_in(model, {name: each for name, each in choice.directions.items() if name not in both})
-    return model.to(device), choice
-
-
-def _device_of_ranks() -> torch.device:
+def device_of_ranks() -> torch.device:
     """Where this process computes, where the engine places the weights."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -368,12 +305,12 @@ def _attention(source: ModelOptions, wanted: str, *, packing: bool) -> Attention
     return resolve_attention(
         packed=packing,
         device="cuda" if torch.cuda.is_available() else "cpu",
-        dtype=_dtype_of(source),
+        dtype=dtype_of(source),
         head_size=max(size for _, size in heads),
     )
 
 
-def _dtype_of(source: ModelOptions) -> torch.dtype:
+def dtype_of(source: ModelOptions) -> torch.dtype:
     """Of the weights in memory; what the files hold where the recipe leaves it to them."""
     given = TORCH_DTYPES.get(source.dtype)
     return given or load_config(source).dtype or torch.bfloat16

@@ -119,7 +119,7 @@ def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monke
     import source_loss_cases
 
     from trainkit.data.serve.streaming import FirstRows
-    from trainkit.objectives.batches import CountingCollator, TrainingData
+    from trainkit.objectives.objective import CountingCollator, TrainingData
 
     state, _ = make()
     held = TrainingData(

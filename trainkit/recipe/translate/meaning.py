@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from trainkit.options.optimizers import OPTIMIZERS, SERVED, served_as
-from trainkit.options.optimizers.table import FSDP2, ZERO
+from trainkit.options.optimizers import FSDP2, OPTIMIZERS, SERVED, ZERO, served_as
 from trainkit.recipe.translate.draft import OFF, Draft, words
 from trainkit.recipe.translate.read import beside
 from trainkit.recipe.translate.sources import data
