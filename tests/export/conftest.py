@@ -70,7 +70,7 @@ def merging_tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from trainkit.export.gguf.driver import QWEN2
+    from trainkit.export.llama_process import QWEN2
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(

@@ -24,7 +24,6 @@ EXPORTS = [
     pytest.param("fp8", (), id="fp8"),
     pytest.param("awq", (), id="awq", marks=auto_round),
     pytest.param("gguf", (), id="gguf-f16", marks=llama_cpp),
-    pytest.param("gguf", ("--type", "q8_0"), id="gguf-q8_0", marks=llama_cpp),
 ]
 
 
@@ -62,7 +61,7 @@ def test_the_certificate_holds_what_was_asked(exported, kind, words):
     assert prompts["num_of_the_run"] >= 10
     assert set(prompts["kinds"]) >= {"plain", "system", "several turns", "thinking", "tools"}
     assert answers["num_tokens"] == 200
-    is_quantized = kind in ("fp8", "awq") or "q8_0" in words
+    is_quantized = kind in ("fp8", "awq")
     assert answers["required"] == (None if is_quantized else 0.99)
     assert answers["agreement"] >= (0.9 if is_quantized else 0.99)
     assert certificate["adapter"]["effect_nats"] > 10 * answers["divergence_nats"]
@@ -100,7 +99,8 @@ def test_the_adapter_directory_is_the_adapter_and_its_command_serves_it(exported
     assert words[words.index("--chat-template") + 1] == str(out / "chat_template.jinja")
 
 
-def test_a_template_for_tools_of_its_own_is_served_too(lora_run, tmp_path):
+@pytest.mark.parametrize("words", [("vllm", "--as-adapter"), ("fp8",)], ids=lambda words: words[0])
+def test_a_template_for_tools_of_its_own_is_served_too(words, lora_run, tmp_path):
     """As transformers and servers take it: for conversations with tools, and only for them."""
     run, out = tmp_path / lora_run.name, tmp_path / "out"
     shutil.copytree(lora_run, run)
@@ -108,7 +108,7 @@ def test_a_template_for_tools_of_its_own_is_served_too(lora_run, tmp_path):
     templates = run / "final" / "additional_chat_templates"
     templates.mkdir()
     (templates / "tool_use.jinja").write_text(TEMPLATE.replace("# Tools", "# Functions"))
-    assert main(["export", "vllm", str(run), str(out), "--as-adapter", "--json"]) == 0
+    assert main(["export", words[0], str(run), str(out), *words[1:], "--json"]) == 0
     certificate = json.loads((out / "certificate.json").read_text())
     assert certificate["prompts"]["num_equal"] == 20
     assert "tools" in certificate["prompts"]["kinds"]
@@ -160,13 +160,13 @@ def test_fp8_loads_through_compressed_tensors(exported):
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(out)(torch.tensor([ids])).logits[0]
     source = ModelOptions(name_or_path=str(plain))
-    with Fp8Served(source, out, set(linear_layers(source, "FP8").shapes)) as served:
-        assert torch.equal(logits[3:-1], served.logits(ids, 4)), "what the certificate is made of"
+    served = Fp8Served(source, out, set(linear_layers(source, "FP8").shapes))
+    assert torch.equal(logits[3:-1], served.logits(ids, 4)), "what the certificate is made of"
 
 
 @llama_cpp
 def test_the_gguf_stops_where_training_ended_and_goes_on_elsewhere(exported):
-    from trainkit.export.gguf.llama_server import LlamaServer
+    from trainkit.export.llama_cpp import LlamaServer
 
     out, _ = exported("gguf", ())
     server = LlamaServer(out / "model-f16.gguf", 256)
@@ -190,10 +190,7 @@ def test_k_quants_by_llama_cpp(exported, capfd):
 
 
 @llama_cpp
-def test_the_modelfile_has_the_trained_template_and_stops(exported, lora_run, tmp_path, capsys):
-    words = ["export", "ollama", str(lora_run), str(tmp_path / "o")]
-    assert main(words) == 1, "its template has no tools, and the run trained with tools"
-    assert "--except 'tools'" in capsys.readouterr().err
+def test_the_modelfile_has_the_trained_template_and_stops(exported):
     out, certificate = exported("ollama", ("--except", "tools", "--system", 'Say "so".\nNow.'))
     text = (out / "Modelfile").read_text()
     assert text.startswith("FROM ./model-q8_0.gguf\n")
@@ -201,5 +198,8 @@ def test_the_modelfile_has_the_trained_template_and_stops(exported, lora_run, tm
     assert 'SYSTEM """Say "so".\nNow."""\n' in text
     assert "PARAMETER num_ctx 512\n" in text
     assert r"<think>\n\n</think>\n\n" in text, "the recipe's enable_thinking: false"
-    prompts = certificate["prompts"]
-    assert prompts["num_equal"] == 20 - prompts["excepted"]["tools"]
+    prompts, answers = certificate["prompts"], certificate["answers"]
+    assert prompts["num_equal"] == 20 - prompts["excepted"]["tools"] < 20
+    assert answers["required"] is None
+    assert answers["agreement"] >= 0.9
+    assert certificate["adapter"]["effect_nats"] > 10 * answers["divergence_nats"]

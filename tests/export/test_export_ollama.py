@@ -8,7 +8,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainkit.errors import ModelError
-from trainkit.export.ollama.go_template import wrapping_of
+from trainkit.export.ollama import wrapping_of
 
 CHATML = (
     "{% if messages[0].role != 'system' %}"

@@ -20,7 +20,7 @@ from trainkit.options import ModelOptions
 
 @pytest.fixture
 def gguf(tmp_path):
-    from trainkit.export.gguf.convert import convert
+    from trainkit.export.llama_cpp import convert
 
     tokenizer = merging_tokenizer()
     make_qwen2(len(tokenizer), hidden_size=128).save_pretrained(tmp_path / "plain")

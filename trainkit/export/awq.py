@@ -6,8 +6,8 @@ model was asked.
 """
 
 import importlib.util
-import json
 import logging
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -16,24 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from trainkit.checkpoint.weights.plain_files import read_config
-from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
-from trainkit.checkpoint.weights.writer import INDEX_NAME, WeightsWriter
+from trainkit.checkpoint.weights.export import CastWeights, write_weights
+from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.data import DataOptions
 from trainkit.data.render.prompt import PromptRenderer
 from trainkit.errors import CheckpointError, DataError, ModelError
-from trainkit.export.certificate import certify, mean_divergence
+from trainkit.export.certificate import TransformersServed, answered, mean_divergence, released
 from trainkit.export.conversations import trained_rows
 from trainkit.export.plain import (
     MAX_SHARD_BYTES,
+    LinearLayers,
     layers_to_quantize,
     linear_layers,
+    take_the_rest,
     weights_directory,
     write_plain,
 )
 from trainkit.export.run import Job, Written
-from trainkit.export.served import TransformersServed, release
 from trainkit.export.source import Source
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths, training_options
@@ -51,8 +52,6 @@ _BITS, _PER_WORD = 4, 8
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a 32-bit word each of eight neighbouring values is, counted in values of 4 bits."""
 _PARTS = ("qweight", "qzeros", "scales")
-_HALF = torch.float16
-_LARGEST = torch.finfo(_HALF).max
 
 
 def check(paths: ModelPaths, job: Job) -> None:
@@ -74,7 +73,7 @@ def check(paths: ModelPaths, job: Job) -> None:
             where="trainkit export awq",
             fix="trainkit export vllm, and vllm serve --quantization fp8",
         )
-    size = job.options.group_size
+    size = job.group_size
     for name, (rows, columns) in layers_to_quantize(paths, "AWQ").shapes.items():
         if columns % size or rows % _PER_WORD:
             fitting = [str(each) for each in (128, 64, 32) if columns % each == 0]
@@ -88,34 +87,44 @@ def check(paths: ModelPaths, job: Job) -> None:
 
 def write(source: Source, staging: Path, job: Job) -> Written:
     """Merge, search scales, pack, read back."""
-    work, packed = staging / "merged", staging / "packed"
-    write_plain(source, work, say=job.say)
-    tokens, is_own = _tokens(source)
-    sequences = _sequences(tokens)
+    work, packed, size = staging / "merged", staging / "packed", job.group_size
+    write_plain(source, work, job)
+    sequences, notes = _sequences(source)
     job.say(f"searching scales over {sum(map(len, sequences))} tokens")
     plain = source.paths.at(work)
-    _quantize(plain, packed, sequences, job.options.group_size)
-    num_scaled = _write_weights(packed, plain, staging, job.options.group_size)
-    for path in sorted(work.iterdir()):
-        if path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
-            (staging / path.name).write_bytes(path.read_bytes())
-    notes = ["vLLM itself was not run; its weights in 4 bits were unpacked to float32"]
-    if not is_own:
-        notes.append("scales were searched over the 20 prompts and their answers, not over data")
-    if not num_scaled:
-        notes.append("no norm took a scale in this family: weights are rounded to the nearest")
+    with released():
+        _quantize(plain, packed, sequences, size)
+    layers = linear_layers(plain, "AWQ")
+    (directory,) = (path.parent for path in packed.rglob("config.json"))
+    with WeightsReader(directory) as reader:
+        words = {f"{name.removesuffix('.weight')}.qweight" for name in layers.shapes}
+        if missing := sorted(words - reader.tensors.keys()):
+            raise ModelError(
+                f"AutoRound left {', '.join(missing[:3])} unpacked",
+                where="trainkit export awq",
+                fix="trainkit export fp8, or gguf --type q4_k_m",
+            )
+        # The published form: what is not packed is in float16, as the kernels compute.
+        half = CastWeights(reader, torch.float16)
+        write_weights(half, staging, max_shard_bytes=MAX_SHARD_BYTES)
+    settings = {
+        "quant_method": "awq",
+        "bits": _BITS,
+        "group_size": size,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": list(layers.kept) or None,
+    }
+    take_the_rest(work, staging, settings, dtype="float16")
     job.say("asking the exported model")
-    served = AwqServed(plain, staging)
-    with served:
-        certificate = certify(
-            source.reference,
-            served,
-            required=job.options.required(is_quantized=True),
-            excepted=job.options.excepted,
-            notes=notes,
-        )
-        served.round_only(plain, job.options.group_size)
-        rounded_only = mean_divergence(source.reference, served)
+    with released():
+        served = AwqServed(plain, staging)
+        notes.append("vLLM itself was not run; its weights in 4 bits were unpacked to float32")
+        certificate = job.certify(source, served, *notes, is_quantized=True)
+        served.round_only(plain, layers, size)
+        trained = [answer.logits for answer in source.reference.answers]
+        rounded_only = mean_divergence(trained, answered(source.reference, served))
+        del served
     searched = certificate["answers"]["divergence_nats"]
     certificate["answers"]["divergence_of_rounding_nats"] = rounded_only
     if searched > _WORSE * rounded_only:
@@ -124,26 +133,30 @@ def write(source: Source, staging: Path, job: Job) -> Written:
             f"{rounded_only:.2e} when rounded without any: the scales do not fit this family",
             fix="trainkit export fp8, or gguf --type q4_k_m",
         )
-    for path in sorted(work.iterdir()):
-        path.unlink()
-    work.rmdir()
+    for folder in (work, packed):
+        shutil.rmtree(folder)
     return Written(certificate, serve_command(source, staging, job))
 
 
-# -- what scales are searched on ------------------------------------------------------------------
+def _sequences(source: Source) -> tuple[list[list[int]], list[str]]:
+    """What scales are searched on, in sequences of one length, and what is to be said of it.
 
-
-def _tokens(source: Source) -> tuple[list[int], bool]:
-    """Token ids of the run's own rows with their answers, and whether there were enough of them."""
-    found = list(islice(chain.from_iterable(_rows(source)), BLOCK * NUM_BLOCKS))
-    if len(found) >= _FEWEST_TOKENS:
-        return found, True
-    reference = source.reference
-    sequences = [*(each.input_ids for each in reference.answers), *reference.prompt_ids]
-    return [*found, *chain.from_iterable(sequences)], False
+    Shorter sequences are passed over, so what is left at the end is left out.
+    """
+    tokens = list(islice(chain.from_iterable(_rows(source)), BLOCK * NUM_BLOCKS))
+    notes = []
+    if len(tokens) < _FEWEST_TOKENS:
+        reference = source.reference
+        for ids in (*(each.input_ids for each in reference.answers), *reference.prompt_ids):
+            tokens += ids
+        notes = ["scales were searched over the 20 prompts and their answers, not over data"]
+    length = min(BLOCK, len(tokens))
+    ends = range(length, len(tokens) + 1, length)
+    return [tokens[end - length : end] for end in ends], notes
 
 
 def _rows(source: Source) -> Iterator[list[int]]:
+    """Token ids of the run's own rows with their answers."""
     tokenizer = load_tokenizer(source.paths.at(source.paths.tokenizer))
     renderer = PromptRenderer(tokenizer, DataOptions(**training_options(source.paths.run)))
     for row in trained_rows(source.paths.run):
@@ -152,32 +165,6 @@ def _rows(source: Source) -> Iterator[list[int]]:
         except DataError:
             continue  # training dropped it, too
         yield list(tokenizer(text, add_special_tokens=source.template is None)["input_ids"])
-
-
-def _sequences(tokens: Sequence[int]) -> list[list[int]]:
-    """Sequences of one length, since shorter ones are passed over; the rest is left."""
-    length = min(BLOCK, len(tokens))
-    return [list(tokens[at : at + length]) for at in range(0, len(tokens) - length + 1, length)]
-
-
-class _Calibration:
-    """What AutoRound takes for a data loader."""
-
-    batch_size = 1
-
-    def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
-        self._sequences = sequences
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for each in self._sequences:
-            ids = torch.tensor([list(each)])
-            yield {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-
-# -- quantising -----------------------------------------------------------------------------------
 
 
 def _quantize(
@@ -191,12 +178,14 @@ def _quantize(
     model = load_model(plain.replace(dtype="float32"), attention=None).eval()
     scheme = {"bits": _BITS, "group_size": group_size, "sym": False, "data_type": "int"}
     length = len(sequences[0])
+    mask = torch.ones(length, dtype=torch.long)
+    rows: Any = [{"input_ids": torch.tensor(ids), "attention_mask": mask} for ids in sequences]
     search = AutoRound(
         model,
         load_tokenizer(plain),
         scheme={**scheme, "act_bits": 16},
         alg_configs=[AWQConfig(awq_seqlen=length)],
-        dataset=_Calibration(sequences),
+        dataset=DataLoader(rows),
         seqlen=length,
         nsamples=len(sequences),
         batch_size=1,
@@ -205,62 +194,6 @@ def _quantize(
         amp=False,  # norms that took a scale keep all their digits
     )
     search.quantize_and_save(str(packed), format="auto_awq")
-    del search, model
-    release()
-
-
-def _write_weights(packed: Path, plain: ModelOptions, staging: Path, group_size: int) -> int:
-    """Write what was packed in the published form: all else in float16, as the kernels compute.
-
-    Returns:
-        How many norms hold scales.
-    """
-    work = Path(plain.name_or_path)
-    (directory,) = (path.parent for path in packed.rglob("config.json"))
-    layers = linear_layers(plain, "AWQ")
-    with WeightsReader(directory) as reader, WeightsReader(work) as before:
-        missing = sorted({_word(name) for name in layers.shapes} - reader.tensors.keys())
-        if missing:
-            raise ModelError(
-                f"AutoRound left {', '.join(missing[:3])} unpacked",
-                where="trainkit export awq",
-                fix="trainkit export fp8, or gguf --type q4_k_m",
-            )
-        infos = reader.tensors.values()
-        plan = [
-            TensorInfo(info.name, _HALF if info.dtype.is_floating_point else info.dtype, info.shape)
-            for info in infos
-        ]
-        num_scaled = 0
-        with WeightsWriter(staging, plan, max_shard_bytes=MAX_SHARD_BYTES) as writer:
-            for name in reader.tensors:
-                tensor = reader.load(name)
-                if tensor.is_floating_point():
-                    if not tensor.abs().max() <= _LARGEST:
-                        raise ModelError(f"{name} does not fit into float16", where=str(work))
-                    if tensor.dim() == 1 and not name.endswith(".bias"):
-                        num_scaled += not torch.equal(tensor, before.load(name).float())
-                    tensor = tensor.to(_HALF)
-                writer.write(name, tensor)
-    config: dict[str, Any] = read_config(work)
-    config["dtype"] = "float16"
-    config["quantization_config"] = {
-        "quant_method": "awq",
-        "bits": _BITS,
-        "group_size": group_size,
-        "zero_point": True,
-        "version": "gemm",
-        "modules_to_not_convert": list(layers.kept) or None,
-    }
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (staging / "config.json").write_text(text, encoding="utf-8")
-    for path in (*sorted(packed.rglob("*"), reverse=True), packed):
-        path.rmdir() if path.is_dir() else path.unlink()
-    return num_scaled
-
-
-def _word(weight: str) -> str:
-    return f"{weight.removesuffix('.weight')}.qweight"
 
 
 # -- reading back ---------------------------------------------------------------------------------
@@ -326,11 +259,10 @@ class AwqServed(TransformersServed):
                 elif kind not in _PARTS:
                     weights[name].copy_(reader.load(name))
 
-    def round_only(self, plain: ModelOptions, group_size: int) -> None:
+    def round_only(self, plain: ModelOptions, layers: LinearLayers, group_size: int) -> None:
         """Hold the plain weights instead, rounded to 4 bits in groups without any search."""
-        linears = linear_layers(plain, "AWQ").shapes
         weights = self.model.state_dict()
         with WeightsReader(Path(plain.name_or_path)) as reader, torch.no_grad():
             for name in reader.tensors:
                 value = reader.load(name).float()
-                weights[name].copy_(rounded(value, group_size) if name in linears else value)
+                weights[name].copy_(rounded(value, group_size) if name in layers.shapes else value)

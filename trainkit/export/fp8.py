@@ -4,7 +4,7 @@ Weights have one scale for each output channel, activations one for each token, 
 so no data is needed. Embedding and output matrix stay as they are.
 """
 
-import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
-from trainkit.checkpoint.weights.writer import INDEX_NAME, WeightsWriter
+from trainkit.checkpoint.weights.writer import WeightsWriter
 from trainkit.errors import ModelError
-from trainkit.export.certificate import certify
-from trainkit.export.plain import MAX_SHARD_BYTES, layers_to_quantize, linear_layers, write_plain
+from trainkit.export.certificate import TransformersServed, released
+from trainkit.export.plain import (
+    MAX_SHARD_BYTES,
+    layers_to_quantize,
+    linear_layers,
+    take_the_rest,
+    write_plain,
+)
 from trainkit.export.run import Job, Written
-from trainkit.export.served import TransformersServed
 from trainkit.export.source import Source
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths
@@ -28,26 +32,13 @@ from trainkit.options import ModelOptions
 COPIES = 2.6
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
+_EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None}
 QUANTIZATION_CONFIG: Mapping[str, Any] = {
     "config_groups": {
         "group_0": {
             "targets": ["Linear"],
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "group_size": None,
-                "strategy": "channel",
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "group_size": None,
-                "strategy": "token",
-                "dynamic": True,
-            },
+            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
             "output_activations": None,
         }
     },
@@ -74,19 +65,22 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         FP8 (out, in), and the scale (out, 1) in the weight's own dtype: weight ~ fp8 * scale.
     """
-    largest = weight.float().abs().amax(dim=1, keepdim=True)
-    scale = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST)
-    scale = scale.to(weight.dtype)  # rounded first, so that the values fit the scale as stored
+    scale = _scale(weight.float()).to(weight.dtype)  # first, so that values fit it as stored
     scaled = (weight.float() / scale.float()).clamp(-LARGEST, LARGEST)
     return scaled.to(FP8), scale
+
+
+def _scale(rows: Tensor) -> Tensor:
+    largest = rows.abs().amax(dim=-1, keepdim=True)
+    return torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST)
 
 
 def write(source: Source, staging: Path, job: Job) -> Written:
     """Merge, quantise, read back."""
     work = staging / "merged"
-    write_plain(source, work, dtype=job.options.dtype, say=job.say)
+    write_plain(source, work, job)
     layers = linear_layers(source.paths.at(work), "FP8")
-    kept, linears = list(layers.kept), set(layers.shapes)
+    linears = set(layers.shapes)
     job.say(f"quantising {len(linears)} layers")
     with WeightsReader(work) as reader:
         missing = sorted(linears - reader.tensors.keys())
@@ -97,25 +91,16 @@ def write(source: Source, staging: Path, job: Job) -> Written:
                 fix="load it and save it with save_pretrained first",
             )
         _write_weights(reader, linears, staging)
-    config = read_config(work)
-    config["quantization_config"] = {**QUANTIZATION_CONFIG, "ignore": kept}
-    for path in sorted(work.iterdir()):
-        if path.suffix != ".safetensors" and path.name not in ("config.json", INDEX_NAME):
-            (staging / path.name).write_bytes(path.read_bytes())
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (staging / "config.json").write_text(text, encoding="utf-8")
+    take_the_rest(work, staging, {**QUANTIZATION_CONFIG, "ignore": list(layers.kept)})
     job.say("asking the exported model")
-    with Fp8Served(source.paths.at(work), staging, linears) as served:
-        certificate = certify(
-            source.reference,
-            served,
-            required=job.options.required(is_quantized=True),
-            excepted=job.options.excepted,
-            notes=["vLLM itself was not run; its products in FP8 were followed in float32"],
+    with released():
+        certificate = job.certify(
+            source,
+            Fp8Served(source.paths.at(work), staging, linears),
+            "vLLM itself was not run; its products in FP8 were followed in float32",
+            is_quantized=True,
         )
-    for path in sorted(work.iterdir()):
-        path.unlink()
-    work.rmdir()
+    shutil.rmtree(work)
     return Written(certificate, serve_command(source, staging, job))
 
 
@@ -163,8 +148,6 @@ class Fp8Served(TransformersServed):
 
 
 def _round_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    value = inputs[0]
-    largest = value.abs().amax(dim=-1, keepdim=True)
-    scale = torch.where(largest == 0, torch.ones_like(largest), largest / LARGEST)
+    value, scale = inputs[0], _scale(inputs[0])
     rounded = (value / scale).clamp(-LARGEST, LARGEST).to(FP8).to(value.dtype) * scale
     return (rounded, *inputs[1:])

@@ -1,7 +1,8 @@
 """The trained model as one plain directory: an adapter merged, weights copied, nothing to run."""
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ from trainkit.checkpoint.weights.plain_files import (
     read_json,
 )
 from trainkit.checkpoint.weights.reader import WeightsReader
+from trainkit.checkpoint.weights.writer import INDEX_NAME
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME
 from trainkit.errors import ModelError
+from trainkit.export.run import Job
 from trainkit.export.source import Source
 from trainkit.infer.locate import ModelPaths, base_directory
 from trainkit.models.loading import load_config
@@ -71,21 +74,13 @@ def refuse_unmergeable(paths: ModelPaths) -> None:
             MergedWeights(reader, adapter, read_config(directory))
 
 
-def write_plain(
-    source: Source, target: Path, *, dtype: str | None = None, say: Callable[[str], None]
-) -> None:
-    """Write a directory that ``from_pretrained`` and servers load.
-
-    Args:
-        source: see there.
-        target: must not exist.
-        dtype: of the weights; None keeps each tensor's own.
-        say: called with one line about each stage.
+def write_plain(source: Source, target: Path, job: Job) -> None:
+    """Write a directory, which must not exist, that ``from_pretrained`` and servers load.
 
     Raises:
         CheckpointError: the weights cannot be read, or the adapter cannot be merged.
     """
-    adapter = source.paths.adapter
+    adapter, dtype = source.paths.adapter, job.dtype
     directory = weights_directory(source.paths)
     if adapter is not None:
         options = MergeOptions(
@@ -95,11 +90,11 @@ def write_plain(
             dtype=dtype,
             max_shard_bytes=MAX_SHARD_BYTES,
             verify=False,  # the certificate asks more
-            any_base=source.any_base,
+            any_base=job.any_base,
             trust_remote_code=source.paths.source.trust_remote_code,
         )
         taken = read_adapter(adapter, with_peft=True)
-        merge_adapter(taken, directory, target, options, say, stored=source.paths.stored)
+        merge_adapter(taken, directory, target, options, job.say, stored=source.paths.stored)
         (target / MANIFEST_NAME).unlink()  # the export writes one over all
     else:
         target.mkdir()
@@ -138,6 +133,17 @@ def make_servable(directory: Path, source: Source) -> None:
     settings = read_json(plain_file(directory, path.name)) if path.exists() else {}
     settings["eos_token_id"] = list(source.stop_ids)
     _write(path, settings)
+
+
+def take_the_rest(work: Path, staging: Path, quantization: Mapping[str, Any], **own: Any) -> None:
+    """All of a plain directory but its weights, with how they are quantised now."""
+    for path in sorted(work.iterdir()):
+        if path.is_dir():
+            shutil.copytree(path, staging / path.name)
+        elif path.suffix != ".safetensors" and path.name != INDEX_NAME:
+            shutil.copyfile(path, staging / path.name)
+    config = {**read_config(work), **own, "quantization_config": dict(quantization)}
+    _write(staging / "config.json", config)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -3,65 +3,62 @@
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
-from trainkit.export.certificate import FILE_NAME, MIN_AGREEMENT
-from trainkit.export.source import Held, Source, open_source
-from trainkit.infer.locate import ModelPaths, base_directory, weights_digest
-from trainkit.infer.plain_base import plain_base
+from trainkit.export.certificate import FILE_NAME, MIN_AGREEMENT, Served, certify
+from trainkit.export.source import Source, open_source
+from trainkit.infer.base import plain_base
+from trainkit.infer.locate import ModelPaths, base_directory, run_settings, weights_digest
 from trainkit.version import __version__
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class Job:
     """What the command line says.
 
     Attributes:
+        out: where the result will be; nothing is written there directly.
+        say: called with one line about each stage.
+        name: what the server is to call the model.
         type: of the numbers in a GGUF.
         dtype: of a plain model's weights; None keeps each tensor's own.
         as_adapter: for vLLM: base and adapter apart.
-        name: what the server is to call the model.
+        any_base: merge an adapter into other weights than its own base.
         excepted: kinds of conversations whose prompts may differ from training's.
         system: for Ollama: a system prompt for every chat.
         group_size: for AWQ: inputs that share a scale.
-        min_agreement: the share of greedy tokens that must agree; None is the target's own rule.
+        min_agreement: the share of greedy tokens that must agree; None is 99% for plain weights,
+            and stated only for quantised ones.
     """
 
+    out: Path
+    say: Callable[[str], None]
+    name: str = "model"
     type: str = "f16"
     dtype: str | None = None
     as_adapter: bool = False
-    name: str = "model"
+    any_base: bool = False
     excepted: tuple[str, ...] = ()
     system: str | None = None
     group_size: int = 128
     min_agreement: float | None = None
 
-    def required(self, *, is_quantized: bool) -> float | None:
-        """The rule for agreement: 99% for plain weights, stated only for quantised ones."""
-        if self.min_agreement is not None:
-            return self.min_agreement
-        return None if is_quantized else MIN_AGREEMENT
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a target is told.
-
-    Attributes:
-        options: of the command line.
-        out: where the result will be; nothing is written there directly.
-        say: called with one line about each stage.
-    """
-
-    options: ExportOptions
-    out: Path
-    say: Callable[[str], None]
+    def certify(
+        self, source: Source, served: Served, *notes: str, is_quantized: bool
+    ) -> dict[str, Any]:
+        """The certificate of what was written."""
+        required = self.min_agreement
+        if required is None and not is_quantized:
+            required = MIN_AGREEMENT
+        return certify(
+            source.reference, served, required=required, excepted=self.excepted, notes=notes
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Written:
 
     certificate: Mapping[str, Any]
     command: str
-    notes: tuple[str, ...] = field(default=())
+    notes: Sequence[str] = ()
 
 
 class Target(Protocol):
@@ -92,24 +89,13 @@ class Target(Protocol):
         """Write into ``staging``, read it back, certify."""
 
 
-TARGETS: Mapping[str, str] = {
-    "gguf": "trainkit.export.gguf.target",
-    "ollama": "trainkit.export.ollama.target",
-    "vllm": "trainkit.export.vllm",
-    "fp8": "trainkit.export.fp8",
-    "awq": "trainkit.export.awq",
-}
-"""Name on the command line -> module."""
-
-
-def export(target: str, paths: ModelPaths, job: Job, held: Held) -> dict[str, Any]:
+def export(target: str, paths: ModelPaths, job: Job) -> dict[str, Any]:
     """Write a trained model for a server.
 
     Args:
-        target: of ``TARGETS``.
+        target: a module of this package.
         paths: of ``find_model``.
         job: options and place.
-        held: how the run held its base.
 
     Returns:
         The certificate, as it is written next to the result.
@@ -117,7 +103,7 @@ def export(target: str, paths: ModelPaths, job: Job, held: Held) -> dict[str, An
     Raises:
         TrainkitError: it cannot be served as it was trained; nothing is left behind.
     """
-    module: Target = importlib.import_module(TARGETS[target])
+    module: Target = importlib.import_module(f"trainkit.export.{target}")
     if os.path.lexists(job.out):
         raise CheckpointError(
             "it exists already; an export does not write over anything",
@@ -125,13 +111,13 @@ def export(target: str, paths: ModelPaths, job: Job, held: Held) -> dict[str, An
             fix="choose another path or move the old one away",
         )
     module.check(paths, job)
-    with _over_plain_base(paths, held, job) as plain:
+    with _over_plain_base(paths, job) as plain:
         from trainkit.export.plain import refuse_unmergeable, stored_bytes
 
-        if not job.options.as_adapter:
+        if not job.as_adapter:
             refuse_unmergeable(plain)
         free_space_check(job.out, int(module.COPIES * stored_bytes(plain)))
-        source = replace(open_source(paths, held, job.say), paths=plain)
+        source = replace(open_source(paths, job.any_base, job.say), paths=plain)
         with staged_directory(job.out, metadata={"kind": "export", "target": target}) as staging:
             written = module.write(source, staging, job)
             certificate = {
@@ -154,11 +140,12 @@ def export(target: str, paths: ModelPaths, job: Job, held: Held) -> dict[str, An
 
 
 @contextmanager
-def _over_plain_base(paths: ModelPaths, held: Held, job: Job) -> Iterator[ModelPaths]:
+def _over_plain_base(paths: ModelPaths, job: Job) -> Iterator[ModelPaths]:
     """An adapter's base as plain weights, for as long as it is written."""
     if paths.adapter is None:
         yield paths
         return
     base = base_directory(paths.source)
-    with plain_base(paths.source, base, held.dtype, job.out, job.say) as plain:
+    dtype = run_settings(paths.run).dtype
+    with plain_base(paths.source, base, dtype, job.out, job.say) as plain:
         yield paths if plain == base else replace(paths, source=paths.at(plain), stored=base)

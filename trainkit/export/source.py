@@ -1,7 +1,7 @@
 """What is exported: the trained weights, and what else decided the prompts in training."""
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,10 @@ from trainkit.data import DataOptions
 from trainkit.data.read.messages import Conversation
 from trainkit.data.render.template import ChatTemplate, freeze_dates
 from trainkit.errors import ModelError
-from trainkit.export.certificate import Reference, ask_trained
-from trainkit.export.conversations import conversations_of
-from trainkit.export.served import release
-from trainkit.infer.engine import Engine, load_engine
-from trainkit.infer.locate import ModelPaths, is_trained_on_texts
+from trainkit.export.certificate import Reference, ask_trained, released
+from trainkit.export.conversations import Prompt, conversations_of
+from trainkit.infer.engine import load_engine
+from trainkit.infer.locate import ModelPaths, is_trained_on_texts, run_settings
 
 # -- The chat template as a server needs it: with what the recipe added to it written into it
 # A server knows the template and the messages. What else decided a prompt in training (a frozen
@@ -40,12 +39,18 @@ def served_template(
     """
     template = ChatTemplate(tokenizer, options)
     text = freeze_dates(template.text, options.frozen_date)
-    start = "".join(
-        _default(name, value) if name in free else f"{{%- set {name} = {_literal(value)} -%}}"
-        for name, value in template.kwargs.items()
-    )
+    start = ""
+    for name, value in template.kwargs.items():
+        setting = f"{{%- set {name} = {_literal(value)} -%}}"
+        if name in free:  # a request may say otherwise
+            setting = f"{{%- if {name} is not defined -%}}{setting}{{%- endif -%}}"
+        start += setting
     if options.system_policy not in ("keep", "none"):
-        start += _system(options.system_policy)
+        first = f"[{{'role': 'system', 'content': {_literal(options.system_policy)}}}]"
+        start += (
+            "{%- if messages[0]['role'] != 'system' -%}"
+            f"{{%- set messages = {first} + messages -%}}{{%- endif -%}}"
+        )
     return f"{start}{_NOTHING}{text}" if start else text
 
 
@@ -65,21 +70,6 @@ def named_templates(
     return named
 
 
-def _default(name: str, value: Any) -> str:
-    """A request may say otherwise."""
-    return (
-        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_literal(value)} -%}}{{%- endif -%}}"
-    )
-
-
-def _system(text: str) -> str:
-    first = f"[{{'role': 'system', 'content': {_literal(text)}}}]"
-    return (
-        "{%- if messages[0]['role'] != 'system' -%}"
-        f"{{%- set messages = {first} + messages -%}}{{%- endif -%}}"
-    )
-
-
 def _literal(value: Any) -> str:
     """A JSON value as Jinja writes it."""
     if value is None or isinstance(value, bool):
@@ -93,21 +83,6 @@ def _literal(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Held:
-    """How a run held its base model, and what is taken on trust.
-
-    Attributes:
-        quantize: ``nf4``, ``fp8`` or None.
-        dtype: of the weights in memory, or None.
-        any_base: merge into other weights than the adapter's own base.
-    """
-
-    quantize: str | None = None
-    dtype: str | None = None
-    any_base: bool = False
-
-
-@dataclass(frozen=True)
 class Source:
     """A trained model that is about to be exported.
 
@@ -115,14 +90,12 @@ class Source:
         paths: where it is.
         quantize: how its base was packed in training, or None.
         compute_dtype: what a packed base was unpacked to, or None.
-        any_base: the adapter may be merged into other weights.
         template: what the server gets; None for a model of plain texts.
         named_templates: the tokenizer's others, such as ``tool_use``, which servers take for
             conversations with tools.
         variables: of the template, with their defaults, that rows of the run set otherwise.
         stop_ids: tokens that end an answer, the trained ones first.
         stop_tokens: the same as text.
-        system: the system prompt that all of training had, or None.
         reference: what the trained model says.
         notes: for the certificate.
     """
@@ -130,28 +103,21 @@ class Source:
     paths: ModelPaths
     quantize: str | None
     compute_dtype: str | None
-    any_base: bool
     template: str | None
     named_templates: Mapping[str, str]
     variables: Mapping[str, Any]
     stop_ids: tuple[int, ...]
     stop_tokens: tuple[str, ...]
-    system: str | None
     reference: Reference
     notes: tuple[str, ...]
 
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds of conversations that the trained model was asked."""
-        return {kind for prompt in self.reference.prompts for kind in prompt.kinds}
 
-
-def open_source(paths: ModelPaths, held: Held, say: Callable[[str], None]) -> Source:
+def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -> Source:
     """Load the trained model, ask it what the export will be asked, and let go of it.
 
     Args:
         paths: of ``find_model``.
-        held: how the run held its base.
+        any_base: the adapter may be merged into other weights than its own base.
         say: called with one line about each stage.
 
     Raises:
@@ -162,58 +128,49 @@ def open_source(paths: ModelPaths, held: Held, say: Callable[[str], None]) -> So
         if directory is not None and (directory / MANIFEST_NAME).exists():
             verify_directory(directory)
     say("asking the trained model")
-    has_adapter = paths.adapter is not None
-    quantize = held.quantize if has_adapter else None
-    engine = load_engine(
-        paths,
-        dtype="auto" if quantize == "nf4" else "float32",
-        quantize=quantize if quantize == "nf4" else None,
-        any_base=held.any_base,
-        say=say,
-    )
-    is_text = is_trained_on_texts(paths.run) or not engine.tokenizer.chat_template
-    prompts = conversations_of(paths.run, engine, is_text=is_text)
-    if not prompts:
-        raise ModelError(
-            "the chat template renders none of the conversations that it was tried on",
-            where=paths.tokenizer,
+    held = run_settings(paths.run)
+    quantize = held.quantize if paths.adapter is not None else None
+    with released():
+        engine = load_engine(
+            paths,
+            dtype="auto" if quantize == "nf4" else "float32",
+            quantize=quantize if quantize == "nf4" else None,
+            any_base=any_base,
+            say=say,
         )
-    reference = ask_trained(engine, prompts, has_adapter=has_adapter)
-    source = _described(paths, held, engine, reference, is_text=is_text)
-    del engine
-    release()
-    return source
-
-
-def _described(
-    paths: ModelPaths, held: Held, engine: Engine, reference: Reference, *, is_text: bool
-) -> Source:
-    options, tokenizer = engine.options, engine.tokenizer
-    policy = options.system_policy
-    notes = []
-    if not any(not prompt.id.startswith("made:") for prompt in reference.prompts):
-        notes.append("the run's own data was not at hand; the conversations were made")
-    if policy == "none":
-        notes.append("the run removed system prompts: what a system prompt does was not trained")
-    elif policy != "keep":
-        notes.append("the run gave every conversation one system prompt; it is in the template")
-    if held.quantize == "nf4":
-        notes.append("trained over a base in 4 bits; merged into its weights as training saw them")
-    ends = engine.stop_ids
-    rows = [prompt.row for prompt in reference.prompts if isinstance(prompt.row, Conversation)]
+        is_text = is_trained_on_texts(paths.run) or not engine.tokenizer.chat_template
+        prompts = conversations_of(paths.run, engine, is_text=is_text)
+        if not prompts:
+            raise ModelError(
+                "the chat template renders none of the conversations that it was tried on",
+                where=paths.tokenizer,
+            )
+        reference = ask_trained(engine, prompts, has_adapter=paths.adapter is not None)
+        options, tokenizer, ends = engine.options, engine.tokenizer, engine.stop_ids
+        del engine
+    rows = [prompt.row for prompt in prompts if isinstance(prompt.row, Conversation)]
     set_by_rows = {name for row in rows for name in row.template_kwargs}
     variables = {k: v for k, v in options.template_kwargs.items() if k in set_by_rows}
     return Source(
         paths=paths,
-        quantize=held.quantize if paths.adapter is not None else None,
+        quantize=quantize,
         compute_dtype=held.dtype if held.dtype != "auto" else None,
-        any_base=held.any_base,
         template=None if is_text else served_template(tokenizer, options, variables),
         named_templates={} if is_text else named_templates(tokenizer, options, variables),
         variables=variables,
         stop_ids=ends,
         stop_tokens=tuple(str(tokenizer.convert_ids_to_tokens(end)) for end in ends),
-        system=policy if policy not in ("keep", "none") else None,
         reference=reference,
-        notes=tuple(notes),
+        notes=tuple(_notes(prompts, options.system_policy, quantize)),
     )
+
+
+def _notes(prompts: Sequence[Prompt], policy: str, quantize: str | None) -> Iterator[str]:
+    if all(prompt.id.startswith("made:") for prompt in prompts):
+        yield "the run's own data was not at hand; the conversations were made"
+    if policy == "none":
+        yield "the run removed system prompts: what a system prompt does was not trained"
+    elif policy != "keep":
+        yield "the run gave every conversation one system prompt; it is in the template"
+    if quantize == "nf4":
+        yield "trained over a base in 4 bits; merged into its weights as training saw them"

@@ -5,43 +5,32 @@ it would pass over in silence (a scale of its own for some modules, modules that
 for) is an error here.
 """
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from trainkit.checkpoint.weights.adapter import Adapter, read_adapter
 from trainkit.checkpoint.weights.companions import copy_companions
-from trainkit.checkpoint.weights.plain_files import plain_file
+from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.errors import ModelError
-from trainkit.export.certificate import certify
+from trainkit.export.certificate import TransformersServed, released
 from trainkit.export.plain import make_servable, weights_directory, write_plain
 from trainkit.export.run import Job, Written
-from trainkit.export.served import TransformersServed
 from trainkit.export.source import Source
+from trainkit.infer.base import is_plain
 from trainkit.infer.locate import ModelPaths
-from trainkit.infer.plain_base import is_plain
 from trainkit.models.loading import load_config
 
 COPIES = 2.1
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What ``--max-lora-rank`` takes."""
-_MODULES = frozenset(
-    word
-    for words in (
-        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj",
-        "dense dense_h_to_4h dense_4h_to_h query_key_value c_fc c_proj fc1 fc2",
-    )
-    for word in words.split()
+_MODULES = (
+    "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj qkv_proj gate_up_proj dense "
+    "dense_h_to_4h dense_4h_to_h query_key_value c_fc c_proj fc1 fc2"
 )
-_FAMILIES = frozenset(
-    word
-    for words in (
-        "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 phi3",
-        "granite olmo2 smollm3 starcoder2 cohere",
-    )
-    for word in words.split()
+_FAMILIES = (
+    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text glm glm4 phi3 granite olmo2 smollm3 "
+    "starcoder2 cohere"
 )
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 # Keys of adapter_config.json that vLLM refuses, or does not read and so passes over.
@@ -63,7 +52,7 @@ _MERGED = "leave out --as-adapter: the merged model has all of it"
 
 def check(paths: ModelPaths, job: Job) -> None:
     """Refuse an adapter of which vLLM would serve nothing, or only a part."""
-    if not job.options.as_adapter:
+    if not job.as_adapter:
         return
     if paths.adapter is None:
         raise ModelError(
@@ -71,7 +60,7 @@ def check(paths: ModelPaths, job: Job) -> None:
         )
     adapter = read_adapter(paths.adapter, with_peft=True)
     base = weights_directory(paths)
-    if job.options.dtype is not None:
+    if job.dtype is not None:
         raise ModelError("it is of merged weights", where="--dtype", fix="leave it out")
     problems = list(unserved(adapter, load_config(paths.at(base)).model_type))
     if not is_plain(base):
@@ -91,9 +80,9 @@ def unserved(adapter: Adapter, model_type: str) -> Iterator[str]:
             yield f"{key}: {reason}"
     if adapter.config.get("bias", "none") != "none":
         yield "bias: vLLM takes no biases of an adapter"
-    if model_type not in _FAMILIES:
+    if model_type not in _FAMILIES.split():
         yield f"adapters over {model_type} models are not known to be served"
-    leaves = {name.rpartition(".")[2] for name in adapter.modules} - _MODULES
+    leaves = {name.rpartition(".")[2] for name in adapter.modules} - {*_MODULES.split()}
     if leaves:
         yield f"vLLM has no adapters for {', '.join(sorted(leaves))}"
     if any(".experts." in name for name in adapter.modules):
@@ -109,33 +98,34 @@ def unserved(adapter: Adapter, model_type: str) -> Iterator[str]:
 
 def write(source: Source, staging: Path, job: Job) -> Written:
     """Write the merged model, or the adapter with tokenizer and template."""
-    if job.options.as_adapter:
+    if job.as_adapter:
         return _write_adapter(source, staging, job)
     work = staging / "merged"
-    write_plain(source, work, dtype=job.options.dtype, say=job.say)
+    write_plain(source, work, job)
     for path in sorted(work.iterdir()):
         path.rename(staging / path.name)
     work.rmdir()
     job.say("asking the exported model")
-    required = job.options.required(is_quantized=source.quantize is not None)
-    with TransformersServed(source.paths.at(staging)) as served:
-        certificate = certify(
-            source.reference,
-            served,
-            required=required,
-            excepted=job.options.excepted,
-            notes=["vLLM itself was not run; transformers read its directory"],
+    with released():
+        certificate = job.certify(
+            source,
+            TransformersServed(source.paths.at(staging)),
+            "vLLM itself was not run; transformers read its directory",
+            is_quantized=source.quantize is not None,
         )
     return Written(certificate, serve_command(source, staging, job))
 
 
 def serve_command(source: Source, staging: Path, job: Job) -> str:
     """The command that serves a whole model, also written to ``serve.sh``."""
-    name = shlex.quote(job.options.name)
-    command = f"vllm serve {_quoted(job.out)} --served-model-name {name}"
+    command = f"vllm serve {_quoted(job.out)} --served-model-name {shlex.quote(job.name)}"
+    return _written_command(source, staging, command)
+
+
+def _written_command(source: Source, staging: Path, command: str) -> str:
     if source.paths.source.trust_remote_code:
         command += " --trust-remote-code"
-    _write_command(staging, command)
+    (staging / "serve.sh").write_text(f"#!/bin/sh\nexec {command}\n", encoding="utf-8")
     return command
 
 
@@ -147,41 +137,29 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     trusted = source.paths.source.trust_remote_code
     copy_companions((Path(source.paths.tokenizer), base), staging, with_code=trusted)
     make_servable(staging, source)
-    config: dict[str, Any] = json.loads((staging / _FILES[0]).read_text("utf-8"))
     job.say("asking base and adapter as they will be served")
-    required = job.options.required(is_quantized=source.quantize is not None)
     notes = ["vLLM itself was not run; transformers and peft read base and adapter"]
     if source.quantize is not None:
         notes.append("trained over a quantised base; served over the base named in the command")
     at = source.paths.at
-    with TransformersServed(at(staging), base=at(base)) as served:
-        certificate = certify(
-            source.reference,
-            served,
-            required=required,
-            excepted=job.options.excepted,
-            notes=notes,
-        )
+    with released():
+        served = TransformersServed(at(staging), base=at(base))
+        certificate = job.certify(source, served, *notes, is_quantized=source.quantize is not None)
+        del served
+    config = read_json(staging / _FILES[0])
     rank = next(rank for rank in RANKS if rank >= int(config["r"]))
-    name = job.options.name
     words = [
         f"vllm serve {_quoted(base)} --enable-lora --max-lora-rank {rank}",
-        f"--lora-modules {shlex.quote(f'{name}={job.out.absolute()}')}",
+        f"--lora-modules {shlex.quote(f'{job.name}={job.out.absolute()}')}",
         f"--tokenizer {_quoted(job.out)} --generation-config {_quoted(job.out)}",
     ]
     if source.template is not None and not source.named_templates:  # it would be taken for all
         words.append(f"--chat-template {_quoted(job.out / 'chat_template.jinja')}")
-    if trusted:
-        words.append("--trust-remote-code")
-    command = " ".join(words)
-    _write_command(staging, command)
-    reminder = f"ask for the model {name!r}: requests for {base} are answered without the adapter"
+    command = _written_command(source, staging, " ".join(words))
+    asked = f"ask for the model {job.name!r}"
+    reminder = f"{asked}: requests for {base} are answered without the adapter"
     return Written(certificate, command, (reminder,))
 
 
 def _quoted(path: Path) -> str:
     return shlex.quote(str(path.absolute()))
-
-
-def _write_command(staging: Path, command: str) -> None:
-    (staging / "serve.sh").write_text(f"#!/bin/sh\nexec {command}\n", encoding="utf-8")

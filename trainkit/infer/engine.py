@@ -28,12 +28,12 @@ from trainkit.data.render.prompt import conversation_of
 from trainkit.data.render.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.estimate.context import context_of
-from trainkit.infer.base_proof import prove_base
+from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
 from trainkit.models.device import device_named
-from trainkit.models.linears import is_packed, quantization_config
+from trainkit.models.linears import is_packed, packed_kind, quantization_config
 from trainkit.models.loading import (
     TORCH_DTYPES,
     check_exists,
@@ -277,9 +277,7 @@ def load_engine(
     if quantize is not None:
         with contextlib.suppress(OSError):  # codes do not show what they were made of
             refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
-        from trainkit.infer.packed_base import pack, packs_late  # only here, as peft below
-
-        late = packs_late(quantize)
+        late = packed_kind(quantize).convert is not None
         packing = quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
     model: Any = load_model(
         source,
@@ -291,20 +289,25 @@ def load_engine(
     if quantize is not None and late:
         model = pack(model, quantize, place, paths.run)
     if paths.adapter is not None:
-        # Only here: peft brings bitsandbytes and torch's compiler, a third of the time of a start.
-        from trainkit.lora.adapter import load_adapter
-
-        rows = vocabulary_rows(paths.adapter)
-        if rows not in (None, model.get_input_embeddings().weight.shape[0]):
-            model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
         refuse_not_finite(paths.adapter)
-        model = load_adapter(model, paths.adapter)
+        model = with_adapter(model, paths.adapter)
     model.eval()
     set_use_cache(model.config, True)
     options = DataOptions(**training_options(paths.run))
     if system is not None:
         options = options.replace(system_policy="keep")
     return Engine(model, tokenizer, options, trained_stop_ids(paths.run))
+
+
+def with_adapter(model: Any, adapter: Path) -> Any:
+    """A loaded base with an adapter over it, by peft."""
+    # Only here: peft brings bitsandbytes and torch's compiler, a third of the time of a start.
+    from trainkit.lora.adapter import load_adapter
+
+    rows = vocabulary_rows(adapter)
+    if rows not in (None, model.get_input_embeddings().weight.shape[0]):
+        model.resize_token_embeddings(rows, mean_resizing=False)  # as before training
+    return load_adapter(model, adapter)
 
 
 def _verify(paths: ModelPaths, say: Callable[[str], None]) -> None:

@@ -143,25 +143,25 @@ def _export(target: str, source: str, output: Output, shared: Shared, **own: Any
     path, agreement = output.place(), shared.min_agreement
     if agreement is not None and not 0 <= agreement <= 1:
         raise RecipeError(f"{agreement} is not between 0 and 1", where="--min-agreement")
-    from trainkit.infer.locate import find_model, run_settings
+    from trainkit.infer.locate import find_model
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
-    from trainkit.export.run import ExportOptions, Job, export
-    from trainkit.export.source import Held
+    from trainkit.export.run import Job, export
 
-    options = ExportOptions(
+    job = Job(
+        path,
+        note,
+        _served_name(shared.name, source),
         **own,
-        name=_served_name(shared.name, source),
+        any_base=shared.any_base,
         min_agreement=agreement,
         excepted=tuple(kind.value for kind in shared.excepted or ()),
     )
     paths = find_model(
         source, base_model=shared.base_model, trust_remote_code=shared.trust_remote_code
     )
-    settings = run_settings(paths.run)
-    held = Held(settings.quantize, settings.dtype, shared.any_base)
-    certificate = export(target, paths, Job(options, path, note), held)
+    certificate = export(target, paths, job)
     echo(json.dumps(certificate) if shared.as_json else _summary(path, certificate))
 
 

@@ -146,8 +146,8 @@ def _merge_adapter(
 ) -> dict[str, Any]:
     from trainkit.checkpoint.merge.merge import merge_adapter, own_base
     from trainkit.checkpoint.weights.adapter import read_adapter
+    from trainkit.infer.base import plain_base
     from trainkit.infer.locate import base_directory
-    from trainkit.infer.plain_base import plain_base
 
     base = base_directory(model)
     taken = read_adapter(adapter, with_peft=True)

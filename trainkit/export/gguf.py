@@ -3,34 +3,29 @@
 import json
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trainkit.data.read.messages import Conversation, TextRow
 from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.data.read.messages import Conversation, TextRow
 from trainkit.errors import CheckpointError, ModelError
-from trainkit.export.certificate import certify
-from trainkit.export.gguf.convert import DIRECT, check_converter, check_quantizer, convert, quantize
-from trainkit.export.gguf.llama_server import LlamaServer, check_llama_cpp
+from trainkit.export.llama_cpp import DIRECT, LlamaServer, check_llama_cpp, convert, quantize
 from trainkit.export.plain import weights_directory, write_plain
 from trainkit.export.run import Job, Written
 from trainkit.export.source import Source
 from trainkit.infer.locate import ModelPaths
 
 COPIES = 3.2
-_WHOLE = ("f32", "f16", "bf16")
 
 
 def check(paths: ModelPaths, job: Job) -> None:
     """Refuse code that comes with the model; and to begin without converter, llama.cpp, weights."""
     refuse_own_code(paths)
-    check_converter()
-    check_llama_cpp()
-    if job.options.type not in DIRECT:
-        check_quantizer()
+    check_llama_cpp(job.type)
     weights_directory(paths)
 
 
@@ -55,59 +50,13 @@ def refuse_own_code(paths: ModelPaths) -> None:
 def write(source: Source, staging: Path, job: Job) -> Written:
     """Write ``model-TYPE.gguf``."""
     file = write_gguf(source, staging, job)
-    work = staging / "merged"
-    job.say("asking llama.cpp")
-    served = open_gguf(file, source)
-    try:
-        served.check_ends(source)
-        certificate = certify(
-            source.reference,
-            served,
-            required=job.options.required(is_quantized=not is_plain(source, job)),
-            excepted=job.options.excepted,
-        )
-    finally:
-        served.close()
-    shutil.rmtree(work)
+    with served_gguf(file, source) as served:
+        certificate = job.certify(source, served, is_quantized=is_quantized(source, job))
+    shutil.rmtree(staging / "merged")
     command = f"llama-server --jinja -m {shlex.quote(str((job.out / file.name).absolute()))}"
     if source.variables:
         command += f" --chat-template-kwargs {shlex.quote(json.dumps(dict(source.variables)))}"
     return Written(certificate, command)
-
-
-def is_plain(source: Source, job: Job) -> bool:
-    """Whether neither the export nor the base in training is quantised."""
-    return job.options.type in _WHOLE and source.quantize is None
-
-
-def write_gguf(source: Source, staging: Path, job: Job) -> Path:
-    """Make the GGUF; the plain model stays in ``merged``, for its tokenizer.
-
-    Returns:
-        The file.
-    """
-    kind, work = job.options.type, staging / "merged"
-    write_plain(source, work, say=job.say)
-    file = staging / f"model-{kind}.gguf"
-    job.say(f"converting to {kind}")
-    if kind in DIRECT:
-        convert(work, file, kind, job.options.name)
-    else:
-        whole = staging / "whole.gguf"
-        convert(work, whole, "bf16", job.options.name)
-        quantize(whole, file, kind)
-        whole.unlink()
-    return file
-
-
-def open_gguf(file: Path, source: Source) -> "GgufServed":
-    """Load a GGUF with room for the longest prompt or answer."""
-    reference = source.reference
-    sizes = [len(ids) for ids in reference.prompt_ids]
-    sizes += [len(answer.input_ids) for answer in reference.answers]
-    context = -(-(max(sizes) + 8) // 256) * 256  # llama.cpp rounds to this itself
-    server = LlamaServer(file, context, source.variables)
-    return GgufServed(server, reference.answers[0].logits.shape[1])
 
 
 class GgufServed:
@@ -130,25 +79,54 @@ class GgufServed:
         return self.server.tokenize(text)
 
     def logits(self, input_ids: Sequence[int], start: int) -> Tensor:
-        """As the protocol says; log probabilities, which is the same to a softmax."""
+        """Log probabilities, which is the same to a softmax."""
         ends = range(start, len(input_ids))
         return torch.stack(
             [self.server.log_probs(input_ids[:end], self._vocab_size) for end in ends]
         )
 
-    def check_ends(self, source: Source) -> None:
-        """Refuse a file with which generation would run on.
 
-        Raises:
-            CheckpointError: llama.cpp does not stop where training ended its answers.
-        """
-        if source.stop_ids and not self.server.is_end(source.stop_ids[0]):
+def write_gguf(source: Source, staging: Path, job: Job) -> Path:
+    """Make the GGUF; the plain model stays in ``merged``, for its tokenizer."""
+    kind, work = job.type, staging / "merged"
+    write_plain(source, work, job)
+    file = staging / f"model-{kind}.gguf"
+    job.say(f"converting to {kind}")
+    if kind in DIRECT:
+        convert(work, file, kind, job.name)
+    else:
+        whole = staging / "whole.gguf"
+        convert(work, whole, "bf16", job.name)
+        quantize(whole, file, kind)
+        whole.unlink()
+    job.say("asking llama.cpp")
+    return file
+
+
+@contextmanager
+def served_gguf(file: Path, source: Source) -> Iterator[GgufServed]:
+    """A GGUF in llama.cpp's server, with room for the longest prompt or answer.
+
+    Raises:
+        CheckpointError: generation would run on where training ended its answers.
+    """
+    reference = source.reference
+    sizes = [len(ids) for ids in reference.prompt_ids]
+    sizes += [len(answer.input_ids) for answer in reference.answers]
+    context = -(-(max(sizes) + 8) // 256) * 256  # llama.cpp rounds to this itself
+    server = LlamaServer(file, context, source.variables)
+    try:
+        if source.stop_ids and not server.is_end(source.stop_ids[0]):
             raise CheckpointError(
                 f"llama.cpp would not stop at {source.stop_tokens[0]!r}, which ends the trained "
                 "answers",
                 fix="make it the tokenizer's eos_token, and train with that",
             )
+        yield GgufServed(server, reference.answers[0].logits.shape[1])
+    finally:
+        server.close()
 
-    def close(self) -> None:
-        """As the protocol says."""
-        self.server.close()
+
+def is_quantized(source: Source, job: Job) -> bool:
+    """Whether the export is, or the base in training was."""
+    return job.type not in ("f32", "f16", "bf16") or source.quantize is not None

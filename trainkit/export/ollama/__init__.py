@@ -1,1 +1,0 @@
-"""For Ollama: a GGUF, and a Modelfile with the trained template as Go writes it."""
