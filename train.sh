@@ -21,4 +21,5 @@ if [ $# -eq 0 ]; then
   set -- --config configs/quickstart.yaml
 fi
 
-exec "$python" -m trainkit launch "$@"
+# Not `-m trainkit`, for which a trainkit.py of the user's folder would be trainkit.
+exec "$python" "$repository/trainkit/started/module.py" trainkit launch "$@"

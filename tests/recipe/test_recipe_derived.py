@@ -99,6 +99,14 @@ def test_what_is_printed_is_what_the_trainer_gets(load, case):
     assert shown["training.use_cpu"] == (True, "this machine has no GPU")
 
 
+def test_full_training_in_float16_has_a_loss_scaler_and_in_bfloat16_no_autocast(load):
+    """On a GPU: without one there is no loss scaler, and the run is refused."""
+    for dtype, name, expected in (("float16", "fp16", True), ("bfloat16", "bf16", False)):
+        rows = load([f"model.dtype={dtype}"]).values(Machine(world_size=1, on_cpu=False))
+        shown = {row.key: (row.value, row.origin) for row in rows}
+        assert shown[f"training.{name}"] == (expected, "from model.dtype" if expected else THEIRS)
+
+
 def test_what_only_the_built_run_knows_is_printed_too(load):
     loaded = load([])
     args = trainer_arguments(loaded.recipe, layout_of(loaded.recipe, ProcessRank(0, 0, 1)))

@@ -2,8 +2,10 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from trainkit.cli.app import main
 
@@ -38,13 +40,17 @@ def dry_run(tmp_path, tiny_qwen2, monkeypatch, capsys):
     return run
 
 
-def test_it_reports_a_whole_step_and_leaves_nothing(dry_run):
+def test_it_reports_a_whole_step_and_leaves_nothing(dry_run, tiny_qwen2):
     code, said = dry_run()
     assert code == 0, said
     figures = dict(
         re.findall(r"^  (\S+(?: \S+)?)  +(.*)$", said.partition("ready to train")[2], re.M)
     )
     longest = re.fullmatch(r"(\d+) tokens, (\d+) trained", figures["longest batch"])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_qwen2)
+    rows = map(json.loads, Path("rows.jsonl").read_text().splitlines())
+    lengths = [len(tokenizer.apply_chat_template(row["messages"])["input_ids"]) for row in rows]
+    assert int(longest[1]) == sum(sorted(lengths)[-2:])
     assert int(longest[1]) > int(longest[2]) > 0
     assert float(figures["loss"]) > 0
     assert "longest batch" in figures["eval loss"]
