@@ -89,6 +89,14 @@ class PatchError(TrainkitError):
     """A kernel cannot be put into a model: a target is missing or already taken."""
 
 
+class ProofError(TrainkitError):
+    """A shortcut does not compute what the plain model does; kernels.json gets ``rows``."""
+
+    part = ""
+    """Of kernels.json."""
+    rows: list[dict[str, object]]
+
+
 class CheckpointError(TrainkitError):
     """A checkpoint is incomplete, damaged, hostile, or does not fit the run."""
 

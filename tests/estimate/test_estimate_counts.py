@@ -18,7 +18,7 @@ from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import NAMED, TRAITS, find_shape, from_config, plain_name
 from trainkit.kernels.linear_cross_entropy import function as loss
 from trainkit.kernels.linear_cross_entropy.products import _NUMBERS_THAT_FILL, default_chunk_tokens
-from trainkit.models.recompute import offload
+from trainkit.models import recompute
 from trainkit.options.model import LORA_OPS, OPS
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
@@ -101,7 +101,7 @@ def test_eight_billion_parameters_train_in_full_in_18_gib() -> None:
 
 
 def test_offload_width() -> None:
-    assert offload.MIN_WIDTH == MIN_OFFLOAD_WIDTH
+    assert recompute.MIN_WIDTH == MIN_OFFLOAD_WIDTH
 
 
 @pytest.mark.parametrize("name", NAMED)

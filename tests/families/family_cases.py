@@ -97,7 +97,7 @@ def new_op():
     import pytest
 
     from trainkit.kernels.contract import measure
-    from trainkit.models.checks.self_check import self_check
+    from trainkit.models.self_check import self_check
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         spec = add_silu_mul(monkeypatch)
@@ -122,8 +122,7 @@ def add_silu_mul(monkeypatch):
     from families.silu_mul.spec import SILU_MUL
 
     from trainkit import kernels
-    from trainkit.models import patch
-    from trainkit.models.checks import self_check
+    from trainkit.models import patch, self_check
     from trainkit.models.proof import gates, plan
     from trainkit.options.model import OPS
 

@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 import trainkit
 from trainkit.kernels.contract import measure
-from trainkit.models.checks.self_check import self_check
+from trainkit.models.self_check import self_check
 from trainkit.options.model import OPS
 
 calls = generated.calls

@@ -19,7 +19,7 @@ from trainkit.kernels.launch import runs_kernel
 from trainkit.kernels.lora import gate, mlp, products
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
-from trainkit.models.fp8.errors import PRODUCT_LIMIT
+from trainkit.models.fp8.base import PRODUCT_LIMIT
 
 BF16 = torch.bfloat16
 

@@ -14,9 +14,8 @@ from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
 from trainkit.lora import LoraOptions
 from trainkit.lora.quant import refuse_unfit_device
+from trainkit.models.fp8.base import PRODUCT_LIMIT, Fp8Linear, describe_fp8, quantize_to_fp8
 from trainkit.models.fp8.decide import Fp8Setup
-from trainkit.models.fp8.errors import PRODUCT_LIMIT
-from trainkit.models.fp8_linear import Fp8Linear, describe_fp8, quantize_to_fp8
 from trainkit.models.linears import count_parameters, kind_of
 from trainkit.options import Fp8Options, ModelOptions
 from trainkit.train.model import build_model

@@ -12,9 +12,9 @@ from trainkit.lora import LoraOptions, fuse
 from trainkit.lora.adapter import to_peft
 from trainkit.lora.fused import why_unfused
 from trainkit.lora.targets import Targets
-from trainkit.models.checks.self_check import self_check
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof.replica import make_replica
+from trainkit.models.self_check import self_check
 
 
 def add_second(model):

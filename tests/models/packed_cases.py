@@ -8,7 +8,7 @@ from torch import distributed as dist
 from trainkit.errors import TrainkitError
 from trainkit.models import attention
 from trainkit.models.attention import pattern
-from trainkit.models.checks.leak_test import leak_test, packed_bounds
+from trainkit.models.leak_test import leak_test, packed_bounds
 
 LENGTHS = ((7, 5), (4, 9))
 """Documents of the one row of each rank; both rows end in padding."""
@@ -65,10 +65,10 @@ def leaking_run(cwd):
     """A command where attention runs the documents together, and no proof of a layer sees it."""
     from commands import run_command
 
-    from trainkit.models.attention import layer_proof, proof
+    from trainkit.models.attention import proof
 
     run_documents_together()
-    proof._ROUNDINGS = layer_proof._ROUNDINGS = 1e9  # so that the leak test is what finds it
+    proof._ROUNDINGS = 1e9  # so that the leak test is what finds it
     return run_command(cwd, ["sft", "--config", "small.yaml", "--output-dir", "run"])
 
 

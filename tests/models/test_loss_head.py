@@ -8,7 +8,7 @@ import torch
 from tiny import make_qwen2
 from torch import nn
 
-from trainkit.models.loss import loss_head
+from trainkit.models import loss as loss_head
 from trainkit.patching import patch
 
 ONLY_THE_LOSS = {

@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from trainkit.models.patch import patch_kernels
-from trainkit.models.proof.experts import find_experts
+from trainkit.models.proof.gates import find_experts
 
 TYPES = [
     "qwen3_moe",

@@ -9,8 +9,8 @@ from families.family_models import like_model, make, make_batch, run
 from transformers import TrainingArguments
 
 from trainkit.errors import PatchError
-from trainkit.models.recompute import offload
-from trainkit.models.recompute.layers import Recomputed, every
+from trainkit.models import recompute
+from trainkit.models.recompute import Recomputed, every
 from trainkit.train.recompute import ALL, RecomputeLayers
 
 
@@ -21,18 +21,18 @@ def journeys(monkeypatch):
 
     def to_host(self, tensor):
         seen["sent"] += 1
-        return [piece.clone() for piece in offload.pieces_of(tensor)]
+        return [piece.clone() for piece in recompute.pieces_of(tensor)]
 
     def start(self, away):
         seen["fetched"] += 1
         away.back = torch.empty(away.shape)
-        for there, here in zip(offload.pieces_of(away.back), away.host, strict=True):
+        for there, here in zip(recompute.pieces_of(away.back), away.host, strict=True):
             there.copy_(here)
 
-    monkeypatch.setattr(offload, "PIECE_BYTES", 512)  # several to a tensor
-    monkeypatch.setattr(offload.Travel, "travels", lambda self, tensor: tensor.dim() == 3)
-    monkeypatch.setattr(offload.Travel, "to_host", to_host)
-    monkeypatch.setattr(offload.Travel, "start", start)
+    monkeypatch.setattr(recompute, "PIECE_BYTES", 512)  # several to a tensor
+    monkeypatch.setattr(recompute.Travel, "travels", lambda self, tensor: tensor.dim() == 3)
+    monkeypatch.setattr(recompute.Travel, "to_host", to_host)
+    monkeypatch.setattr(recompute.Travel, "start", start)
     return seen
 
 
@@ -138,8 +138,8 @@ def test_every_copy_waits_for_what_it_reads(monkeypatch):
 
     cuda = SimpleNamespace(Stream=Stream, stream=using, current_stream=lambda _: streams[-1])
     empty = lambda *_, device="cpu", **__: Copied("nothing", streams, device)  # noqa: E731
-    monkeypatch.setattr(offload, "torch", SimpleNamespace(cuda=cuda, empty=empty))
-    travel = offload.Travel(min_bytes=0)
+    monkeypatch.setattr(recompute, "torch", SimpleNamespace(cuda=cuda, empty=empty))
+    travel = recompute.Travel(min_bytes=0)
     inputs = [Copied(f"layer {number}", streams) for number in range(3)]
     aways = [travel.send(each) for each in inputs]
     (side,) = travel.streams.values()
@@ -163,7 +163,7 @@ def test_on_a_gpu_nothing_changes(monkeypatch, reentrant):
     expected = run(model, batch, want_logits=False)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(recompute, "MIN_BYTES", 0)
     send_away(model)
     for _ in range(5):
         found = run(model, batch, want_logits=False)
@@ -175,7 +175,7 @@ def test_a_cpu_run_keeps_everything_where_it_is():
     expected = run(model, make_batch("qwen2"), want_logits=False)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for setting in ("auto", True, False):
-        assert not offload.pays(model, model.config, setting)
+        assert not recompute.pays(model, model.config, setting)
     send_away(model)  # and where it is put in all the same, no tensor travels
     found = run(model, make_batch("qwen2"), want_logits=False)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
@@ -189,7 +189,7 @@ def test_what_a_recipe_asks_for(monkeypatch, setting, width, offloads):
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
     model = make("qwen2")
     model.config.hidden_size = width
-    assert offload.pays(model, model.config, setting) is offloads
+    assert recompute.pays(model, model.config, setting) is offloads
 
 
 @pytest.mark.parametrize("setting", ["auto", True])
@@ -225,6 +225,6 @@ def test_the_trainers_callback_offloads_while_training_lasts(journeys, monkeypat
 def test_pinned_memory_is_hardly_more_than_what_travels(tokens):
     """Pinned blocks are powers of two; 450,000 tokens of width 4096 would take 4 GiB for 3.4."""
     tensor = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, device="meta")
-    sizes = [piece.nbytes for piece in offload.pieces_of(tensor)]
+    sizes = [piece.nbytes for piece in recompute.pieces_of(tensor)]
     assert sum(sizes) == tensor.nbytes
     assert sum(1 << (size - 1).bit_length() for size in sizes) - tensor.nbytes < 32 << 20

@@ -28,13 +28,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormG
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from trainkit.models.loss.lazy_logits import LazyLogits, LogitsChange, LossCall
+from trainkit.models.loss import LazyLogits, LogitsChange, LossCall
 from trainkit.models.patch import patch_kernels
-from trainkit.models.proof.gated_norms import find_gated_norm
 from trainkit.models.proof.gates import find_gate
-from trainkit.models.proof.norms import find_norm
+from trainkit.models.proof.norms import find_gated_norm, find_norm
 from trainkit.models.proof.plan import plan_for
-from trainkit.models.proof.rotary import find_turn
+from trainkit.models.proof.rewritten import find_turn
 from trainkit.models.proof.source import join_linears, join_norms
 from trainkit.models.swap import subclass_of
 

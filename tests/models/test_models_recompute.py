@@ -9,8 +9,7 @@ from families.family_models import FAMILIES, like_model, make, make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainkit.lora import LoraOptions, attach
-from trainkit.models.recompute.layers import WAYS, Recomputed, every
-from trainkit.models.recompute.selective import SelectiveCheckpoint
+from trainkit.models.recompute import WAYS, Recomputed, SelectiveCheckpoint, every
 from trainkit.patching import patch
 
 LAYERS = 3

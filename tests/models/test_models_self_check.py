@@ -8,14 +8,14 @@ from families.family_models import DEVICE, FAMILIES, NOT_THERE, make, make_batch
 from torch.nn import functional as F
 
 from trainkit import kernels
+from trainkit.kernels import linear_cross_entropy_counted
 from trainkit.lora import LoraOptions, attach, fuse
+from trainkit.models import self_check as self_check_module
 from trainkit.models import swap
-from trainkit.models.checks import self_check as self_check_module
-from trainkit.models.checks.self_check import SelfCheckError, self_check
-from trainkit.models.loss import loss_head
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof import gates, rewritten
 from trainkit.models.proof.plan import plan_for
+from trainkit.models.self_check import SelfCheckError, self_check
 from trainkit.options.model import OPS
 
 
@@ -104,7 +104,7 @@ def broken_backward(x, residual, weight, eps, **options):
 
 
 def broken_loss(hidden, weight, labels, **options):
-    return loss_head.linear_cross_entropy_counted(hidden, weight, labels.roll(1), **options)
+    return linear_cross_entropy_counted(hidden, weight, labels.roll(1), **options)
 
 
 BREAKS = {
@@ -112,7 +112,7 @@ BREAKS = {
     "add_rms_norm": (kernels, "add_rms_norm", broken_backward),
     "apply_rope": (kernels, "apply_rope", broken_rope),
     "swiglu": (kernels, "swiglu", broken_swiglu),
-    "linear_cross_entropy": (loss_head, "linear_cross_entropy_counted", broken_loss),
+    "linear_cross_entropy": (kernels, "linear_cross_entropy_counted", broken_loss),
 }
 
 
@@ -124,8 +124,8 @@ def test_a_gpu_without_room_for_the_truth_checks_fewer_words(room, known, monkey
             raise torch.OutOfMemoryError
         return measure(call)
 
-    measure = self_check_module.op_check.errors_of
-    monkeypatch.setattr(self_check_module.op_check, "errors_of", measured)
+    measure = self_check_module.errors_of
+    monkeypatch.setattr(self_check_module, "errors_of", measured)
     monkeypatch.setattr(self_check_module, "FEWER_WORDS", (64, 16))
     rows = {row["op"]: row for row in check("llama")}
     assert rows["model"]["status"] == "ok"

@@ -8,8 +8,8 @@ from torch import nn
 
 from trainkit.bench.lora import quantize
 from trainkit.errors import PatchError, RecipeError
-from trainkit.models.fp8_linear import quantize_to_fp8
-from trainkit.models.recompute.tiled import TiledMLP, tile
+from trainkit.models.fp8.base import quantize_to_fp8
+from trainkit.models.tiled import TiledMLP, tile
 from trainkit.patching import patch
 from trainkit.recipe.load import load_recipe
 from trainkit.train.recompute import CountedMemory

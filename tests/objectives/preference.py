@@ -16,8 +16,7 @@ from trainkit.data.read.row_fields import TALK
 from trainkit.data.read.turns import parse_turn
 from trainkit.data.serve.collator import PaddingCollator
 from trainkit.errors import RecipeError
-from trainkit.models.loss.loss_head import IGNORE_INDEX
-from trainkit.models.loss.token_losses import token_losses
+from trainkit.models.loss import IGNORE_INDEX, token_losses
 from trainkit.objectives.objective import EvaluatedBatch, Objective
 
 BETA = 0.5

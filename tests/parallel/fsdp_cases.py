@@ -46,7 +46,7 @@ def what_a_bf16_model_computes_with():
     1811 is no bfloat16 number: rounded, it would be 1808.
     """
     import trainkit
-    from trainkit.models.loss.loss_head import LossHead
+    from trainkit.models.loss import LossHead
 
     def patched():
         model = _tiny(torch.bfloat16)

@@ -64,8 +64,8 @@ def proofs(broken=None):
 
     from trainkit.errors import TrainkitError
     from trainkit.models.attention import install, register
-    from trainkit.models.checks.leak_test import leak_test
-    from trainkit.models.checks.row_test import row_test
+    from trainkit.models.leak_test import leak_test
+    from trainkit.models.row_test import row_test
     from trainkit.parallel import rows
 
     split = _split(2)
@@ -102,7 +102,7 @@ def refusals():
     from tiny import make_qwen2
 
     from trainkit.errors import ModelError
-    from trainkit.models.checks.row_test import refuse_unsplittable
+    from trainkit.models.row_test import refuse_unsplittable
 
     split, said = _split(2), []
     longrope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}
@@ -140,7 +140,7 @@ def classes_of_each_kind(names):
 
     from trainkit.errors import TrainkitError
     from trainkit.models.attention import install, register
-    from trainkit.models.checks.row_test import refuse_unsplittable, row_test
+    from trainkit.models.row_test import refuse_unsplittable, row_test
 
     split, found, known = _split(2), {}, classes()
     register()

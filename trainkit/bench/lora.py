@@ -136,8 +136,8 @@ def _unsloth(cell: Cell, device: torch.device) -> Any:
 
 def _trainkit(cell: Cell, device: torch.device) -> Any:
     from trainkit.lora import LoraOptions, attach, fuse
-    from trainkit.models.fp8_linear import quantize_to_fp8
-    from trainkit.models.recompute.layers import Recomputed, every
+    from trainkit.models.fp8.base import quantize_to_fp8
+    from trainkit.models.recompute import Recomputed, every
 
     model: Any = provide("trainkit", cell.size, device).model
     if cell.mode.startswith("qlora"):

@@ -144,7 +144,7 @@ def provide(
     if provider.startswith("trainkit"):
         import trainkit
         from trainkit.models import attention
-        from trainkit.models.loss import loss_head
+        from trainkit.models import loss as loss_head
 
         chosen = attention.resolve_attention(packed=packed, device=device)
         model = build(shape, device, chosen.name)

@@ -32,11 +32,11 @@ from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.infer.stream import TextStream
-from trainkit.models.device import device_named
 from trainkit.models.linears import is_packed, packed_kind, quantization_config
 from trainkit.models.loading import (
     TORCH_DTYPES,
     check_exists,
+    device_named,
     load_config,
     load_model,
     load_tokenizer,

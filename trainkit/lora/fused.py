@@ -29,10 +29,10 @@ from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
 from trainkit.kernels.lora.products import Projection
-from trainkit.models.fp8_rows import let_norms_quantize
 from trainkit.models.linears import is_known_adapter, kind_of
 from trainkit.models.patch import PatchReport, PatchRow, refuse_unknown
-from trainkit.models.proof.experts import Experts
+from trainkit.models.proof.gates import Experts
+from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import plan_for
 from trainkit.models.proof.replica import signature
 from trainkit.models.proof.rewritten import Rewritten

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from trainkit.errors import RecipeError
-from trainkit.kernels.fp8.linear import Fp8Gradient
-from trainkit.kernels.lora.products import Unpack
-from trainkit.models.fp8.trained import TrainedFp8
-from trainkit.models.fp8_linear import Fp8Linear, quantize_to_fp8
 from trainkit.parallel.parameters import num_elements
+
+if TYPE_CHECKING:
+    from trainkit.kernels.lora.products import Unpack
 
 ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
 """Names of small layers that choose experts: neither adapted nor rounded."""
@@ -195,6 +195,32 @@ def _nf4_loading(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
+def _is_fp8(module: nn.Module) -> bool:
+    return _is_ours(module, "trainkit.models.fp8.base", "Fp8Linear")
+
+
+def _is_fp8_trained(module: nn.Module) -> bool:
+    return _is_ours(module, "trainkit.models.fp8.trained", "TrainedFp8")
+
+
+def _is_ours(module: nn.Module, place: str, name: str) -> bool:
+    """Whether it is of a class that a plain run does not import."""
+    imported = sys.modules.get(place)
+    return imported is not None and isinstance(module, getattr(imported, name))
+
+
+def _fp8_gradient(linear: Any) -> Unpack:
+    from trainkit.kernels.fp8.linear import Fp8Gradient
+
+    return Fp8Gradient()
+
+
+def _quantize_to_fp8(model: nn.Module, device: torch.device, kept: Collection[str]) -> None:
+    from trainkit.models.fp8.base import quantize_to_fp8
+
+    quantize_to_fp8(model, device, kept)
+
+
 LINEARS: Mapping[str, LinearKind] = {
     kind.name: kind
     for kind in (
@@ -216,16 +242,16 @@ LINEARS: Mapping[str, LinearKind] = {
         ),
         LinearKind(
             "fp8",
-            recognises=lambda module: isinstance(module, Fp8Linear),
+            recognises=_is_fp8,
             unpacker=lambda linear: linear.reader(),
             num_weights=lambda parameter: None,  # a byte each
-            convert=quantize_to_fp8,
+            convert=_quantize_to_fp8,
             quantizes_rows=True,
         ),
         LinearKind(
             "fp8_trained",  # 16 bits, multiplied in 8; see `models.fp8`
-            recognises=lambda module: isinstance(module, TrainedFp8),
-            unpacker=lambda linear: Fp8Gradient(),  # a frozen one: only its backward pass is
+            recognises=_is_fp8_trained,
+            unpacker=_fp8_gradient,  # a frozen one: only its backward pass is
             num_weights=lambda parameter: None,
             quantizes_rows=True,
         ),

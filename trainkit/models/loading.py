@@ -1,4 +1,7 @@
-"""Loading the model and its tokenizer, with errors that say what is missing and what to do."""
+"""Loading the model and its tokenizer, with errors that say what is missing and what to do.
+
+The device that a command line names.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,6 @@ from trainkit.models.files import (
     check_tokenizer_files,
     with_sound_normalizer,
 )
-from trainkit.models.random_weights import random_model, random_part
 from trainkit.models.vocabulary import NewTokens, grow, teach
 from trainkit.options.model import DTYPES, ModelOptions
 from trainkit.places import local_path, regular, regular_files
@@ -310,6 +312,8 @@ def _random(
     trusted: bool,
 ) -> PreTrainedModel:
     """Random weights, of the whole model or of what this rank holds of it."""
+    from trainkit.models.skeleton import random_model, random_part
+
     made = {
         "dtype": config.dtype or torch.float32 if dtype == "auto" else dtype,
         "attn_implementation": attention,
@@ -426,3 +430,23 @@ def _explained(source: ModelOptions, part: str) -> Any:
             else "check the spelling; without a network, download the model elsewhere "
             "(hf download NAME --local-dir DIR) and give DIR",
         ) from error
+
+
+def device_named(name: str | None) -> torch.device:
+    """``cpu``, ``cuda``, ``cuda:1``; the GPU if there is one for ``auto`` and None.
+
+    Raises:
+        ModelError: there is no such device, here or at all.
+    """
+    if name in (None, "auto"):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fix = "write cpu, cuda, or cuda:1 for the second GPU"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"{name!r} is no device", where="--device", fix=fix) from None
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        has = {0: "no GPU", 1: "one GPU"}.get(count, f"{count} GPUs")
+        raise ModelError(f"{name}: torch finds {has} here", where="--device", fix=fix)
+    return device

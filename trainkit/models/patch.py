@@ -2,8 +2,11 @@
 
 The plan says what each module is and what goes over it (`trainkit.models.proof`);
 ``trainkit.models.swap`` does it. Nothing outside the model changes.
+
+What must hold before a class is swapped: one kernel library at a time.
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -11,14 +14,13 @@ from difflib import get_close_matches
 
 import transformers
 from torch import nn
+from torch.nn import functional
 
 from trainkit.errors import PatchError
-from trainkit.models.checks import guards
-from trainkit.models.loss.loss_head import why_no_loss_head
-from trainkit.models.proof.forward import KernelForward
+from trainkit.models.loss import why_no_loss_head
 from trainkit.models.proof.plan import Plan, plan_for
 from trainkit.models.proof.replica import outermost
-from trainkit.models.swap import Swaps
+from trainkit.models.swap import KernelForward, Swaps
 from trainkit.options.model import OPS
 
 
@@ -167,7 +169,7 @@ def patch_kernels(
         return PatchReport(
             None, [PatchRow(op, "off", "switched off") for op in OPS], Swaps(model, {})
         )
-    guards.refuse_replaced(causal_lm)
+    refuse_replaced(causal_lm)
     plan = plan_for(causal_lm) if plan is None else plan
     swaps, numbers, plain = plan.swaps(model, on)
     rows = []
@@ -251,3 +253,40 @@ def _switches(kernels: bool | Mapping[str, bool]) -> dict[str, str]:
     refuse_unknown(kernels, OPS)
     words = {True: "named", False: "off"}
     return {op: words[kernels[op]] if op in kernels else "on" for op in OPS}
+
+
+_FOREIGN = "liger_kernel"
+
+
+def refuse_replaced(model: nn.Module) -> None:
+    """Refuse a process in which another library has replaced the model's classes or functions.
+
+    Raises:
+        PatchError: naming what it replaced.
+    """
+    candidates: dict[str, object] = {
+        "torch.nn.functional.cross_entropy": functional.cross_entropy,
+    }
+    for kind in {type(module) for module in model.modules()}:
+        modeling = sys.modules.get(kind.__module__)
+        if not kind.__module__.startswith("transformers.models.") or modeling is None:
+            continue
+        found = getattr(modeling, kind.__name__, kind)
+        if found.__module__ != modeling.__name__:
+            raise PatchError(
+                f"{kind.__name__} has been replaced by {found.__module__}.{found.__qualname__}",
+                where=modeling.__name__,
+                fix="use one kernel library at a time: load the model in a fresh process without "
+                "it",
+            )
+        candidates |= {
+            f"{modeling.__name__}.{name}": value
+            for name, value in vars(modeling).items()
+            if callable(value)
+        }
+    for name, function in candidates.items():
+        if (getattr(function, "__module__", None) or "").startswith(_FOREIGN):
+            raise PatchError(
+                f"Liger has already replaced {name} in this process",
+                fix="do not apply Liger (or `use_liger_kernel`) together with trainkit's kernels",
+            )

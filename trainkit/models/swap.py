@@ -5,13 +5,16 @@ state dict and the names of classes stay as they are, and reverting gives back t
 Kernels, fused adapters and fp8 linears all come in this way, and may lie on top of each other.
 
 A swapped module pickles and deep-copies: it is saved as its plain class and the forwards on top.
+
+What every forward that is swapped in says about itself, and what a proof says.
 """
 
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from trainkit.errors import PatchError
@@ -168,3 +171,19 @@ def _new(kind: type[nn.Module], layers: list[_Layer]) -> nn.Module:
     for forward, settings in layers:
         kind = subclass_of(kind, forward, dict(settings))
     return kind.__new__(kind)
+
+
+class KernelForward(nn.Module):
+    """A mixin in front of Hugging Face's class: ``super().forward`` is that class's own code.
+
+    Weights are read as ``self.x.weight`` while the forward runs; ZeRO-3 gathers them then.
+    Single-token decoding keeps Hugging Face's code: at that size a step is bound by launches, and
+    generation stays what it was, bit for bit, after the prompt.
+    """
+
+    uses: ClassVar[tuple[str, ...]] = ()
+    """The public functions of ``trainkit.kernels`` it calls."""
+
+    def decodes(self, x: torch.Tensor) -> bool:
+        """Whether this call generates one token: then Hugging Face's own forward runs."""
+        return not self.training and x.shape[1] == 1 and not torch.is_grad_enabled()

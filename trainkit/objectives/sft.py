@@ -12,15 +12,15 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.serve.collator import PackingCollator, PaddingCollator
-from trainkit.models.loss.loss_head import (
+from trainkit.models.loss import (
     IGNORE_INDEX,
     LossHead,
     LossOptions,
     configure,
+    losses_of_logits,
     take_row_losses,
     takes_loss_from_head,
 )
-from trainkit.models.loss.token_losses import losses_of_logits
 from trainkit.objectives.objective import (
     EpochDataset,
     EvaluatedBatch,

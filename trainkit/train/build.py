@@ -21,9 +21,7 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from transformers import set_seed
 
-from trainkit.errors import CheckpointError, StoppedError
-from trainkit.models.attention.proof import AttentionProofError
-from trainkit.models.checks.self_check import SelfCheckError
+from trainkit.errors import CheckpointError, ProofError, StoppedError
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
 from trainkit.parallel import ProcessRank
@@ -271,7 +269,7 @@ def _build(run: Run) -> None:
     review_built(run)
     try:
         record = built.check_kernels(run.data.train.one_batch())
-    except (AttentionProofError, SelfCheckError) as error:
+    except ProofError as error:
         if run.process.is_main:
             run.directory.write_json(run.directory.kernels, {error.part: error.rows})
         raise
@@ -309,7 +307,7 @@ def _build(run: Run) -> None:
         # weights costs a walk of the graph every step.
         args.ddp_find_unused_parameters = config.get_text_config() is not config
     if layout.rows is not None:
-        from trainkit.models.checks.row_test import refuse_unsplittable
+        from trainkit.models.row_test import refuse_unsplittable
 
         base = built.model.get_base_model() if isinstance(built.model, PeftModel) else built.model
         takes = accepts_num_items(built.model)

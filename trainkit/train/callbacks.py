@@ -228,7 +228,7 @@ class LeakTest(Hook):
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Run the test."""
-        from trainkit.models.checks.leak_test import leak_test
+        from trainkit.models.leak_test import leak_test
 
         leak_test(
             loop.engine.runnable(loop.model),
@@ -243,7 +243,7 @@ class RowTest(Hook):
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Run the test."""
-        from trainkit.models.checks.row_test import row_test
+        from trainkit.models.row_test import row_test
 
         args, config, rows = loop.args, loop.model.config, loop.layout.rows
         assert rows is not None

@@ -11,7 +11,6 @@ from transformers.trainer_utils import check_target_module_exists
 
 from trainkit.errors import ModelError
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
-from trainkit.models.patch import patch_kernels
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
 from trainkit.options.section import ask, nearest
@@ -52,12 +51,14 @@ def refuse_unfit_model(
 
         resolve_and_check(skeleton, lora)
     if (wanted := Fp8Options.of(fp8)) is not None:
-        from trainkit.models.fp8.groups import find_candidates
+        from trainkit.models.fp8.choice import find_candidates
 
         find_candidates(skeleton, wanted, frozen=lora is not None)
     if projected is not None and projected not in ("all-linear", "all_linear"):
         _refuse_unmatched(skeleton, projected)
     if not isinstance(kernels, bool) and any(kernels.get(op) for op in OPS):
+        from trainkit.models.patch import patch_kernels
+
         patch_kernels(skeleton, {op: on for op, on in kernels.items() if op in OPS}).revert()
 
 

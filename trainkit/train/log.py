@@ -15,7 +15,7 @@ from transformers.trainer_utils import speed_metrics
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
-from trainkit.models.loss.loss_head import take_counts as take_correct
+from trainkit.models.loss import take_counts as take_correct
 from trainkit.objectives.objective import BatchCounts
 from trainkit.train.background import Save
 from trainkit.train.evaluations import Evaluations

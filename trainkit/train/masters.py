@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from trainkit.errors import ModelError
-from trainkit.kernels.adamw.function import add_square_sum_
-from trainkit.kernels.adamw_8bit.function import adamw_8bit_
 
 # Gradients as they arrive in the backward pass: averaged over ranks, measured, and watched.
 #
@@ -73,6 +71,8 @@ class Arrivals:
         """Average a gradient over the ranks, in place, and take its norm."""
         if self._num_ranks > 1:
             torch.distributed.all_reduce(gradient.div_(self._num_ranks))
+        from trainkit.kernels.adamw.function import add_square_sum_
+
         add_square_sum_(gradient, self._squares, self._is_bad)
 
     @property
@@ -453,6 +453,8 @@ class OnePass:
         state["step"] += 1
         has_codes = state["state1"].dtype == torch.uint8
         none, one = self._numbers(weight.device)
+        from trainkit.kernels.adamw_8bit.function import adamw_8bit_
+
         adamw_8bit_(
             weight.view(-1),
             gradient.contiguous().view(-1),

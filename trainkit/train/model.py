@@ -22,12 +22,10 @@ from trainkit.errors import RecipeError
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
 from trainkit.models.attention.proof import require_proof, settle
-from trainkit.models.checks.self_check import self_check
-from trainkit.models.fp8_linear import Fp8Linear, describe_fp8
-from trainkit.models.fp8_rows import let_norms_quantize
 from trainkit.models.frozen import freeze, outside_text
 from trainkit.models.linears import (
     count_parameters,
+    kind_of,
     num_weights,
     packed_kind,
     prepare_for_training,
@@ -41,16 +39,13 @@ from trainkit.models.loading import (
     load_model,
     new_tokens,
 )
-from trainkit.models.patch import PatchReport
-from trainkit.models.recompute.tiled import tile
-from trainkit.models.skeleton import is_skeleton, standing_in
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
-from trainkit.patching import patch
 
 if TYPE_CHECKING:
     from trainkit.models.fp8.choice import Fp8Choice
     from trainkit.models.fp8.decide import Fp8Setup, Fp8Training
+    from trainkit.models.patch import PatchReport
 
 
 @dataclass(frozen=True)
@@ -114,13 +109,17 @@ class BuiltModel:
             record["adapters"] = self.adapters
         if self.fp8 is not None:
             record["fp8"] = {**self.fp8.choice.to_dict(), **self.fp8.errors}
-        elif any(isinstance(module, Fp8Linear) for module in self.model.modules()):
+        elif any(kind and kind.name == "fp8" for kind in map(kind_of, self.model.modules())):
+            from trainkit.models.fp8.base import describe_fp8
+
             chosen = {} if self.fp8_base is None else self.fp8_base.to_dict()
             record["fp8"] = {**chosen, **describe_fp8(self.model)}
         if self.num_towers:
             record["frozen_towers"] = {"parameters": self.num_towers}
         if self.report is None:
             return {**record, "ops": [], "reason": "kernels: false in the recipe"}
+        from trainkit.models.self_check import self_check
+
         # Kernels are held against the plain model in its own precision.
         suspended = nullcontext() if self.fp8 is None else self.fp8.swaps.suspended()
         with suspended:
@@ -232,10 +231,18 @@ def build_model(
         model, adapters = _adapted(model, source, lora, adapters_from, reentrant, device)
     elif source.adds_tokens and new_tokens(source).pieces:
         refuse_frozen_tokens(model)
-    report = None if kernels is False else patch(model, kernels)
-    tile(model, source.mlp_chunk_tokens)
+    report = None
+    if kernels is not False:
+        from trainkit.patching import patch
+
+        report = patch(model, kernels)
+    if source.mlp_chunk_tokens is not None:
+        from trainkit.models.tiled import tile
+
+        tile(model, source.mlp_chunk_tokens)
     if fp8 is not None and lora is None:
         from trainkit.models.fp8.decide import train_in_fp8
+        from trainkit.models.proof.norms import let_norms_quantize
 
         training = train_in_fp8(model, fp8, here)
         let_norms_quantize(model)
@@ -257,6 +264,7 @@ def _adapted(
     """With fresh adapters, or with trained ones; and what is adapted."""
     from trainkit.lora.adapter import attach, load_adapter, with_vocabulary
     from trainkit.lora.report import describe_adapters
+    from trainkit.models.skeleton import is_skeleton, standing_in
 
     if source.adds_tokens and new_tokens(source).pieces:
         lora = with_vocabulary(lora, model)

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from trainkit.options.optimizers import OPTIMIZERS, Optimizer, optimizer_row
-from trainkit.train.flat import make_flat_adamw
 from trainkit.train.masters import (
     Arrivals,
     MasterWeightOptimizer,
@@ -303,6 +302,8 @@ def _inner(
         hidden = hidden_matrices(model)
         return lambda groups: make_muon(groups, args), lambda p: {IS_HIDDEN: p in hidden}
     if row.name == "flat_adamw":
+        from trainkit.train.flat import make_flat_adamw
+
         return lambda groups: make_flat_adamw(groups, args, num_ranks), lambda _: {}
     maker, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     if row.per_rank_bytes is not None:

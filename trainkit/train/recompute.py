@@ -15,8 +15,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainkit.models.recompute.layers import Recomputed, Way, checkpointed_layers, every
-from trainkit.models.recompute.offload import pays
+from trainkit.models.recompute import Recomputed, Way, checkpointed_layers, every, pays
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.recipe import Recipe
 from trainkit.run.files import write_json_atomic

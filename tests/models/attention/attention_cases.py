@@ -6,7 +6,7 @@ from transformers.masking_utils import causal_mask_function
 
 from trainkit.models import attention
 from trainkit.models.attention import pattern
-from trainkit.models.checks.leak_test import packed_bounds
+from trainkit.models.leak_test import packed_bounds
 
 PACKS = sorted(set(FAMILIES) - {"qwen2_vl"})
 LENGTHS = ((7, 11, 3), (13, 5))

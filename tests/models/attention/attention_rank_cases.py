@@ -5,7 +5,7 @@ from dataclasses import asdict
 import torch
 from transformers.integrations import HfDeepSpeedConfig
 
-from trainkit.models.attention import blockwise, proof, resolve_attention
+from trainkit.models.attention import forward, proof, resolve_attention
 from trainkit.models.loading import load_model
 from trainkit.options import ModelOptions
 from trainkit.parallel.parameters import is_whole
@@ -23,15 +23,15 @@ def prove(directory, dtype, without=None, packed=False):
         }
     )
     model = load_model(ModelOptions(directory, dtype=dtype), attention="eager")
-    original = blockwise.spelled_out
+    original = forward.spelled_out
     if without is not None:
-        blockwise.spelled_out = lambda *a, **k: original(*a, **{**k, without: None})
+        forward.spelled_out = lambda *a, **k: original(*a, **{**k, without: None})
     state = torch.random.get_rng_state()
     try:
         wanted = resolve_attention(packed=packed, device="cpu", dtype=model.dtype)
         found = proof.settle(model, wanted, packed=packed, is_auto=True)
     finally:
-        blockwise.spelled_out = original
+        forward.spelled_out = original
     assert kept is not None
     return {
         "is_whole": any(is_whole(parameter) for parameter in model.parameters()),

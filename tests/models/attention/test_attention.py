@@ -17,8 +17,8 @@ from transformers.masking_utils import causal_mask_function
 
 from trainkit.errors import TrainkitError
 from trainkit.models import attention
-from trainkit.models.attention import blockwise, forward, pattern
-from trainkit.models.checks.leak_test import leak_test
+from trainkit.models.attention import forward, pattern
+from trainkit.models.leak_test import leak_test
 from trainkit.patching import patch
 
 
@@ -37,7 +37,7 @@ def test_packed_equals_alone(name, kernels):
 )
 def test_sliding_windows(name, block, monkeypatch):
     """In blocks of five a window reaches over their borders."""
-    monkeypatch.setattr(blockwise, "BLOCK", block)
+    monkeypatch.setattr(forward, "BLOCK", block)
     extra = {"use_sliding_window": True, "max_window_layers": 0} if name == "qwen2" else {}
     model, plain = (
         model_with(name, implementation, sliding_window=4, **extra)

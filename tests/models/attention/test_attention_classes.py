@@ -18,15 +18,14 @@ from trainkit.errors import ModelError
 from trainkit.models.attention import (
     Attention,
     attention_heads,
-    blockwise,
     forward,
     proof,
     resolve_attention,
 )
 from trainkit.models.attention.packable import refuse_recurrent
 from trainkit.models.attention.pattern import make_mask
-from trainkit.models.attention.small_batch import small_batches
-from trainkit.models.checks.leak_test import leak_test, packed_bounds
+from trainkit.models.attention.proof import small_batches
+from trainkit.models.leak_test import leak_test, packed_bounds
 
 OURS, SDPA, EAGER = "trainkit", "sdpa", "eager"
 
@@ -149,12 +148,12 @@ def test_models_that_pack_are_not_refused_by_their_layers():
 
 def lose(monkeypatch, what):
     """Drop one thing from the attention, as a careless hook would."""
-    original = blockwise.spelled_out
+    original = forward.spelled_out
     if what == "window":
         monkeypatch.delitem(proof._NARROWED, "attention_chunk_size")
         monkeypatch.setattr("trainkit.models.attention.pattern._causal_or_window", no_window)
         return
-    monkeypatch.setattr(blockwise, "spelled_out", lambda *a, **k: original(*a, **{**k, what: None}))
+    monkeypatch.setattr(forward, "spelled_out", lambda *a, **k: original(*a, **{**k, what: None}))
 
 
 def no_window(function):
@@ -237,7 +236,7 @@ def test_no_mask_of_a_row_squared_is_made():
         proof._apply(model, attention)
         with torch.no_grad(), Watch():
             model.model(**batch, use_cache=False)
-    assert Watch.largest <= blockwise.BLOCK * 6000
+    assert Watch.largest <= forward.BLOCK * 6000
 
 
 def test_the_heads_of_each_class_are_known():

@@ -8,7 +8,7 @@ from families.family_models import make
 from trainkit.errors import TrainkitError
 from trainkit.models import attention
 from trainkit.models.attention import choice
-from trainkit.models.checks.leak_test import leak_test
+from trainkit.models.leak_test import leak_test
 from trainkit.patching import patch
 
 pytestmark = [

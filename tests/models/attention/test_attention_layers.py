@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from trainkit.models.attention import blockwise, choice, forward, pattern, proof, resolve_attention
+from trainkit.models.attention import choice, forward, pattern, proof, resolve_attention
 
 SMALL = {
     "num_hidden_layers": 1,
@@ -82,10 +82,10 @@ def shifted_window(by):
 
 def without(option):
     def mutate(monkeypatch):
-        original = blockwise.spelled_out
+        original = forward.spelled_out
         dropped = {option: None}
         monkeypatch.setattr(
-            blockwise, "spelled_out", lambda *a, **options: original(*a, **{**options, **dropped})
+            forward, "spelled_out", lambda *a, **options: original(*a, **{**options, **dropped})
         )
 
     return mutate
@@ -123,14 +123,14 @@ def heads_in_another_order(monkeypatch):
 
 
 def one_head_reads_anothers_sink(monkeypatch):
-    original = blockwise.spelled_out
+    original = forward.spelled_out
 
     def other(*states, sinks, **options):
         moved = sinks.clone()
         moved[0] = -20.0
         return original(*states, sinks=moved, **options)
 
-    monkeypatch.setattr(blockwise, "spelled_out", other)
+    monkeypatch.setattr(forward, "spelled_out", other)
 
 
 def shifted_bound(monkeypatch):

@@ -8,7 +8,7 @@ from attention_cases import model_with
 from trainkit.errors import TrainkitError
 from trainkit.models import attention
 from trainkit.models.attention import choice, pattern
-from trainkit.models.checks.leak_test import leak_test
+from trainkit.models.leak_test import leak_test
 
 
 def test_the_leak_test_sees_broken_isolation(monkeypatch):

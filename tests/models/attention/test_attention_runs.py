@@ -124,11 +124,11 @@ def test_a_named_attention_that_drops_a_soft_cap_is_stopped_by_its_layers(
     directory_of, tmp_path, monkeypatch, capsys
 ):
     """A cap of 50 does nothing to a random model's logits; its layers show that it is gone."""
-    from trainkit.models.attention import blockwise
+    from trainkit.models.attention import forward
 
-    original = blockwise.spelled_out
+    original = forward.spelled_out
     monkeypatch.setattr(
-        blockwise, "spelled_out", lambda *a, **k: original(*a, **{**k, "softcap": None})
+        forward, "spelled_out", lambda *a, **k: original(*a, **{**k, "softcap": None})
     )
     model = directory_of("gemma2")
     status, said, record = run(

@@ -12,10 +12,21 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 
 from trainkit.errors import ModelError
 from trainkit.models.fp8 import savings
-from trainkit.models.fp8.budget import Increase, Probe, probe_batches
-from trainkit.models.fp8.choice import BACKWARD, BOTH, PLAIN, Fp8Choice, choose
+from trainkit.models.fp8.choice import (
+    BACKWARD,
+    BOTH,
+    OUTSIDE,
+    PLAIN,
+    Candidates,
+    Fp8Choice,
+    Increase,
+    Probe,
+    choose,
+    find_candidates,
+    group_layers,
+    probe_batches,
+)
 from trainkit.models.fp8.decide import Fp8Setup, decide, train_in_fp8
-from trainkit.models.fp8.groups import OUTSIDE, Candidates, find_candidates, group_layers
 from trainkit.models.fp8.savings import Saving, Timed, Took
 from trainkit.models.fp8.trained import swap_in
 from trainkit.options import Fp8Options

@@ -142,7 +142,7 @@ def test_an_adapter_answers_over_a_base_in_16_bits_and_in_fp8(adapted, project):
 
     from trainkit.infer.engine import load_engine
     from trainkit.infer.locate import find_model
-    from trainkit.models.fp8_linear import Fp8Linear
+    from trainkit.models.fp8.base import Fp8Linear
 
     run, _ = adapted
     wanted = {n for g in chosen(run)["groups"] if g["runs"] == "fp8" for n in g["layers"]}

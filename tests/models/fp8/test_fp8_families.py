@@ -12,10 +12,10 @@ import torch
 from families.family_models import FAMILIES, exact, make, make_batch, run
 
 import trainkit
-from trainkit.models.fp8.errors import PRODUCT_LIMIT
-from trainkit.models.fp8.groups import find_candidates
+from trainkit.models.fp8.base import PRODUCT_LIMIT
+from trainkit.models.fp8.choice import find_candidates
 from trainkit.models.fp8.trained import KeptCodes, swap_in
-from trainkit.models.fp8_rows import let_norms_quantize
+from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.options import Fp8Options
 
 BOTH = (True, True)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trainkit.kernels.fp8.reference import FP8
-from trainkit.models.fp8.errors import PRODUCT_LIMIT
+from trainkit.models.fp8.base import PRODUCT_LIMIT
 from trainkit.models.fp8.trained import KeptCodes, TrainedFp8, swap_in
 from trainkit.models.patch import patch_kernels
 from trainkit.models.shared_input import apply_linears

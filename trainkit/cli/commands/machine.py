@@ -76,7 +76,7 @@ def check(
     """
     failure = None
     with contextlib.redirect_stdout(sys.stderr):  # libraries that are imported here print
-        from trainkit.models.checks.self_check import SelfCheckError
+        from trainkit.models.self_check import SelfCheckError
 
         try:
             rows = _checked(model, device, trust_remote_code)
@@ -91,9 +91,8 @@ def _checked(model: Path, device: str | None, trusted: bool) -> list[dict[str, A
     import torch
 
     from trainkit.infer.locate import refuse_code
-    from trainkit.models.checks.self_check import self_check
-    from trainkit.models.device import device_named
-    from trainkit.models.loading import check_exists, load_model
+    from trainkit.models.loading import check_exists, device_named, load_model
+    from trainkit.models.self_check import self_check
     from trainkit.options import ModelOptions
     from trainkit.patching import patch
 

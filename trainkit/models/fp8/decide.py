@@ -1,5 +1,7 @@
 """From ``model.fp8`` to the layers that run in fp8: measured, agreed over ranks, recorded."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,13 +14,19 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.kernels.fp8.trained import quantize_weight
-from trainkit.models.fp8.budget import Increase, Probe, probe_batches
-from trainkit.models.fp8.choice import Fp8Choice, choose
-from trainkit.models.fp8.errors import Fp8Errors, describe_errors, layer_errors
-from trainkit.models.fp8.groups import Candidates, find_candidates
+from trainkit.models.fp8.base import Fp8Errors, describe_errors, layer_errors
+from trainkit.models.fp8.choice import (
+    Candidates,
+    Fp8Choice,
+    Increase,
+    Probe,
+    choose,
+    find_candidates,
+    probe_batches,
+)
 from trainkit.models.fp8.savings import Saving, measure_savings
 from trainkit.models.fp8.trained import swap_in
-from trainkit.models.fp8_rows import let_norms_quantize
+from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.swap import Swaps
 from trainkit.options.model import ALL, Fp8Options
 from trainkit.parallel.parameters import is_whole

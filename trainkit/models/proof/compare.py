@@ -12,16 +12,19 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from trainkit.models.swap import KernelForward
 
 EXACT = 1e-10
 """In fp64, of a module: what is equal agrees to some 1e-15, the nearest near miss is at 1e-6."""
@@ -67,6 +70,31 @@ _DECORATES = ("torch.", "transformers.utils", "transformers.integrations", "tran
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 Error = tuple[float, str]
 """The largest relative error, and why it could not be measured."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one module was found to be.
+
+    Args:
+        op: the switch.
+        verdict: "on"; "no kernel": it is known what it is, and trainkit has no kernel for it;
+            "refused": it looks like what the op is for, and could not be proved to be.
+        detail: what it is, or why it is refused.
+        error: the largest relative error of outputs and gradients in fp64.
+        bits: the share of bf16 results whose bits are not Hugging Face's; None where none were
+            compared.
+        forward: the mixin that takes its place, where it is on.
+        settings: class attributes of the mixin.
+    """
+
+    op: str
+    verdict: Literal["on", "no kernel", "refused"]
+    detail: str
+    error: float | None = None
+    bits: float | None = None
+    forward: type[KernelForward] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Wide(TorchFunctionMode):

@@ -1,6 +1,13 @@
 """Gated feed-forward blocks: down(act(gate(x)) * up(x)), with the gate in one kernel.
 
 Shapes: B batch, S sequence, H hidden, F feed-forward.
+
+Experts whose weights lie in two tensors: the sum over a token's experts of their gated blocks.
+
+Hugging Face loops over the experts that got a token, which by itself decides by what comes in. That
+loop, and nothing else that decides, is allowed here; routes at its edges are part of the proof.
+
+Shapes: T tokens, K experts a token, E experts, H hidden, I an expert's width.
 """
 
 import itertools
@@ -12,14 +19,21 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainkit import kernels
+from trainkit.kernels.experts.function import ACTIVATIONS as EXPERT_ACTIVATIONS
+from trainkit.kernels.experts.function import (
+    moe_mlp_reference,
+    why_no_kernel,
+)
 from trainkit.models.proof.compare import (
     EXACT,
+    Finding,
     Truth,
+    decisions,
     draw,
     why_not,
 )
-from trainkit.models.proof.forward import Finding, KernelForward
 from trainkit.models.shared_input import apply_feed_forward, apply_linears
+from trainkit.models.swap import KernelForward
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -175,3 +189,158 @@ def _gated(module: nn.Module, form: _Form, activation: str, x: Tensor) -> Tensor
         elif kind == "up_gate":
             gate, up = up, gate
     return down(ACTIVATIONS[activation](gate) * up)
+
+
+_LOOP = {"expert_hit", "expert_idx == self.num_experts"}
+_OF_LOOP = frozenset(("nonzero", "__eq__", "__bool__"))
+"""What the loop over experts that got a token decides by, in the source and as torch sees it."""
+
+_FEW = 64
+"""Fewer tokens than this without gradients are one step of decoding."""
+
+_UNIT = 8
+"""Sizes that the kernels can address, in 16 bits."""
+
+
+class Experts(KernelForward):
+    """The two grouped products, the gate and the sum in one op.
+
+    Attributes:
+        weights: the names of gate with up, and of down.
+        activation: one of the op's `ACTIVATIONS`.
+        transposed: as the op takes it.
+    """
+
+    uses = ("moe_mlp",)
+
+    weights: ClassVar[tuple[str, str]]
+    activation: ClassVar[str] = "silu"
+    transposed: ClassVar[bool] = False
+
+    def keeps_own(self, x: Tensor, rank: int = 0) -> bool:
+        """Whether Hugging Face's, or peft's, code runs on so many tokens of such a kind."""
+        if torch.compiler.is_compiling():
+            return True
+        if not self.training and not torch.is_grad_enabled() and x.shape[0] < _FEW:
+            return True
+        gate_up, down = (getattr(self, name) for name in self.weights)
+        loops = x.is_cuda and x.dtype != torch.float64
+        return loops and why_no_kernel(x, gate_up, down, rank) is not None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(T, H), (T, K), (T, K) to (T, H)."""
+        if self.keeps_own(hidden_states):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        gate_up, down = (getattr(self, name) for name in self.weights)
+        return kernels.moe_mlp(
+            hidden_states, top_k_index, top_k_weights, gate_up, down,
+            activation=self.activation, transposed=self.transposed,
+        )  # fmt: skip
+
+
+def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Finding | None:
+    """What a module with parameters of three dimensions of its own is; None for what has none.
+
+    Args:
+        module: in fp64; not kept, not changed.
+        tensors: what it was called with.
+        result: what it gave.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    stacks = {name: each for name, each in own.items() if each.dim() == 3}
+    sizes = {each.shape[0] for each in stacks.values()}
+    if len(stacks) < 2 or len(sizes) > 1 or type(module).__module__.startswith("torch."):
+        return None
+    is_routed = tensors[0].dim() == 2 and any(not each.is_floating_point() for each in tensors)
+    if not is_routed and "expert" not in type(module).__name__.lower():
+        return None  # blocks of something else, as of a recurrent gate
+    if len(own) > len(stacks):
+        extra = next(name for name in own if name not in stacks)
+        return Finding("experts", "no kernel", f"experts with {extra}: trainkit has no kernel")
+    x, *rest = tensors
+    if (
+        len(rest) != 2
+        or not isinstance(result, Tensor)
+        or x.shape != result.shape
+        or x.dim() != 2
+        or rest[0].is_floating_point()
+        or not rest[0].shape == rest[1].shape == (x.shape[0], rest[0].shape[-1])
+    ):
+        return Finding("experts", "refused", "its experts do not take tokens with their routes")
+    index, _ = rest
+    routes = list(_routes(next(iter(sizes)), index.shape[1], x.device))
+    num = routes[0].shape[0]
+    inputs = [
+        torch.cat([draw(num // 3, x.shape[1], seed=i, scale=s) for i, s in enumerate(_SCALES)]),
+        draw(num, index.shape[1], seed=5).abs(),
+    ]
+    inputs = [each.to(x) for each in inputs]
+
+    def plain(x: Tensor, scale: Tensor) -> list[Tensor]:
+        return [module(x, each, scale[:, : each.shape[1]]) for each in routes]
+
+    truth = Truth(plain, inputs, stacks.values(), _OF_LOOP)
+    if truth.error:
+        return Finding("experts", "refused", truth.error[1])
+    nearest = float("inf")
+    for names, transposed, activation in _expert_forms(stacks, x.shape[1]):
+
+        def ours(
+            x: Tensor,
+            scale: Tensor,
+            names: tuple[str, ...] = names,
+            options: tuple[str, bool] = (activation, transposed),
+        ) -> list[Tensor]:
+            weights = (getattr(module, name) for name in names)
+            gate_up, down = weights
+            return [
+                moe_mlp_reference(
+                    x, each, scale[:, : each.shape[1]], gate_up, down,
+                    activation=options[0], transposed=options[1],
+                )
+                for each in routes
+            ]  # fmt: skip
+
+        error = truth.against(ours)[0]
+        nearest = min(nearest, error)
+        if error < EXACT:
+            break
+    else:
+        return Finding("experts", "refused", f"no form fits, the nearest is off by {nearest:.0e}")
+    left = [each for each in decisions(module) if each not in _LOOP]
+    if reason := why_not(module, ours, inputs, _OF_LOOP, left, plain=plain):
+        return Finding("experts", "refused", reason, error)
+    detail = f"{activation}(gate) * up, then down"
+    if odd := [size for each in stacks.values() for size in each.shape[1:] if size % _UNIT]:
+        return Finding(
+            "experts", "no kernel", f"{detail}: its {odd[0]} is no multiple of {_UNIT}", error
+        )
+    settings = {"weights": names, "activation": activation, "transposed": transposed}
+    return Finding("experts", "on", detail, error, None, Experts, settings)
+
+
+_SCALES = (1.0, 1e-3, 30.0)
+
+
+def _routes(num_experts: int, top_k: int, device: torch.device) -> Iterator[Tensor]:
+    """Routes of twelve tokens: at random, all to the last K, all to one."""
+    num = 4 * len(_SCALES)
+    order = draw(num, num_experts, seed=9).argsort(1)[:, :top_k]
+    yield order.to(device)
+    yield torch.arange(num_experts - top_k, num_experts, device=device).expand(num, top_k)
+    yield torch.zeros((num, 1), dtype=torch.long, device=device)
+
+
+def _expert_forms(
+    stacks: dict[str, nn.Parameter], hidden: int
+) -> Iterator[tuple[tuple[str, str], bool, str]]:
+    """Every way in which two stacks could be the op's weights."""
+    for (first, gate_up), (second, down) in itertools.permutations(stacks.items(), 2):
+        for transposed in (False, True):
+            shapes = [tuple(each.shape[1:]) for each in (gate_up, down)]
+            if transposed:
+                shapes = [each[::-1] for each in shapes]
+            width = shapes[1][1]
+            if len(stacks) == 2 and shapes == [(2 * width, hidden), (hidden, width)]:
+                for activation in EXPERT_ACTIVATIONS:
+                    yield (first, second), transposed, activation

@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import PatchError
-from trainkit.models.loss.loss_head import CausalLM, LossHead, head_at_work, why_no_loss_head
-from trainkit.models.proof.compare import FAILURES, Wide, other_mode, relative
-from trainkit.models.proof.experts import find_experts
-from trainkit.models.proof.forward import Finding, KernelForward
-from trainkit.models.proof.gated_norms import find_gated_norm
-from trainkit.models.proof.gates import find_gate
-from trainkit.models.proof.norms import LayerNorm, RMSNorm, find_norm
+from trainkit.models.loss import CausalLM, LossHead, head_at_work, why_no_loss_head
+from trainkit.models.proof.compare import FAILURES, Finding, Wide, other_mode, relative
+from trainkit.models.proof.gates import find_experts, find_gate
+from trainkit.models.proof.norms import LayerNorm, RMSNorm, find_gated_norm, find_norm
 from trainkit.models.proof.replica import (
     Signature,
     code_signature,
@@ -33,10 +30,9 @@ from trainkit.models.proof.replica import (
     outermost,
     signature,
 )
-from trainkit.models.proof.rewritten import JoinedNorm, Rewritten
-from trainkit.models.proof.rotary import find_turn, turning_functions
+from trainkit.models.proof.rewritten import JoinedNorm, Rewritten, find_turn, turning_functions
 from trainkit.models.proof.source import methods, names_in, redirected
-from trainkit.models.swap import Swaps, plain_class, subclass_of
+from trainkit.models.swap import KernelForward, Swaps, plain_class, subclass_of
 from trainkit.options.model import OPS
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from trainkit.errors import TrainkitError
-from trainkit.models.loss.loss_head import take_counts as take_correct
+from trainkit.models.loss import take_counts as take_correct
 from trainkit.run.going_on import resume_command
 from trainkit.run.starts import Start, append_start, read_starts
 from trainkit.train.hooks import Hook, LoopState

@@ -3,24 +3,34 @@
 The ops and their composition are checked on a one-layer replica: the model's own classes, sizes,
 dtype and device, random weights; on a CPU a short row and a part of the vocabulary. That works
 however the model itself is held (sharded by ZeRO-3, quantised, offloaded), needs no memory for a
-second model, and lets every gradient be compared. The model itself, with its weights, then makes
-one forward pass patched and one plain.
+second model, and lets every gradient be compared. Each op is measured on the calls that the model
+makes, by the contract of every op (``trainkit.kernels.contract``). The model itself, with its
+weights, then makes one forward pass patched and one plain.
 """
 
+from __future__ import annotations
+
+import dataclasses
 import gc
-from collections.abc import Mapping, Sequence
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainkit.errors import PatchError
+from trainkit import kernels
+from trainkit.errors import PatchError, ProofError
 from trainkit.evaluation_mode import evaluation_mode
-from trainkit.kernels import contract
+from trainkit.kernels import contract, ops
+from trainkit.kernels.contract import OpCase, OpError, OpSpec
+from trainkit.kernels.launch import runs_kernel
+from trainkit.kernels.linear_cross_entropy.function import CountedLoss
 from trainkit.models.attention.proof import has_experts
-from trainkit.models.checks import op_check
-from trainkit.models.checks.op_check import Call
 from trainkit.models.patch import PatchReport, PatchRow, patch_kernels
 from trainkit.models.proof.replica import CPU_VOCABULARY, cast, known, make_replica
 from trainkit.options.model import OPS
@@ -66,11 +76,10 @@ class CheckRow:
     detail: str
 
 
-class SelfCheckError(PatchError):
-    """A kernel is less exact than the plain model; ``rows`` holds every result."""
+class SelfCheckError(PatchError, ProofError):
+    """A kernel is less exact than the plain model."""
 
     part = "self_check"
-    """Where kernels.json keeps the rows."""
 
     def __init__(self, rows: list[dict[str, object]], failed: CheckRow) -> None:
         self.rows = rows
@@ -160,7 +169,7 @@ def _check_ops(
     on = [row for row in report.rows if row.op in OPS and row.status == "on"]
     again = patch_kernels(replica, report.switches, report.plan)
     try:
-        with op_check.recorded([name for row in on for name in row.kernels]) as calls:
+        with recorded([name for row in on for name in row.kernels]) as calls:
             _loss(replica, tokens)
     finally:
         again.revert()
@@ -176,7 +185,7 @@ def _check_op(row: PatchRow, family: str, calls: Sequence[Call]) -> CheckRow:
     kernel = ", ".join(row.kernels)
     if not calls:
         return CheckRow(row.op, family, kernel, None, None, None, "failed", "was never called")
-    measured = [(error, call) for call in calls for error in op_check.errors_of(call)]
+    measured = [(error, call) for call in calls for error in errors_of(call)]
     # Not `>`: a NaN must come out as the worst.
     error, call = max(measured, key=lambda each: (not each[0].ok, each[0].ours))
     ran = all(call.ran_kernel for call in calls)
@@ -195,7 +204,7 @@ def _check_op(row: PatchRow, family: str, calls: Sequence[Call]) -> CheckRow:
         kernel=kernel,
         max_error=error.ours,
         reference_error=error.eager,
-        speedup=op_check.speedup_of(largest) if largest.device.type == "cuda" else None,
+        speedup=speedup_of(largest) if largest.device.type == "cuda" else None,
         status=status,
         detail=detail,
     )
@@ -278,3 +287,129 @@ def _loss_and_gradients(model: nn.Module, tokens: Mapping[str, Tensor]) -> dict[
     gradients = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
     found = {name: g for (name, _), g in zip(named, gradients, strict=True) if g is not None}
     return {"loss": loss.detach(), **found}
+
+
+_CALLED = {"linear_cross_entropy": "linear_cross_entropy_counted"}
+"""What the forwards call, if it is not the op's own name in ``trainkit.kernels``."""
+
+_TIMED_CALLS = 5
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op as the model made it.
+
+    Args:
+        spec: the op's, with the very function that the model called.
+        tensors: the tensor arguments by parameter name, detached.
+        case: the other arguments, and which tensors wanted a gradient.
+    """
+
+    spec: OpSpec
+    tensors: dict[str, Tensor]
+    case: OpCase
+
+    @property
+    def ran_kernel(self) -> bool:
+        """Whether these tensors run the Triton kernel, and not the reference."""
+        return runs_kernel(*(each for each in self.tensors.values() if each.is_floating_point()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor, which is what the op computes on."""
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first tensor."""
+        return next(iter(self.tensors.values())).device
+
+    def __str__(self) -> str:
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in self.tensors.items())
+        return f"{self.spec.name}({shapes})"
+
+
+@contextmanager
+def recorded(names: Sequence[str]) -> Iterator[list[Call]]:
+    """Within, the first call of each op with each combination of shapes is kept."""
+    calls: list[Call] = []
+    seen: set[object] = set()
+
+    def recording(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, Tensor))
+            if (name, shapes) not in seen:
+                seen.add((name, shapes))
+                calls.append(_bind(name, function, args, options))
+            return function(*args, **options)
+
+        return call
+
+    called = {name: _CALLED.get(name, name) for name in names}
+    before = {name: getattr(kernels, called[name]) for name in names}
+    for name, function in before.items():
+        setattr(kernels, called[name], recording(name, function))
+    try:
+        yield calls
+    finally:
+        for name, function in before.items():
+            setattr(kernels, called[name], function)
+
+
+def errors_of(call: Call) -> list[OpError]:
+    """The call's errors by the contract of its op."""
+    return contract.measure(call.spec, call.case, call.dtype, call.device)
+
+
+def speedup_of(call: Call) -> float:
+    """The reference's time over the kernel's, forward and backward."""
+    return _seconds(call, call.spec.reference) / _seconds(call, call.spec.function)
+
+
+def _bind(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+) -> Call:
+    """The call with its arguments by name; options that only steer a kernel are left out."""
+    spec = ops.OPS.get(name)
+    if spec is None:
+        raise PatchError(
+            f"the op {name} has no spec, so nothing can check it",
+            fix="register it in trainkit/kernels/ops.py",
+        )
+    bound = inspect.signature(spec.function).bind(*args, **options).arguments
+    known = inspect.signature(spec.reference).parameters
+    given = {key: value for key, value in bound.items() if key in known}
+    tensors = {
+        key: value.detach().clone() if value.dim() == 0 else value.detach()
+        for key, value in given.items()
+        if isinstance(value, Tensor)
+    }
+    case = OpCase(
+        label="as the model calls it",
+        inputs=lambda draw: tensors,
+        grads=tuple(key for key in tensors if given[key].requires_grad),
+        options={key: value for key, value in given.items() if key not in tensors},
+    )
+
+    def without_counts(**arguments: Any) -> Any:
+        found = function(**arguments)
+        return found.loss if isinstance(found, CountedLoss) else found
+
+    return Call(dataclasses.replace(spec, function=without_counts), tensors, case)
+
+
+def _seconds(call: Call, function: Callable[..., Any]) -> float:
+    """The best of a few calls with their backward passes, by a clock around the waiting device."""
+    best = float("inf")
+    for _ in range(_TIMED_CALLS):
+        _wait(call.device)
+        start = time.perf_counter()
+        contract.run(function, call.case, call.tensors, torch.ones_like)
+        _wait(call.device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

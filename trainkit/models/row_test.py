@@ -17,7 +17,7 @@ from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.attention.choice import NAME
 from trainkit.models.attention.packable import state_of
 from trainkit.models.attention.proof import allowed, distance, has_experts, rounded, roundings
-from trainkit.models.loss.loss_head import take_counts
+from trainkit.models.loss import take_counts
 from trainkit.parallel.rows import RowSplit
 
 _ROWS = 2

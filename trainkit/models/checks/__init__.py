@@ -1,1 +1,0 @@
-"""Proofs that a patched model computes what the plain one does."""

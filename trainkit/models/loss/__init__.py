@@ -1,1 +1,0 @@
-"""The loss: inside the language-model head, and token by token."""
