@@ -34,8 +34,7 @@ from trainkit.export.plain import (
     weights_directory,
     write_plain,
 )
-from trainkit.export.run import Job, Written
-from trainkit.export.source import Source
+from trainkit.export.source import Job, Source, Written
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths, training_options
 from trainkit.models.loading import load_config, load_model, load_tokenizer

@@ -23,8 +23,7 @@ from trainkit.export.plain import (
     take_the_rest,
     write_plain,
 )
-from trainkit.export.run import Job, Written
-from trainkit.export.source import Source
+from trainkit.export.source import Job, Source, Written
 from trainkit.export.vllm import serve_command
 from trainkit.infer.locate import ModelPaths
 from trainkit.options import ModelOptions

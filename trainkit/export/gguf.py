@@ -15,8 +15,7 @@ from trainkit.data.read.messages import Conversation, TextRow
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.export.llama_cpp import DIRECT, LlamaServer, check_llama_cpp, convert, quantize
 from trainkit.export.plain import weights_directory, write_plain
-from trainkit.export.run import Job, Written
-from trainkit.export.source import Source
+from trainkit.export.source import Job, Source, Written
 from trainkit.infer.locate import ModelPaths
 
 COPIES = 3.2

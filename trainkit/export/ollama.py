@@ -27,8 +27,7 @@ from trainkit.export.gguf import (
     write_gguf,
 )
 from trainkit.export.llama_cpp import LlamaServer
-from trainkit.export.run import Job, Written
-from trainkit.export.source import Source
+from trainkit.export.source import Job, Source, Written
 from trainkit.models.loading import load_tokenizer
 
 __all__ = ["COPIES", "check", "write"]

@@ -31,8 +31,7 @@ from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.checkpoint.weights.writer import INDEX_NAME
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME
 from trainkit.errors import ModelError
-from trainkit.export.run import Job
-from trainkit.export.source import Source
+from trainkit.export.source import Job, Source
 from trainkit.infer.locate import ModelPaths, base_directory
 from trainkit.models.loading import load_config
 from trainkit.options import ModelOptions

@@ -3,77 +3,20 @@
 import importlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from trainkit.checkpoint.whole.atomic import free_space_check, staged_directory
 from trainkit.errors import CheckpointError
-from trainkit.export.certificate import FILE_NAME, MIN_AGREEMENT, Served, certify
-from trainkit.export.source import Source, open_source
+from trainkit.export.certificate import FILE_NAME
+from trainkit.export.plain import refuse_unmergeable, stored_bytes
+from trainkit.export.source import Job, Source, Written, open_source
 from trainkit.infer.base import plain_base
 from trainkit.infer.locate import ModelPaths, base_directory, run_settings, weights_digest
 from trainkit.version import __version__
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the command line says.
-
-    Attributes:
-        out: where the result will be; nothing is written there directly.
-        say: called with one line about each stage.
-        name: what the server is to call the model.
-        type: of the numbers in a GGUF.
-        dtype: of a plain model's weights; None keeps each tensor's own.
-        as_adapter: for vLLM: base and adapter apart.
-        any_base: merge an adapter into other weights than its own base.
-        excepted: kinds of conversations whose prompts may differ from training's.
-        system: for Ollama: a system prompt for every chat.
-        group_size: for AWQ: inputs that share a scale.
-        min_agreement: the share of greedy tokens that must agree; None is 99% for plain weights,
-            and stated only for quantised ones.
-    """
-
-    out: Path
-    say: Callable[[str], None]
-    name: str = "model"
-    type: str = "f16"
-    dtype: str | None = None
-    as_adapter: bool = False
-    any_base: bool = False
-    excepted: tuple[str, ...] = ()
-    system: str | None = None
-    group_size: int = 128
-    min_agreement: float | None = None
-
-    def certify(
-        self, source: Source, served: Served, *notes: str, is_quantized: bool
-    ) -> dict[str, Any]:
-        """The certificate of what was written."""
-        required = self.min_agreement
-        if required is None and not is_quantized:
-            required = MIN_AGREEMENT
-        return certify(
-            source.reference, served, required=required, excepted=self.excepted, notes=notes
-        )
-
-
-@dataclass(frozen=True)
-class Written:
-    """What a target has written.
-
-    Attributes:
-        certificate: of ``certify``.
-        command: how to serve it.
-        notes: for the user.
-    """
-
-    certificate: Mapping[str, Any]
-    command: str
-    notes: Sequence[str] = ()
 
 
 class Target(Protocol):
@@ -112,8 +55,6 @@ def export(target: str, paths: ModelPaths, job: Job) -> dict[str, Any]:
         )
     module.check(paths, job)
     with _over_plain_base(paths, job) as plain:
-        from trainkit.export.plain import refuse_unmergeable, stored_bytes
-
         if not job.as_adapter:
             refuse_unmergeable(plain)
         free_space_check(job.out, int(module.COPIES * stored_bytes(plain)))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,14 @@ from trainkit.data import DataOptions
 from trainkit.data.read.messages import Conversation
 from trainkit.data.render.template import ChatTemplate, freeze_dates
 from trainkit.errors import ModelError
-from trainkit.export.certificate import Reference, ask_trained, released
+from trainkit.export.certificate import (
+    MIN_AGREEMENT,
+    Reference,
+    Served,
+    ask_trained,
+    certify,
+    released,
+)
 from trainkit.export.conversations import Prompt, conversations_of
 from trainkit.infer.engine import load_engine
 from trainkit.infer.locate import ModelPaths, is_trained_on_texts, run_settings
@@ -110,6 +118,64 @@ class Source:
     stop_tokens: tuple[str, ...]
     reference: Reference
     notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line says.
+
+    Attributes:
+        out: where the result will be; nothing is written there directly.
+        say: called with one line about each stage.
+        name: what the server is to call the model.
+        type: of the numbers in a GGUF.
+        dtype: of a plain model's weights; None keeps each tensor's own.
+        as_adapter: for vLLM: base and adapter apart.
+        any_base: merge an adapter into other weights than its own base.
+        excepted: kinds of conversations whose prompts may differ from training's.
+        system: for Ollama: a system prompt for every chat.
+        group_size: for AWQ: inputs that share a scale.
+        min_agreement: the share of greedy tokens that must agree; None is 99% for plain weights,
+            and stated only for quantised ones.
+    """
+
+    out: Path
+    say: Callable[[str], None]
+    name: str = "model"
+    type: str = "f16"
+    dtype: str | None = None
+    as_adapter: bool = False
+    any_base: bool = False
+    excepted: tuple[str, ...] = ()
+    system: str | None = None
+    group_size: int = 128
+    min_agreement: float | None = None
+
+    def certify(
+        self, source: Source, served: Served, *notes: str, is_quantized: bool
+    ) -> dict[str, Any]:
+        """The certificate of what was written."""
+        required = self.min_agreement
+        if required is None and not is_quantized:
+            required = MIN_AGREEMENT
+        return certify(
+            source.reference, served, required=required, excepted=self.excepted, notes=notes
+        )
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a target has written.
+
+    Attributes:
+        certificate: of ``certify``.
+        command: how to serve it.
+        notes: for the user.
+    """
+
+    certificate: Mapping[str, Any]
+    command: str
+    notes: Sequence[str] = ()
 
 
 def open_source(paths: ModelPaths, any_base: bool, say: Callable[[str], None]) -> Source:

@@ -15,8 +15,7 @@ from trainkit.checkpoint.weights.plain_files import plain_file, read_json
 from trainkit.errors import ModelError
 from trainkit.export.certificate import TransformersServed, released
 from trainkit.export.plain import make_servable, weights_directory, write_plain
-from trainkit.export.run import Job, Written
-from trainkit.export.source import Source
+from trainkit.export.source import Job, Source, Written
 from trainkit.infer.base import is_plain
 from trainkit.infer.locate import ModelPaths
 from trainkit.models.loading import load_config

@@ -147,7 +147,8 @@ def _export(target: str, source: str, output: Output, shared: Shared, **own: Any
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
-    from trainkit.export.run import Job, export
+    from trainkit.export.run import export
+    from trainkit.export.source import Job
 
     job = Job(
         path,
