@@ -221,3 +221,10 @@ def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
     assert faq.columns == {"instruction": "question", "output": "answer"}
     assert de.columns == {"instruction": "frage", "output": "antwort"}
     assert (chat.path, chat.columns) == ("chat.jsonl", {})
+    Path("broken.jsonl").write_text('{"messages": [\n')
+    Path("empty.jsonl").write_text("")
+    files = ["-d", "broken.jsonl", "-d", "empty.jsonl"]
+    assert main(["new", "-m", SMALL, "--gpu", "h100", *files, "-o", "b.yaml"]) == 0
+    said = capsys.readouterr().err
+    assert "broken.jsonl: its first row cannot be read: invalid_json" in said
+    assert "empty.jsonl: there is no row in it" in said

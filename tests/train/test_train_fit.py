@@ -53,6 +53,7 @@ def test_what_new_writes_for_a_model_type_is_taken(model_type, tmp_path, monkeyp
         ("olmo2", set()),
         ("gemma3_text", set()),
         ("qwen3_moe", set()),
+        ("blt", {"data.packing"}),
         ("falcon_h1", {"data.packing"}),
         ("qwen3_next", {"data.packing"}),
     ],
@@ -117,9 +118,21 @@ def test_a_rank_that_no_layer_can_use_is_refused():
         "training.learning_rate=2e4",
         "training.warmup_steps=500",
         "lora.lora_plus_ratio=1e7",
+        "lora.alpha=1e9",
+        "training.weight_decay=10",
+        "training.adam_epsilon=10",
+        "training.adam_beta2=1.0",
+        "training.neftune_noise_alpha=1000",
+        "training.per_device_train_batch_size=1000000",
+        "training.gradient_accumulation_steps=1000000",
+        "training.save_steps=0",
+        "global_batch_size=1000000000",
+        "data.num_workers=100000",
+        "data.train=[{path: d.jsonl, epochs: 1e9}]",
+        "data.train=[{path: d.jsonl, weight: 1e12}]",
     ],
 )
-def test_rates_and_warm_ups_that_cannot_be_meant_are_asked_back(override, tmp_path):
+def test_numbers_that_cannot_be_meant_are_asked_back(override, tmp_path):
     file = tmp_path / "r.yaml"
     text = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "lora": {}}
     file.write_text(json.dumps({**text, "training": {"max_steps": 2}}))
@@ -127,6 +140,8 @@ def test_rates_and_warm_ups_that_cannot_be_meant_are_asked_back(override, tmp_pa
     with pytest.raises(TrainkitError, match=override.partition("=")[0].replace(".", r"\.")):
         load_recipe(file, [override])
     load_recipe(file, ["training.learning_rate=2e4", "training.optim=sgd"])
+    load_recipe(file, ["training.weight_decay=10", "training.optim=lion_32bit"])
+    load_recipe(file, ["lora.alpha=4096", "lora.r=16"])
 
 
 def test_a_kernel_that_is_named_is_proved_before_data_is_read():

@@ -57,14 +57,14 @@ class Source(Section):
     weight: float | None = Field(
         None,
         ge=0,
-        allow_inf_nan=False,
+        le=1e6,
         description="Share of the mixture, relative to the other weights; 0 is none of it.",
     )
     max_samples: int | None = Field(
         None, ge=1, description="Rows to draw, by a seeded choice; also written FILE#N."
     )
     epochs: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="How often its rows appear in one epoch."
+        1.0, gt=0, le=1000, description="How often its rows appear in one epoch."
     )
     format: RowFormat = Field("auto", description="Of the rows; auto looks at them.")
     name: str | None = Field(None, description="For logs; the file's name without it.")
@@ -266,7 +266,7 @@ class DataSection(SampleOptions, _Files):
         None, description="Where tokenised data is kept; null is the user's cache directory."
     )
     num_workers: int | None = Field(
-        None, ge=0, description="Processes that tokenise; null is one a core."
+        None, ge=0, le=1024, description="Processes that tokenise; null is one a core."
     )
     streaming: bool | Annotated[int, Field(ge=1)] = Field(
         False,

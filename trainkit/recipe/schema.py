@@ -79,6 +79,7 @@ class Recipe(Section):
     global_batch_size: int | None = Field(
         None,
         ge=1,
+        le=2**24,
         description="Rows an optimizer step, over all GPUs; sets gradient_accumulation_steps.",
     )
     training: Annotated[dict[str, Any], AfterValidator(complete_training)] = Field(
@@ -378,10 +379,11 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
             "knows whether the step is bad",
             "write on_bad_numbers: stop, or remove optim_in_backward",
         )
+    name = optimizer_row(training.get("optim")).name
     rate, plus = training.get("learning_rate", 5e-5), lora and lora.lora_plus_ratio
     rates = {"training.learning_rate": rate, "lora.lora_plus_ratio": rate * (plus or 0)}
     for key, value in rates.items():  # the sign of an exponent was lost; sgd's steps are gradients
-        if value > 1 and optimizer_row(training.get("optim")).name != "sgd":
+        if value > 1 and name != "sgd":
             yield (
                 key,
                 f"a learning rate of {value:g} moves each weight by more than its own size a "
@@ -389,6 +391,20 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
                 "1.0e-5 is usual for all weights, 1.0e-4 for adapters; only training.optim: sgd "
                 "takes larger ones",
             )
+    if (decay := training.get("weight_decay", 0.0)) > 1 and "lion" not in name:
+        yield (
+            "training.weight_decay",
+            f"a weight decay of {decay:g} shrinks the weights faster than they learn; it is at "
+            "most 1",
+            "0 to 0.1 is usual; only training.optim: lion_* takes larger ones",
+        )
+    scale = 0.0 if lora is None else lora.alpha / (lora.r**0.5 if lora.use_rslora else lora.r)
+    if scale > 256:
+        yield (
+            "lora.alpha",
+            f"the adapters would be scaled by {scale:g} (alpha / r); it is at most 256",
+            "1 to 4 is usual: set lora.alpha to once or twice lora.r",
+        )
     yield from late_warmup(training.get("warmup_steps") or 0, training.get("max_steps") or -1)
     is_fp16 = recipe.model.dtype == "float16" or bool(training.get("fp16"))
     if recipe.optim_in_backward:

@@ -94,9 +94,16 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
         refuse_unfit_model(config, packing=True, kernels=False, lora=None)
     except ModelError:
         off["data.packing"] = False
-    if not getattr(config.get_text_config(), "rope_parameters", None):
-        # Tables of positions and slopes often go by the place in the row: `sft` proves it on the
-        # weights, and here there are none.
+    text = config.get_text_config()
+    towers = ("vision", "audio")
+    stacks = [
+        key
+        for key, each in vars(text).items()
+        if hasattr(each, "num_hidden_layers") and not key.startswith(towers)
+    ]
+    if stacks or not getattr(text, "rope_parameters", None):
+        # A stack over patches of the row, as blt's, and tables of positions and slopes often go by
+        # the whole row: `sft` proves it on the weights, and here there are none.
         off["data.packing"] = False
     if method != "full":
         refuse_unfit_model(config, packing=False, kernels=False, lora=LoraOptions())

@@ -231,12 +231,17 @@ def _columns(path: str) -> dict[str, str]:
     from trainkit.data.read.formats import decode_row, detect, guess_columns, pair_of
     from trainkit.data.read.messages import RowError
     from trainkit.data.read.reading import read_rows
+    from trainkit.errors import DataError
 
     try:
         first = next(read_rows(Path(plain).expanduser(), max_row_bytes=DataOptions().max_row_bytes))
         row = decode_row(first)
-    except (StopIteration, RowError):
-        return {}  # `data check` and `sft` say what is wrong with it
+    except StopIteration:
+        echo(f"{path}: there is no row in it", err=True)
+        return {}
+    except (RowError, DataError) as error:
+        echo(f"{path}: its first row cannot be read: {error}; see trainkit data check", err=True)
+        return {}
     if not isinstance(row, dict) or detect(row) not in (None, "alpaca"):
         return {}
     pair = pair_of(row)
