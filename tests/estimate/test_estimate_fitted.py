@@ -226,5 +226,5 @@ def test_the_rows_of_the_data_are_looked_at(tmp_path, capsys, monkeypatch):
     files = ["-d", "broken.jsonl", "-d", "empty.jsonl"]
     assert main(["new", "-m", SMALL, "--gpu", "h100", *files, "-o", "b.yaml"]) == 0
     said = capsys.readouterr().err
-    assert "broken.jsonl: its first row cannot be read: invalid_json" in said
+    assert "broken.jsonl: its first row cannot be read: bad_json" in said
     assert "empty.jsonl: there is no row in it" in said

@@ -11,7 +11,8 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 from transformers import TrainingArguments
 
-from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED, table
+from trainkit.options import optimizers as table
+from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
 from trainkit.recipe import training
 from trainkit.recipe.keys import REMOVED
 from trainkit.recipe.training import EVERY, FIELDS, check_training, complete_training
@@ -96,7 +97,7 @@ def test_numbers_that_mean_nothing_are_refused(name, value):
     assert check_training({name: value}), f"{name}: {value}"
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon"])
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "max_grad_norm"])
 def test_what_is_no_count_is_not_bounded_as_one(name):
     assert check_training({name: 2.0**31 + 1}) == []
     assert "at most 2147483647" in problem(save_steps=2**31)

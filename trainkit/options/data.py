@@ -63,9 +63,7 @@ class Source(Section):
     max_samples: int | None = Field(
         None, ge=1, description="Rows to draw, by a seeded choice; also written FILE#N."
     )
-    epochs: float = Field(
-        1.0, gt=0, le=1000, description="How often its rows appear in one epoch."
-    )
+    epochs: float = Field(1.0, gt=0, le=1000, description="How often its rows appear in one epoch.")
     format: RowFormat = Field("auto", description="Of the rows; auto looks at them.")
     name: str | None = Field(None, description="For logs; the file's name without it.")
     split: str = Field("train", description="Of a hub data set.")
