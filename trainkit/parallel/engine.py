@@ -50,6 +50,7 @@ class Ranks:
 
 
 OPTIMIZER, SCALER = "optimizer.pt", "scaler.pt"
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 _BITSANDBYTES = "bitsandbytes"
 
 Batch = dict[str, Any]

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.parallel.engine import Engine, Saving, Training
+from trainkit.parallel.engine import HALF_DTYPES, Engine, Saving, Training
 from trainkit.parallel.launch import free_port
 from trainkit.parallel.part_files import (
     KEY,
@@ -36,8 +36,6 @@ from trainkit.parallel.part_files import (
 )
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.slices import fill, names_in_files
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 STAYS_WHOLE = 1 / 8
 """Weights that take less of a GPU's memory stay gathered from forward to backward, which saves one

@@ -4,6 +4,8 @@
 data), then the model, its kernels and adapters, then training, then what is left behind.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
@@ -45,22 +47,10 @@ from trainkit.train.callbacks import (
     RowTest,
     RunRecorder,
     StopOnRequest,
-    TimeStart,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
 from trainkit.train.evaluations import Evaluations, StopEarly
 from trainkit.train.faults.numbers import WEIGHTS, NumberError, NumberPolicy, folder_of
-from trainkit.train.faults.shortage import (
-    MemoryShortageError,
-    TryLongestBatch,
-    can_try,
-    for_resuming,
-    goes_back,
-    is_shortage,
-    out_of_memory,
-    overrides_for,
-    size_after,
-)
 from trainkit.train.faults.signals import (
     StopRequest,
     hold_back,
@@ -94,6 +84,7 @@ from trainkit.train.trackers import RememberTrackers, go_on_with
 if TYPE_CHECKING:
     from trainkit.models.fp8.decide import Fp8Setup
     from trainkit.train.dry_run import OneStep
+    from trainkit.train.faults.shortage import MemoryShortageError
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +137,8 @@ def run_sft(loaded: LoadedRecipe, options: SftOptions) -> Path | None:
         run.args.output_dir = str(run.root)
         run.stages.end("record")
         while (bad := _attempt(run)) is not None:
-            size = size_after(run, bad) if isinstance(bad, MemoryShortageError) else None
             del run.built, run.checkpoints  # which hold the model
-            go_back(run, bad, () if size is None else overrides_for(run, size))
+            go_back(run, bad, bad.overrides)
     return run.root if process.is_main else None
 
 
@@ -225,24 +215,17 @@ def _trained(loop: Loop) -> NumberError | MemoryShortageError | None:
     with saving_on_signals(run.stop, run.console.note):
         try:
             loop.train(None if run.point is None else run.point.checkpoint)
-        except (RuntimeError, MemoryError) as error:
-            if not is_shortage(error):
-                raise
-            shortage = out_of_memory(loop, error)
-            if not goes_back(run, shortage):
-                raise for_resuming(run, shortage) from error
-            return shortage
-        except MemoryShortageError as error:
-            if not goes_back(run, error):
-                raise
-            return error.with_traceback(None)  # which would keep the model alive
         except NumberError as error:
             if run.numbers.goes_back and not run.stop.is_wanted:
-                return error.with_traceback(None)
+                return error.with_traceback(None)  # which would keep the model alive
             if run.process.is_main:
                 loop.hook(RunRecorder).finish()
             _keep_weights(loop, error)
             raise
+        except Exception as error:
+            from trainkit.train.faults.shortage import shortage_of
+
+            return shortage_of(loop, error)
     return None
 
 
@@ -335,7 +318,7 @@ def _built(run: Run) -> BuiltModel:
     )
 
 
-def _fp8_setup(run: Run) -> "Fp8Setup | None":
+def _fp8_setup(run: Run) -> Fp8Setup | None:
     """How the products that run in fp8 are chosen; None where the recipe has none.
 
     A base in fp8 without a choice of its own gets the default budget.
@@ -359,30 +342,32 @@ def _fp8_setup(run: Run) -> "Fp8Setup | None":
     )
 
 
-def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
+def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     """All that happens around the steps, in the order in which it is asked."""
     recipe, args, early = run.recipe, run.args, run.recipe.early_stopping
     hooks: list[Hook] = []
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))
     if args.gradient_checkpointing or recipe.recompute is not None:
-        from trainkit.train.recompute import recompute_hook
+        from trainkit.train.recompute import recompute_hooks
 
-        hook = recompute_hook(recipe, is_on=bool(args.gradient_checkpointing))
-        hooks += [] if hook is None else [hook]
+        hooks += recompute_hooks(recipe, is_on=bool(args.gradient_checkpointing))
     hooks += [KeepFp8Codes()] if run.built.fp8 is not None else []
     hooks += [RowTest()] if run.layout.rows is not None else []
     hooks += [LeakTest()] if recipe.data.packing else []
     if dry is None:
         hooks += [KeepToThePlan(), TakeUp()] if run.point is not None else []
         if run.process.is_main:
-            hooks += [RunRecorder(run), TimeStart()]
+            hooks.append(RunRecorder(run))
             hooks += [RememberTrackers()] if args.report_to else []
         if run.expected is not None:
             from trainkit.train.memory import MemoryRecord
 
             hooks.append(MemoryRecord())
-        hooks += [TryLongestBatch()] if can_try(run) else []  # after the record of this start
+        if recipe.training.get("auto_find_batch_size"):
+            from trainkit.train.faults.shortage import try_hooks
+
+            hooks += try_hooks(run)  # after the record of this start
         hooks.append(MarkProgress())
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []
@@ -390,7 +375,7 @@ def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
         from trainkit.train.generation_eval import measurements
 
         measured = measurements(run)
-    saves, kind = Saves(), Evaluations
+    saves, evaluations = Saves(), Evaluations(measured)
     if args.push_to_hub and run.process.is_main:
         from trainkit.train.hub import Hub
 
@@ -398,15 +383,14 @@ def hooks_of(run: Run, dry: "OneStep | None" = None) -> list[Hook]:
     if dry is not None:
         from trainkit.train.dry_run import LongestEvaluation
 
-        kind = LongestEvaluation
-    hooks += [Numbers(), Rows(), kind(measured), StopOnRequest(), saves]
+        evaluations = LongestEvaluation(measured)
+    hooks += [Numbers(), Rows(), evaluations, StopOnRequest(), saves]
     return hooks if dry is None else [*hooks, dry]
 
 
 def _watch(run: Run) -> Watch:
     """The ranks' watch over one another; all of them make it together."""
-    folder, process = run.directory.logs / "ranks", run.process
-    launch = [""]
+    folder, process, launch = run.directory.logs / "ranks", run.process, [""]
     if process.is_main:
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
         launch[0] = uuid.uuid4().hex
@@ -454,6 +438,8 @@ def _dry_run(run: Run) -> None:
     try:
         loop.train()
     except (RuntimeError, MemoryError) as error:
+        from trainkit.train.faults.shortage import is_shortage, out_of_memory
+
         if not is_shortage(error):
             raise
         raise out_of_memory(loop, error) from error

@@ -40,6 +40,7 @@ class RunRecorder(Hook):
         self._resume_step = run.point.step if run.point else 0 if begins_again else None
         self._passes: float | None = 0.0 if self._resume_step is None else None
         self._curves = CurveRefresher(self._run)
+        self._has_stepped = False
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
         """Write down what this start was given, and start the progress display.
@@ -62,11 +63,18 @@ class RunRecorder(Hook):
                 "tokens holds several conversations), or raise training.num_train_epochs"
             )
         self._console.start(state.max_steps, first_step=state.global_step, due=_due(args, state))
+        loop.run.stages.end("trainer")
 
     def on_step_end(self, loop: LoopState) -> None:
-        """Move the display and the heartbeat."""
+        """Move the display and the heartbeat; after the first step, write where the time went."""
         self._console.step(loop.state.global_step)
         self._run.heartbeat(loop.state.global_step)
+        if not self._has_stepped:
+            self._has_stepped = True
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            loop.run.stages.end("first step")
+            self._run.write_json(self._run.root / FILE, loop.run.stages.to_dict())
 
     def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
         """Record a row of training or evaluation figures."""
@@ -86,24 +94,19 @@ class RunRecorder(Hook):
         if self._metrics is not None and not is_known:
             self._metrics.append(row)
         self._console.log(row)
-        self._tell_pass(row)
+        passes = row.get("num_passes")
+        if passes is not None:
+            number = math.ceil(passes) + 1
+            if self._passes is not None and number > math.ceil(self._passes) + 1:
+                self._console.note(
+                    f"by step {step} the stream has begun pass {number} over its files"
+                )  # rows come that were trained on before
+            self._passes = passes
         self._curves.refresh(has_news=not is_training)
 
     def on_save(self, loop: LoopState) -> None:
         """A checkpoint is news for the report."""
         self._curves.refresh(has_news=True)
-
-    def _tell_pass(self, row: dict[str, float]) -> None:
-        """Say when streamed data begins again: rows come that were trained on before."""
-        passes = row.get("num_passes")
-        if passes is None:
-            return
-        if self._passes is not None and math.ceil(passes) > math.ceil(self._passes):
-            self._console.note(
-                f"by step {row['step']} the stream has begun pass {math.ceil(passes) + 1} over its "
-                "files"
-            )
-        self._passes = passes
 
     def finish(self) -> None:
         """Close the metrics and wait for the last drawing."""
@@ -115,13 +118,12 @@ class RunRecorder(Hook):
 def _due(args: TrainingArguments, state: TrainerState) -> dict[str, float]:
     """After how many steps evaluations and checkpoints come again; only what does."""
     an_epoch = state.max_steps / max(state.num_train_epochs, 1)
-    kinds = {
-        "evaluation": (args.eval_strategy, state.eval_steps),
-        "checkpoint": (args.save_strategy, state.save_steps),
-    }
     every = {
         name: float(steps) if strategy == "steps" and steps else an_epoch
-        for name, (strategy, steps) in kinds.items()
+        for name, strategy, steps in (
+            ("evaluation", args.eval_strategy, state.eval_steps),
+            ("checkpoint", args.save_strategy, state.save_steps),
+        )
         if strategy in ("steps", "epoch")
     }
     return {name: steps for name, steps in every.items() if steps > 0}
@@ -166,43 +168,24 @@ class KeepToThePlan(Hook):
             ResumeRefusedError: the checkpoint is beyond the last step.
         """
         assert checkpoint is not None
-        decided_by_each(loop.run.process, lambda: self._compare(loop, checkpoint))
-
-    def _compare(self, loop: LoopState, checkpoint: Path) -> None:
         step, last = loop.state.global_step, loop.state.max_steps
-        if step > last:
-            raise ResumeRefusedError(
-                f"the checkpoint is at step {step}, and the recipe ends at step {last}",
-                where=str(checkpoint),
-                fix="repeat the run's own command with --resume (command.sh has it), or raise "
-                "training.max_steps or training.num_train_epochs",
-            )
+
+        def refuse() -> None:
+            if step > last:
+                raise ResumeRefusedError(
+                    f"the checkpoint is at step {step}, and the recipe ends at step {last}",
+                    where=str(checkpoint),
+                    fix="repeat the run's own command with --resume (command.sh has it), or raise "
+                    "training.max_steps or training.num_train_epochs",
+                )
+
+        decided_by_each(loop.run.process, refuse)  # so that they say it once
         saved = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
         if saved.max_steps != last:
             loop.run.console.warn(
                 f"the run was planned for {saved.max_steps} steps and ends at {last} "
                 "now; the learning rate follows the new plan from here"
             )
-
-
-class TimeStart(Hook):
-    """Writes down, once the first step is done, where the time since the command went."""
-
-    _is_done = False
-
-    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """The optimizer is made, and what is proved before the first step is proved."""
-        loop.run.stages.end("trainer")
-
-    def on_step_end(self, loop: LoopState) -> None:
-        """The first step ends."""
-        if self._is_done:
-            return
-        self._is_done = True
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        loop.run.stages.end("first step")
-        loop.run.directory.write_json(loop.run.root / FILE, loop.run.stages.to_dict())
 
 
 class MarkProgress(Hook):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from trainkit.data.options import DataOptions
 from trainkit.data.read.finding import resolve_files
 from trainkit.data.read.formats import decode_row, read_row
 from trainkit.data.read.messages import Conversation, RowError, validate
-from trainkit.data.read.reading import RawRow, read_rows
+from trainkit.data.read.reading import read_rows
 from trainkit.data.serve.streaming import Position, SampleStream, first_look
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
 from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
@@ -50,16 +50,6 @@ from trainkit.parallel import Layout
 
 _MAX_EMPTY = 1000
 """Epochs without a row before we stop looking for the next one that has some."""
-
-
-@runtime_checkable
-class SizedByEpoch(Protocol):
-    """A loader whose length is that of the chosen epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
-
-    def __len__(self) -> int: ...
 
 
 @dataclass
@@ -87,7 +77,7 @@ class EpochPlan:
         accumulation = args.gradient_accumulation_steps
 
         def count(epoch: int) -> int:
-            if not isinstance(loader, SizedByEpoch):
+            if isinstance(loader, StreamLoader):
                 return args.max_steps * accumulation
             loader.set_epoch(epoch)
             size = len(loader)
@@ -161,12 +151,9 @@ class RankBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         group_by_length: bool = False,
     ) -> None:
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._dist_rank = dist_rank
-        self._world_size = world_size
-        self._drop_last = drop_last
-        self._group_by_length = group_by_length
+        self._dataset, self._batch_size = dataset, batch_size
+        self._dist_rank, self._world_size = dist_rank, world_size
+        self._drop_last, self._group_by_length = drop_last, group_by_length
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order the next iteration follows."""
@@ -178,24 +165,17 @@ class RankBatchSampler(Sampler[list[int]]):
         return num_samples // stride if self._drop_last else -(-num_samples // stride)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
+        order = np.arange(len(self._dataset))
+        if self._group_by_length:
+            lengths = self._dataset.lengths
+            blocks = np.split(order, range(LENGTH_BLOCK, len(order), LENGTH_BLOCK))
+            order = np.concatenate([b[np.argsort(-lengths[b], kind="stable")] for b in blocks])
         for index in range(len(self)):
             start = (index * self._world_size + self._dist_rank) * self._batch_size
             batch = [int(place) for place in order[start : start + self._batch_size]]
             # Ranks must agree on the number of micro-batches, not on their sizes: the last one may
             # be short, and a rank without any gets one row in which nothing is trained.
             yield batch or [~0]
-
-    def _order(self) -> np.ndarray:
-        order = np.arange(len(self._dataset))
-        if not self._group_by_length:
-            return order
-        lengths = self._dataset.lengths
-        starts = range(LENGTH_BLOCK, len(order), LENGTH_BLOCK)
-        blocks = np.split(order, list(starts))
-        return np.concatenate(
-            [block[np.argsort(-lengths[block], kind="stable")] for block in blocks]
-        )
 
 
 @dataclass(frozen=True)
@@ -277,14 +257,10 @@ class StreamState:
         world_size: int,
         writes: bool = True,
     ) -> None:
-        self.stream = stream
-        self._writes = writes
-        self.dist_rank = dist_rank
-        self.world_size = world_size
+        self.stream, self._writes = stream, writes
+        self.dist_rank, self.world_size = dist_rank, world_size
         self.positions: list[Position | None] = [None] * num_slots
-        self.next_slot = 0
-        self.num_rows = 0
-        self.num_dropped = 0
+        self.next_slot = self.num_rows = self.num_dropped = 0
         mine = ledger if dist_rank == 0 else ledger.with_stem(f"{ledger.stem}.rank{dist_rank}")
         changed = mine.with_name(mine.name.replace(ledger.stem, Path(CHANGED).stem))
         self._files = (mine, changed)
@@ -312,8 +288,10 @@ class StreamState:
             "num_dropped": self.num_dropped,
             "ledger_bytes": [file.stat().st_size if file.exists() else 0 for file in self._files],
         }
-        text = json.dumps(values, indent=1)
-        (directory / _file_name(self.dist_rank)).write_text(text, encoding="utf-8")
+        self._file(directory).write_text(json.dumps(values, indent=1), encoding="utf-8")
+
+    def _file(self, directory: Path) -> Path:
+        return directory / f"stream_rank{self.dist_rank}.json"
 
     def load(self, directory: Path) -> None:
         """Go on from a checkpoint.
@@ -321,7 +299,7 @@ class StreamState:
         Raises:
             CheckpointError: it has no position for this rank and as many loading processes.
         """
-        file = directory / _file_name(self.dist_rank)
+        file = self._file(directory)
         if not file.exists():
             raise CheckpointError(
                 "the checkpoint does not say where the stream was",
@@ -356,19 +334,13 @@ class StreamState:
                     stream.truncate(size)
 
 
-def _file_name(dist_rank: int) -> str:
-    return f"stream_rank{dist_rank}.json"
-
-
 class _Batches(IterableDataset[Any]):
     """The batches of one loading process; an error of ours comes as an item, with its message."""
 
     def __init__(
         self, state: StreamState, collate: Callable[[Sequence[Any]], dict[str, Any]], size: int
     ) -> None:
-        self._state = state
-        self._collate = collate
-        self._size = size
+        self._state, self._collate, self._size = state, collate, size
 
     def __iter__(self) -> Iterator[dict[str, Any] | TrainkitError]:
         state = self._state
@@ -578,26 +550,22 @@ class RunData:
     @property
     def headline(self) -> str:
         """What there is to train on, in a line."""
-        totals = self.summary["train"].get("totals")
+        totals, held_out = self.summary["train"].get("totals"), self.summary["eval"]
         if totals is None:
             sizes = [row["bytes"] for row in self.summary["train"]["files"]]
-            return (
-                f"data: {len(sizes)} files of {sum(sizes) / 2**30:.2f} GiB, streamed"
-                + self._held_out()
+            line = f"data: {len(sizes)} files of {sum(sizes) / 2**30:.2f} GiB, streamed"
+        else:
+            line = (
+                f"data: {totals['samples']} samples, {totals['tokens']} tokens, "
+                f"{totals['trained_tokens']} of them trained; {totals['dropped']} rows dropped, "
+                f"{totals['cut']} cut"
             )
+        if not held_out:
+            return line
+        totals = held_out["totals"]
         return (
-            f"data: {totals['samples']} samples, {totals['tokens']} tokens, "
-            f"{totals['trained_tokens']} of them trained; {totals['dropped']} rows dropped, "
-            f"{totals['cut']} cut"
-        ) + self._held_out()
-
-    def _held_out(self) -> str:
-        if not self.summary["eval"]:
-            return ""
-        totals = self.summary["eval"]["totals"]
-        return (
-            f"\nevaluation data: {totals['samples']} samples, {totals['trained_tokens']} trained "
-            f"tokens; {totals['dropped']} rows dropped, {totals['cut']} cut"
+            f"{line}\nevaluation data: {totals['samples']} samples, {totals['trained_tokens']} "
+            f"trained tokens; {totals['dropped']} rows dropped, {totals['cut']} cut"
         )
 
 
@@ -640,8 +608,12 @@ def prepare_run_data(
         return RowShape(length, pad_token_id, packing, found, row_parts)
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
+        # A packed row has no more tokens than an epoch could ever fill, however large the limit.
+        num_samples = sum(len(part) * math.ceil(part.share.epochs) for part in data.parts)
+        most = num_samples * int(data.lengths.max(initial=1))
+        aligned = math.lcm(ALIGNED, row_parts)
         longest = options.max_length * objective.num_together
-        rows = shape(_row_length(data, longest, row_parts), data.source_names)
+        rows = shape(min(longest, -(-most // aligned) * aligned), data.source_names)
         made = objective.training_data(objective.dataset(data, rows, seed), rows)
         return replace(made, sample_name=data.sample_id, has_equal_epochs=data.has_equal_epochs)
 
@@ -722,7 +694,10 @@ def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Co
         for file in resolve_files(source.path):
             for row in read_rows(file, max_row_bytes=DataOptions().max_row_bytes):
                 try:
-                    conversations.append(_conversation(row, source))
+                    parsed = read_row(decode_row(row), source.format, source.columns)
+                    if not isinstance(parsed, Conversation):
+                        raise RowError("no_messages", "the row is not a conversation")
+                    conversations.append(validate(parsed, needs_assistant=True))
                 except RowError as error:
                     entries.add(Entry(str(file), row.line, "dropped", error.reason, error.detail))
     entries.close()
@@ -733,13 +708,6 @@ def read_conversations(sources: Sequence[Source], ledger: Path) -> tuple[list[Co
             fix="give files with conversations in the messages format",
         )
     return conversations, entries.num("dropped")
-
-
-def _conversation(row: RawRow, source: Source) -> Conversation:
-    parsed = read_row(decode_row(row), source.format, source.columns)
-    if not isinstance(parsed, Conversation):
-        raise RowError("no_messages", "the row is not a conversation")
-    return validate(parsed, needs_assistant=True)
 
 
 def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, Any]:
@@ -774,11 +742,3 @@ def fingerprint_of(parts: Mapping[str, Any]) -> str:
 
 ALIGNED = 64
 """Shorter packed rows are padded to a multiple of so many tokens."""
-
-
-def _row_length(data: PreparedData, max_length: int, row_parts: int) -> int:
-    """Tokens of a packed row: no more than an epoch could ever fill, however large the limit."""
-    num_samples = sum(len(part) * math.ceil(part.share.epochs) for part in data.parts)
-    most = num_samples * int(data.lengths.max(initial=1))
-    aligned = math.lcm(ALIGNED, row_parts)
-    return min(max_length, -(-most // aligned) * aligned)

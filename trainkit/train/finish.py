@@ -1,7 +1,6 @@
 """What a finished run leaves behind: the final model and its answers, then what describes it."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,15 @@ def finish(loop: LoopState, seconds: float) -> None:
         from trainkit.train.generation_eval import answer
 
         console.doing("answering questions")
-        model = _whole_model(loop, directory.final)
+
+        def reload() -> nn.Module:
+            dtype = loop.engine.saved_dtype(*next(iter(loop.model.named_parameters())))
+            model: nn.Module = auto_class(loop.model.config).from_pretrained(
+                directory.final, trust_remote_code=is_own_code(loop.model), dtype=dtype
+            )  # or an adapter and its base
+            return model.to(loop.args.device)
+
+        model = loop.engine.whole_model(loop.model, reload)
         with undisturbed(model):
             result = answer(loop, model)
         others = {name: each for name, each in result.means.items() if name != "exact_match"}
@@ -83,9 +90,12 @@ def save_final(loop: LoopState, target: Path, card: str | None = None) -> None:
     """
     loop.hook(Numbers).check(loop, target.name)
     step = {"step": loop.state.global_step}
-    whole = written_together(target, loop.ranks, step, replace=True)
-    with whole as inner, _with_cache(loop.model):
-        save_model(loop, inner)
+    with written_together(target, loop.ranks, step, replace=True) as inner:
+        set_use_cache(loop.model.config, True)  # it is off for training; a served model wants it on
+        try:
+            save_model(loop, inner)
+        finally:
+            set_use_cache(loop.model.config, False)
         if loop.ranks.is_main_process:
             ends = loop.run.data.stop_token_ids
             generation_config(loop.model, loop.tokenizer, ends).save_pretrained(inner)
@@ -110,26 +120,3 @@ def generation_config(
     if settings.pad_token_id is None:
         settings.pad_token_id = tokenizer.pad_token_id
     return settings
-
-
-@contextlib.contextmanager
-def _with_cache(model: Any) -> Iterator[None]:
-    """Save ``use_cache: true``: it is off for training, and a served model wants it on."""
-    set_use_cache(model.config, True)
-    try:
-        yield
-    finally:
-        set_use_cache(model.config, False)
-
-
-def _whole_model(loop: LoopState, final: Path) -> nn.Module:
-    engine, trained = loop.engine, loop.model
-
-    def reload() -> nn.Module:
-        dtype = engine.saved_dtype(*next(iter(trained.named_parameters())))
-        model: nn.Module = auto_class(trained.config).from_pretrained(  # or an adapter and its base
-            final, trust_remote_code=is_own_code(trained), dtype=dtype
-        )
-        return model.to(loop.args.device)
-
-    return engine.whole_model(trained, reload)

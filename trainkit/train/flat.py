@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
 
 from trainkit.errors import ModelError
 from trainkit.kernels.adamw.function import adamw_, square_sum
-from trainkit.train.masters import HALF_DTYPES, on_gradient
+from trainkit.parallel.engine import HALF_DTYPES
+from trainkit.train.masters import on_gradient
 
 _KEY = "training.optim"
 _OF_TORCH = {
@@ -361,17 +361,3 @@ def _starts(parameters: list[nn.Parameter]) -> tuple[list[int], int]:
 def _summed_in(dtype: torch.dtype, accumulates: bool) -> torch.dtype:
     """What gradients of weights of a dtype are summed in."""
     return torch.float32 if accumulates and dtype in HALF_DTYPES else dtype
-
-
-def make_flat_adamw(
-    groups: list[dict[str, Any]], args: TrainingArguments, num_ranks: int = 1
-) -> FlatAdamW:
-    """By ``training``'s rate, decay, betas and accumulation."""
-    return FlatAdamW(
-        groups,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        accumulates=args.gradient_accumulation_steps > 1,
-        num_ranks=num_ranks,
-    )

@@ -1,6 +1,6 @@
 """Answers to held-out conversations, held against their references."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,11 +85,6 @@ class GenerationEvalResult:
             "metrics": self.means,
             "rows": [asdict(row) for row in self.rows],
         }
-
-    @classmethod
-    def merge(cls, results: Iterable["GenerationEvalResult"]) -> "GenerationEvalResult":
-        """The answers of several ranks in one."""
-        return cls(tuple(row for result in results for row in result.rows))
 
 
 @torch.no_grad()
@@ -215,7 +210,7 @@ def answer(loop: LoopState, model: nn.Module) -> GenerationEvalResult:
     )
     if ranks.num_processes == 1:
         return result
-    return GenerationEvalResult.merge(gather_object([result]))
+    return GenerationEvalResult(tuple(row for one in gather_object([result]) for row in one.rows))
 
 
 def _answers(loop: LoopState) -> Mapping[str, float]:

@@ -26,7 +26,6 @@ from trainkit.train.checkpoints import SCHEDULER, TRAINER_STATE, read_weights
 from trainkit.train.data import EpochPlan, train_loader
 from trainkit.train.faults.numbers import hold_back
 from trainkit.train.hooks import LoopState
-from trainkit.train.masters import needs_master_weights, refuse_float16
 from trainkit.train.model import prepare_to_train
 from trainkit.train.optimizer import averages_gradients, make_optimizer
 from trainkit.train.prepare import settings_refused_by
@@ -100,7 +99,7 @@ class Loop(LoopState):
         before = partial(self.event, "on_pre_optimizer_step")
         self.norm, goes_on = engine.update(args.max_grad_norm or float("inf"), self._judge, before)
         self.event("on_optimizer_step")
-        self.rate = self._rate()
+        self.rate = float(self.optimizer.param_groups[0]["lr"])
         if goes_on and not self.follows_metric:
             self.scheduler.step()
         engine.clear()
@@ -196,12 +195,6 @@ class Loop(LoopState):
         if optimizer is not None:
             hold_back(optimizer, found_inf, guard.flush, lambda: guard.is_held)
 
-    def _rate(self) -> float:
-        if self.follows_metric:
-            return float(self.optimizer.param_groups[0]["lr"])
-        rate = self.scheduler.get_last_lr()[0]
-        return rate.item() if isinstance(rate, torch.Tensor) else rate
-
     # -- before the first step --------------------------------------------------------------------
 
     def _make(self, checkpoint: Path | None) -> None:
@@ -256,8 +249,6 @@ class Loop(LoopState):
         """Spread the model, and make the optimizer, with masters where nobody else keeps them."""
         model, engine, recipe = self.model, self.engine, self.run.recipe
         engine.place(model, self.args.device)
-        if not engine.keeps_masters and needs_master_weights(model) and not self.args.fp16:
-            refuse_float16(model)
         self.optimizer = make_optimizer(
             model,
             self.args,

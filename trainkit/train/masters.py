@@ -20,7 +20,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from trainkit.errors import ModelError
+from trainkit.kernels.adamw.function import add_square_sum_
+from trainkit.kernels.adamw_8bit.function import adamw_8bit_
+from trainkit.parallel.engine import HALF_DTYPES
 
 # Gradients as they arrive in the backward pass: averaged over ranks, measured, and watched.
 #
@@ -71,8 +73,6 @@ class Arrivals:
         """Average a gradient over the ranks, in place, and take its norm."""
         if self._num_ranks > 1:
             torch.distributed.all_reduce(gradient.div_(self._num_ranks))
-        from trainkit.kernels.adamw.function import add_square_sum_
-
         add_square_sum_(gradient, self._squares, self._is_bad)
 
     @property
@@ -99,9 +99,6 @@ class Arrivals:
         """Forget this step's."""
         self._squares = torch.zeros_like(self._squares)
         self._is_bad = torch.zeros_like(self._is_bad)
-
-
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class MasterWeightOptimizer(torch.optim.Optimizer):
@@ -371,27 +368,6 @@ class MasterWeightOptimizer(torch.optim.Optimizer):
         self.state = self.inner.state
 
 
-def needs_master_weights(model: nn.Module) -> bool:
-    """Whether any trained parameter is kept in half precision."""
-    return any(p.requires_grad and p.dtype in HALF_DTYPES for p in model.parameters())
-
-
-def refuse_float16(model: nn.Module) -> None:
-    """Refuse to train float16 weights without a loss scaler.
-
-    Raises:
-        ModelError: gradients below 6e-8 would become 0, silently.
-    """
-    if any(p.requires_grad and p.dtype == torch.float16 for p in model.parameters()):
-        raise ModelError(
-            "float16 weights cannot be trained here: there is no loss scaler, so small gradients "
-            "would silently become 0",
-            where="model.dtype",
-            fix="model.dtype: bfloat16 (or float32); on a GPU, model.dtype: float16 with "
-            "training.fp16: true keeps fp32 masters and a loss scaler",
-        )
-
-
 # bfloat16 weights without fp32 masters: computed in fp32, rounded up or down by chance.
 #
 # A bfloat16 weight near 1 has neighbours 2**-8 away, so rounding to the nearest loses every smaller
@@ -410,92 +386,12 @@ def refuse_float16(model: nn.Module) -> None:
 # lie, 8-bit ones or fp32, paged or not: what a checkpoint holds is bitsandbytes' own.
 
 
-class OnePass:
-    """Steps parameters of an optimizer of bitsandbytes.
-
-    Args:
-        inner: `one_pass_of` knows which.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self._scalars: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def fits(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is stepped here."""
-        return parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
-
-    def begin(self, group: dict[str, Any], piece: nn.Parameter) -> None:
-        """Make the states of a parameter, which is the group's only one."""
-        self._inner.init_state(group, piece, 0, 0)
-
-    def step(
-        self,
-        group: dict[str, Any],
-        piece: nn.Parameter,
-        weight: torch.Tensor,
-        gradient: torch.Tensor,
-        held: torch.Tensor | None,
-        seed: int,
-    ) -> None:
-        """Step one parameter, or a piece of one.
-
-        Args:
-            group: its options.
-            piece: what its states are found under.
-            weight: bfloat16, contiguous; updated.
-            gradient: of the same shape, in any precision.
-            held: 0-d, on the device: where it is not 0 nothing is changed.
-            seed: what the rounding follows from.
-        """
-        state = self._inner.state[piece]
-        self._inner.prefetch_state(piece)
-        state["step"] += 1
-        has_codes = state["state1"].dtype == torch.uint8
-        none, one = self._numbers(weight.device)
-        from trainkit.kernels.adamw_8bit.function import adamw_8bit_
-
-        adamw_8bit_(
-            weight.view(-1),
-            gradient.contiguous().view(-1),
-            (state["state1"].view(-1), state["state2"].view(-1)),
-            (state["absmax1"], state["absmax2"]) if has_codes else None,
-            one,
-            none if held is None else held,
-            seed=seed,
-            step=state["step"],
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-        )
-
-    def settle(self) -> None:
-        """Wait until the steps are taken: the host reads paged states itself."""
-        for device in self._scalars:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-
-    def _numbers(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """0 and 1, there."""
-        if device not in self._scalars:
-            self._scalars[device] = torch.zeros((), device=device), torch.ones((), device=device)
-        return self._scalars[device]
-
-
-def one_pass_of(inner: Any) -> OnePass | None:
-    """What steps an optimizer's parameters in one pass; None where its own ``step`` does.
-
-    Args:
-        inner: any optimizer.
-    """
+def takes_one_pass(inner: Any) -> bool:
+    """Whether an optimizer's parameters are stepped in one pass; else its own ``step`` does it."""
     is_theirs = type(inner).__module__.startswith("bitsandbytes.")
     if not is_theirs or getattr(inner, "optimizer_name", None) != "adam":
-        return None
-    if inner.args.max_unorm or inner.args.skip_zeros:
-        return None
-    return OnePass(inner)
+        return False
+    return not (inner.args.max_unorm or inner.args.skip_zeros)
 
 
 PIECE = 2**25
@@ -531,7 +427,8 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         self._pieces: dict[torch.Tensor, list[nn.Parameter]] = {}
         self._place: dict[torch.Tensor, int] = {}
         super().__init__(param_groups, make_inner, arrivals)
-        self._one_pass = one_pass_of(self.inner)
+        self.takes_one_pass = takes_one_pass(self.inner)
+        self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _masters_of(self, parameter: nn.Parameter) -> list[nn.Parameter]:
         if parameter.dtype not in HALF_DTYPES:
@@ -579,7 +476,8 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
         return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
 
     def _holds_back_itself(self, parameter: torch.Tensor) -> bool:
-        return self._one_pass is not None and self._one_pass.fits(parameter)
+        fits = parameter.dtype == torch.bfloat16 and parameter.is_contiguous()
+        return self.takes_one_pass and fits
 
     def _step_parameter(self, parameter: torch.Tensor) -> None:
         if parameter not in self._pieces:
@@ -605,19 +503,50 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
     ) -> None:
         chance = seed_of(self._seed, self._num_steps, self._place[parameter], number)
         kept = piece.data
-        if self._one_pass is not None and self._one_pass.fits(parameter):
+        if self._holds_back_itself(parameter):
             if not self.inner.state[piece]:
                 piece.data = weight  # for its place and shape
                 with self._alone(parameter, piece) as alone:
-                    self._one_pass.begin(alone, piece)
-            group = self.param_groups[self._group_of[parameter]]
-            held = None if self._arrivals is None else self._arrivals.held
-            self._one_pass.step(group, piece, weight, gradient, held, chance)
+                    self.inner.init_state(alone, piece, 0, 0)  # type: ignore[attr-defined]
+            self._step_in_one_pass(parameter, piece, weight, gradient, chance)
         else:
             piece.data, piece.grad = weight.to(torch.float32), gradient.to(torch.float32)
             self._step_inner(parameter, piece)
             round_by_chance(weight, piece.data, chance)
         piece.grad, piece.data = None, kept
+
+    def _step_in_one_pass(
+        self,
+        parameter: torch.Tensor,
+        piece: nn.Parameter,
+        weight: torch.Tensor,
+        gradient: torch.Tensor,
+        chance: int,
+    ) -> None:
+        """Where the device says that no step may be taken nothing is changed."""
+        group, device = self.param_groups[self._group_of[parameter]], weight.device
+        if device not in self._constants:
+            self._constants[device] = torch.zeros((), device=device), torch.ones((), device=device)
+        none, one = self._constants[device]
+        state = self.inner.state[piece]
+        self.inner.prefetch_state(piece)  # type: ignore[attr-defined]
+        state["step"] += 1
+        has_codes = state["state1"].dtype == torch.uint8
+        adamw_8bit_(
+            weight.view(-1),
+            gradient.contiguous().view(-1),
+            (state["state1"].view(-1), state["state2"].view(-1)),
+            (state["absmax1"], state["absmax2"]) if has_codes else None,
+            one,
+            none if self._arrivals is None else self._arrivals.held,
+            seed=chance,
+            step=state["step"],
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -641,8 +570,9 @@ class RoundedWeightOptimizer(MasterWeightOptimizer):
 
     def settle(self) -> None:
         """Wait for steps that the host has not waited for, before it looks at paged states."""
-        if self._one_pass is not None:
-            self._one_pass.settle()
+        for device in self._constants:  # of steps in one pass
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore both.

@@ -6,19 +6,16 @@ the projections, which are objects, as plain values.
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from trainkit.options.optimizers import OPTIMIZERS, Optimizer, optimizer_row
-from trainkit.train.masters import (
-    Arrivals,
-    MasterWeightOptimizer,
-    RoundedWeightOptimizer,
-    needs_master_weights,
-)
+from trainkit.errors import ModelError
+from trainkit.options.optimizers import Optimizer, optimizer_row
+from trainkit.parallel.engine import HALF_DTYPES
 
 _KEY, _PLAIN = "projector", "projector_values"
 
@@ -33,25 +30,21 @@ def keep_projections(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         optimizer: of galore_torch or apollo_torch.
     """
 
-    def pack(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
+    def turned(saved: dict[str, Any], key: str, other: str, turn: Callable[[Any], Any]) -> Any:
         state = {
             number: {
-                _PLAIN if key == _KEY else key: dict(vars(value)) if key == _KEY else value
-                for key, value in entry.items()
+                other if name == key else name: turn(value) if name == key else value
+                for name, value in entry.items()
             }
             for number, entry in saved["state"].items()
         }
         return {**saved, "state": state}
 
-    def unpack(loading: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        state = {
-            number: {
-                _KEY if key == _PLAIN else key: _made(loading, value) if key == _PLAIN else value
-                for key, value in entry.items()
-            }
-            for number, entry in saved["state"].items()
-        }
-        return {**saved, "state": state}
+    def pack(_: Any, saved: dict[str, Any]) -> Any:
+        return turned(saved, _KEY, _PLAIN, lambda value: dict(vars(value)))
+
+    def unpack(loading: torch.optim.Optimizer, saved: dict[str, Any]) -> Any:
+        return turned(saved, _PLAIN, _KEY, lambda values: _made(loading, values))
 
     _cut_projections(sys.modules[type(optimizer).__module__])
     optimizer.register_state_dict_post_hook(pack)
@@ -80,13 +73,11 @@ def _cut_projections(module: Any) -> None:
 
 
 def _made(optimizer: torch.optim.Optimizer, values: dict[str, Any]) -> Any:
-    module = __import__(type(optimizer).__module__, fromlist=["*"])
     name = "GradientProjector" if "seed" in values else "GaLoreProjector"
     device = optimizer.param_groups[0]["params"][0].device
-    made = object.__new__(getattr(module, name))
+    made = object.__new__(getattr(sys.modules[type(optimizer).__module__], name))
     for key, value in values.items():
-        on_device = isinstance(value, torch.Tensor)
-        made.__dict__[key] = value.to(device) if on_device else value
+        made.__dict__[key] = value.to(device) if isinstance(value, torch.Tensor) else value
     return made
 
 
@@ -143,19 +134,6 @@ class MuonAdamW(torch.optim.Optimizer):
         return loss
 
 
-def make_muon(groups: list[dict[str, Any]], args: TrainingArguments) -> MuonAdamW:
-    """By ``training``'s rate, decay, betas and ``optim_args``."""
-    muon: dict[str, Any] = {"lr": args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
-    muon |= OPTIMIZERS["muon"].read(args.optim_args)
-    adamw = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "fused": True,
-    }
-    return MuonAdamW(groups, muon, adamw)
-
-
 # States in pages that host and GPU share stay there when a run is resumed.
 #
 # bitsandbytes loads them into the GPU's own memory: 15 GiB of it for 8B parameters in 8 bits, of
@@ -178,24 +156,22 @@ def keep_pages(optimizer: Any) -> Any:
         return optimizer
     load = optimizer.load_state_dict
 
+    def placed(parameter: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
+        is_state = key.startswith("state") and value.shape == parameter.shape
+        if not is_state or value.numel() < SMALLEST:
+            return value.to(parameter.device)
+        room: torch.Tensor = optimizer.get_state_buffer(parameter, dtype=value.dtype)
+        return room.copy_(value)
+
     def load_into_pages(state_dict: dict[str, Any]) -> None:
         load(state_dict, move_to_device=False)
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    state[key] = _placed(optimizer, parameter, key, value)
+                    state[key] = placed(parameter, key, value)
 
     optimizer.load_state_dict = load_into_pages
     return optimizer
-
-
-def _placed(optimizer: Any, parameter: torch.Tensor, key: str, value: torch.Tensor) -> torch.Tensor:
-    """A loaded state where the optimizer would have made it."""
-    is_state = key.startswith("state") and value.shape == parameter.shape
-    if not is_state or value.numel() < SMALLEST:
-        return value.to(parameter.device)
-    room: torch.Tensor = optimizer.get_state_buffer(parameter, dtype=value.dtype)
-    return room.copy_(value)
 
 
 def parameter_groups(
@@ -243,6 +219,11 @@ def averages_gradients(optim: str, in_backward: bool) -> bool:
     return in_backward or optim == "flat_adamw"
 
 
+def needs_master_weights(model: nn.Module) -> bool:
+    """Whether any trained parameter is kept in half precision."""
+    return any(p.requires_grad and p.dtype in HALF_DTYPES for p in model.parameters())
+
+
 Inner = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
@@ -266,8 +247,21 @@ def make_optimizer(
         keeps_masters: half-precision weights have fp32 copies; else they are rounded by chance.
         engine_keeps_masters: DeepSpeed and FSDP2 have fp32 copies of their own.
         num_ranks: processes whose gradients the optimizer averages, where it does.
+
+    Raises:
+        ModelError: of float16 weights without a loss scaler.
     """
     row = optimizer_row(args.optim)
+    is_half = not engine_keeps_masters and needs_master_weights(model)
+    trained = {each.dtype for each in model.parameters() if each.requires_grad}
+    if is_half and not args.fp16 and torch.float16 in trained:
+        raise ModelError(
+            "float16 weights cannot be trained here: there is no loss scaler, so small gradients "
+            "would silently become 0",
+            where="model.dtype",
+            fix="model.dtype: bfloat16 (or float32); on a GPU, model.dtype: float16 with "
+            "training.fp16: true keeps fp32 masters and a loss scaler",
+        )
     make, options_of = _inner(row, model, args, num_ranks)
     groups = parameter_groups(
         model,
@@ -278,43 +272,53 @@ def make_optimizer(
         options_of=options_of,
     )
     if num_ranks > 1 and averages_gradients(row.name, in_backward):
-        _take_weights_of_first_rank(model)
+        for tensor in (*model.parameters(), *model.buffers()):  # as DDP does when it wraps a model
+            torch.distributed.broadcast(tensor.data, 0)
     if row.name == "flat_adamw":
         return make(groups)
-    is_half = not engine_keeps_masters and needs_master_weights(model)
-    arrivals = None
-    if in_backward:
-        arrivals = Arrivals(groups[0]["params"][0].device, num_ranks)
+    if not is_half and not in_backward:
+        return make(groups)
+    from trainkit.train.masters import Arrivals, MasterWeightOptimizer, RoundedWeightOptimizer
+
+    first = groups[0]["params"][0]
+    arrivals = Arrivals(first.device, num_ranks) if in_backward else None
     if is_half and not keeps_masters:
         return RoundedWeightOptimizer(
             groups, make, seed=args.seed, in_pieces=row.elementwise, arrivals=arrivals
         )
-    if is_half or in_backward:
-        return MasterWeightOptimizer(groups, make, arrivals)
-    return make(groups)
+    return MasterWeightOptimizer(groups, make, arrivals)
 
 
 def _inner(
     row: Optimizer, model: nn.Module, args: TrainingArguments, num_ranks: int
 ) -> tuple[Inner, Callable[[nn.Parameter], Mapping[str, Any]]]:
     """What makes the optimizer of groups, and what it is told of each parameter."""
+    betas = (args.adam_beta1, args.adam_beta2)
     if row.name == "muon":
         hidden = hidden_matrices(model)
-        return lambda groups: make_muon(groups, args), lambda p: {IS_HIDDEN: p in hidden}
+        muon = {"lr": args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+        muon |= row.read(args.optim_args)
+        adamw = {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon, "fused": True}
+        return lambda groups: MuonAdamW(groups, muon, adamw), lambda p: {IS_HIDDEN: p in hidden}
     if row.name == "flat_adamw":
-        from trainkit.train.flat import make_flat_adamw
+        from trainkit.train.flat import FlatAdamW
 
-        return lambda groups: make_flat_adamw(groups, args, num_ranks), lambda _: {}
+        flat = partial(
+            FlatAdamW,
+            lr=args.learning_rate,
+            betas=betas,
+            eps=args.adam_epsilon,
+            accumulates=args.gradient_accumulation_steps > 1,
+            num_ranks=num_ranks,
+        )
+        return flat, lambda _: {}
     maker, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     if row.per_rank_bytes is not None:
         _, projected = options.pop("params")
         chosen = set(projected.pop("params"))
-        for name, value in (
-            ("betas", (args.adam_beta1, args.adam_beta2)), ("eps", args.adam_epsilon),
-        ):  # fmt: skip
-            projected.pop(name, None)
-            if row.name != "galore_adafactor":
-                options[name] = value
+        projected = {key: each for key, each in projected.items() if key not in ("betas", "eps")}
+        if row.name != "galore_adafactor":
+            options |= {"betas": betas, "eps": args.adam_epsilon}
         return (
             lambda groups: keep_projections(maker(groups, **options)),
             lambda p: projected if p in chosen else {},
@@ -324,18 +328,17 @@ def _inner(
     options |= {k: v for k, v in row.read(args.optim_args).items() if k in options}
     if package == "torchao":
         options["block_size"] = int(options["block_size"])
-    if package == "bitsandbytes" and options.get("optim_bits") == 8:
-        tables = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+    if package == "bitsandbytes":
+        is_narrow = options.get("optim_bits") == 8
+        tables = {m.weight for m in model.modules() if is_narrow and isinstance(m, nn.Embedding)}
         return (
             lambda groups: keep_pages(_with_wide_states(maker(groups, **options))),
             lambda p: {_WIDE: 32} if p in tables else {},
         )
-    if package == "bitsandbytes":
-        return lambda groups: keep_pages(maker(groups, **options)), lambda _: {}
     return lambda groups: maker(groups, **options), lambda _: {}
 
 
-def _with_wide_states(optimizer: Any) -> torch.optim.Optimizer:
+def _with_wide_states(optimizer: Any) -> Any:
     """Embeddings have fp32 states, as bitsandbytes advises and transformers has it.
 
     Said in the group: what bitsandbytes remembers by itself it remembers by the address of a
@@ -348,12 +351,4 @@ def _with_wide_states(optimizer: Any) -> torch.optim.Optimizer:
         return {**of_all(number, place, group), **own}
 
     optimizer.get_config = of_group
-    made: torch.optim.Optimizer = optimizer
-    return made
-
-
-@torch.no_grad()
-def _take_weights_of_first_rank(model: nn.Module) -> None:
-    """As DDP does when it wraps a model."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        torch.distributed.broadcast(tensor.data, 0)
+    return optimizer

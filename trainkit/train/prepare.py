@@ -135,23 +135,22 @@ def _read_data(run: Run, ledger: Path) -> RunData:
     workers = max(int(training.get("dataloader_num_workers", 0)), 1)
     cache_dir = str(ledger.parent) if run.options.dry_run else None
     run.data_options = data_options(recipe, cache_dir=cache_dir)
-    with tokenisation_progress(run.console) as progress:
-        return prepare_run_data(
-            data.with_format(data.train),
-            data.with_format(data.eval_sources),
-            run.tokenizer,
-            run.data_options,
-            ledger=ledger,
-            progress=progress,
-            objective=OBJECTIVES[recipe.objective],
-            packing=data.packing,
-            shuffle=training.get("train_sampling_strategy") != "sequential",
-            per_source_loss=data.per_source_loss,
-            stream_buffer=BUFFER if data.streaming is True else int(data.streaming),
-            num_shards=run.layout.data_size * workers,
-            row_parts=recipe.parallel.sequence,
-            held_out=data.eval_part,
-        )
+    return prepare_run_data(
+        data.with_format(data.train),
+        data.with_format(data.eval_sources),
+        run.tokenizer,
+        run.data_options,
+        ledger=ledger,
+        progress=tokenisation_progress(run.console),
+        objective=OBJECTIVES[recipe.objective],
+        packing=data.packing,
+        shuffle=training.get("train_sampling_strategy") != "sequential",
+        per_source_loss=data.per_source_loss,
+        stream_buffer=BUFFER if data.streaming is True else int(data.streaming),
+        num_shards=run.layout.data_size * workers,
+        row_parts=recipe.parallel.sequence,
+        held_out=data.eval_part,
+    )
 
 
 def _refuse_unfit_device(recipe: Recipe, layout: Layout) -> None:
@@ -248,18 +247,14 @@ def layout_of(recipe: Recipe, process: ProcessRank) -> Layout:
     sizes = ("per_device_train_batch_size", "max_grad_norm")
     given = {name: recipe.training.get(name, default_of(f"training.{name}")) for name in sizes}
     given["gradient_accumulation_steps"] = resolve_accumulation(recipe, layout.data_size)
-    given |= _precision(recipe)
+    # Whether an engine that reads it computes in half precision; None: the model's files say.
+    dtypes, said = {"bf16": "bfloat16", "fp16": "float16"}, recipe.model.dtype
+    is_given = recipe.training.keys() & dtypes.keys()
+    for name, dtype in dtypes.items():
+        of_model = None if said == "auto" else said == dtype
+        given[name] = bool(recipe.training.get(name)) if is_given else of_model
     layout.engine.refuse_contradictions(given, world_size=layout.data_size)
     return layout
-
-
-def _precision(recipe: Recipe) -> dict[str, bool | None]:
-    """Whether an engine that reads it computes in half precision; None: the model's files say."""
-    dtypes = {"bf16": "bfloat16", "fp16": "float16"}
-    if recipe.training.keys() & dtypes.keys():
-        return {name: bool(recipe.training.get(name)) for name in dtypes}
-    said = recipe.model.dtype
-    return {name: None if said == "auto" else said == dtype for name, dtype in dtypes.items()}
 
 
 def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
@@ -443,21 +438,16 @@ def settings_refused_by(what: str, where: str) -> Iterator[None]:
         yield
     except TrainkitError:
         raise
-    except _REFUSALS as error:
-        raise _refusal(what, where, error) from error
-    except (NotImplementedError, RuntimeError) as error:
-        if any(word in f"{type(error).__name__} {error}".lower() for word in ("memory", "cuda")):
+    except (*_REFUSALS, RuntimeError) as error:
+        said = f"{type(error).__name__} {error}".lower()
+        if isinstance(error, RuntimeError) and ("memory" in said or "cuda" in said):
             raise  # the machine's, not the recipe's
-        raise _refusal(what, where, error) from error
-
-
-def _refusal(what: str, where: str, error: Exception) -> RecipeError:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return RecipeError(
-        f"{what} cannot be made of these settings: {said}",
-        where=where,
-        fix="change or remove what the message names",
-    )
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise RecipeError(
+            f"{what} cannot be made of these settings: {said}",
+            where=where,
+            fix="change or remove what the message names",
+        ) from error
 
 
 # Environment variables that would train otherwise than the recipe says.

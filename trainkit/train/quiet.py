@@ -4,8 +4,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from transformers.utils import logging as transformers_logging
 
@@ -28,11 +27,9 @@ def quieten_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
 
 
-@contextmanager
-def tokenisation_progress(console: Console) -> Iterator[Callable[[Progress], None]]:
+def tokenisation_progress(console: Console) -> Callable[[Progress], None]:
     """A callback that says every ten seconds how far the data is, and how long it will take."""
-    started = time.monotonic()
-    last = started
+    started = last = time.monotonic()
 
     def report(progress: Progress) -> None:
         nonlocal last
@@ -47,4 +44,4 @@ def tokenisation_progress(console: Console) -> Iterator[Callable[[Progress], Non
             line += f", {share:.0%}, {(now - started) * (1 - share) / share:.0f} s left"
         console.note(line)
 
-    yield report
+    return report

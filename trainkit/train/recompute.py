@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
@@ -18,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainkit.models.recompute import Recomputed, Way, checkpointed_layers, every, pays
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.recipe import Recipe
-from trainkit.run.files import write_json_atomic
+from trainkit.run.files import read_json, write_json_atomic
 from trainkit.train.faults.shortage import num_tokens
 from trainkit.train.hooks import Hook, LoopState
 
@@ -116,11 +115,6 @@ class Measured:
         }
 
 
-def first_choice(layers: int) -> Choice:
-    """Of the first step: all recomputed but the last one, which shows what a layer keeps."""
-    return Choice(layers, max(layers - 1, 1))
-
-
 def next_choice(
     budget: int,
     measured: Sequence[Measured],
@@ -171,59 +165,15 @@ def worst(each_rank: Sequence[Measured]) -> Measured:
     return Measured(each_rank[0].choice, **values)
 
 
-def record_of(
-    conditions: Mapping[str, Any], choice: Choice, measured: Sequence[Measured]
-) -> dict[str, Any]:
-    """As `RECORD` has it."""
-    return {
-        **conditions,
-        **asdict(choice),
-        "measured": [each.to_dict() for each in measured],
-    }
-
-
-def read_record(path: Path) -> dict[str, Any] | None:
-    """What an earlier start of a run has chosen; None where none has, or nobody can read it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
 # Memory as a step goes: what is allocated, and the most that was. On a CPU it is counted.
 
 
-class Memory(Protocol):
-    """What the budget reads. Bytes of this rank's device."""
-
-    def start(self) -> None:
-        """A step begins: forget the peak."""
-
-    def now(self) -> int:
-        """Allocated."""
-
-    def peak(self) -> int:
-        """The most since `start`."""
-
-    def stop(self) -> None:
-        """Nothing is read any more."""
-
-
 class GpuMemory:
-    """The allocator's own figures."""
+    """The allocator's own figures, in bytes."""
 
-    def start(self) -> None:
-        """Forget the peak."""
-        torch.cuda.reset_peak_memory_stats()
-
-    def now(self) -> int:
-        """Allocated."""
-        return torch.cuda.memory_allocated()
-
-    def peak(self) -> int:
-        """The most since `start`."""
-        return torch.cuda.max_memory_allocated()
+    start = staticmethod(torch.cuda.reset_peak_memory_stats)
+    now = staticmethod(torch.cuda.memory_allocated)
+    peak = staticmethod(torch.cuda.max_memory_allocated)
 
     def stop(self) -> None:
         """Nothing to undo."""
@@ -292,16 +242,11 @@ class CountedMemory(TorchDispatchMode):
         self._now -= self._sizes.pop(key, 0)
 
 
-def memory_of(device: torch.device) -> Memory:
-    """The reader for a device."""
-    return GpuMemory() if device.type == "cuda" else CountedMemory()
-
-
 ALL = RecomputeOptions(every=1)
 
 
-def recompute_hook(recipe: Recipe, *, is_on: bool) -> Hook | None:
-    """What a recipe says of activations, by the new keys or the older ones; None where nothing.
+def recompute_hooks(recipe: Recipe, *, is_on: bool) -> list[Hook]:
+    """What a recipe says of activations, by the new keys or the older ones.
 
     Args:
         recipe: of the run.
@@ -309,7 +254,7 @@ def recompute_hook(recipe: Recipe, *, is_on: bool) -> Hook | None:
     """
     options = RecomputeOptions.of(recipe.recompute)
     if options is not None and options.budget_gib is not None:
-        return KeepToBudget(options)
+        return [KeepToBudget(options)]
     offload: bool | Literal["auto"] = False
     if recipe.lora is not None:
         offload = recipe.lora.offload_activations
@@ -317,7 +262,7 @@ def recompute_hook(recipe: Recipe, *, is_on: bool) -> Hook | None:
         offload = False
     elif options is not None and options.offload != "auto":
         offload = options.offload
-    return RecomputeLayers(options or ALL, offload) if is_on else None
+    return [RecomputeLayers(options or ALL, offload)] if is_on else []
 
 
 class RecomputeLayers(Hook):
@@ -365,7 +310,7 @@ class KeepToBudget(Hook):
         self._options, self._budget_gib = options, options.budget_gib or 0.0
         self._budget = int(self._budget_gib * GIB)
         self._layers: Recomputed | None = None
-        self._memory: Memory | None = None
+        self._memory: GpuMemory | CountedMemory | None = None
         self._handles: list[Any] = []
         self._measured: list[Measured] = []
         self._choice: Choice | None = None
@@ -389,15 +334,17 @@ class KeepToBudget(Hook):
         }
         self._layers = Recomputed(loop.model)
         count = len(self._layers.layers)
-        known = read_record(loop.run.root / RECORD) or {}
+        record = read_json(loop.run.root / RECORD)  # of an earlier start
+        known = record if isinstance(record, dict) else {}
         conditions = {**self._conditions, "layers": count}
         if all(known.get(key) == value for key, value in conditions.items()):
             self._apply(Choice(count, known["recomputed"], known["offloaded"]))
             self._is_chosen = True
             loop.run.console.note(f"recompute: {self._choice}, as chosen before")
             return
-        self._apply(first_choice(count))
-        self._memory = memory_of(loop.args.device)
+        # All but the last one, which shows what a layer keeps.
+        self._apply(Choice(count, max(count - 1, 1)))
+        self._memory = GpuMemory() if loop.args.device.type == "cuda" else CountedMemory()
         for index, layer in enumerate(self._layers.layers):
             self._handles += [
                 layer.register_forward_pre_hook(self._entering(index), prepend=True),
@@ -406,35 +353,27 @@ class KeepToBudget(Hook):
 
     def _entering(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
-            if self._memory is not None and not _goes_back():
+            if self._memory is not None and not _is_backward():
                 self._before[index] = self._memory.now()
 
         return hook
 
     def _leaving(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self._memory is not None and not _goes_back() and index in self._before:
-                added = self._memory.now() - self._before.pop(index)
-                self._adds[index] = max(added, self._adds.get(index, 0))
-                if module is self._last_layer:
-                    self._note_at_loss(output)
-
-        return hook
-
-    @property
-    def _last_layer(self) -> nn.Module | None:
-        return None if self._layers is None else self._layers.layers[-1]
-
-    def _note_at_loss(self, output: Any) -> None:
-        """Read the peak when the gradient of the last layer's output has come."""
-        hidden = output[0] if isinstance(output, tuple) else output
-
-        def arrived(_: torch.Tensor) -> None:
+        def at_loss(_: torch.Tensor) -> None:
             if self._memory is not None:
                 self._loss_peak = max(self._loss_peak, self._memory.peak())
 
-        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-            hidden.register_hook(arrived)
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if self._memory is None or _is_backward() or index not in self._before:
+                return
+            added = self._memory.now() - self._before.pop(index)
+            self._adds[index] = max(added, self._adds.get(index, 0))
+            hidden = output[0] if isinstance(output, tuple) else output
+            is_last = self._layers is not None and module is self._layers.layers[-1]
+            if is_last and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(at_loss)  # when the gradient of its output has come
+
+        return hook
 
     def on_step_begin(self, loop: LoopState) -> None:
         """Measure from here; the first step has made the optimizer's states."""
@@ -459,21 +398,12 @@ class KeepToBudget(Hook):
         """Choose for the next step; all ranks choose the same."""
         if self._is_chosen or self._memory is None or self._choice is None:
             return
-        mine = self._measure(self._memory, self._choice)
-        is_alone = loop.run.process.world_size == 1
-        self._measured.append(mine if is_alone else worst(gather_object([mine])))
-        offload = loop.args.device.type == "cuda" and self._options.offload is not False
-        chosen = next_choice(self._budget, self._measured, offload=offload)
-        number = len(self._measured)
-        is_settled = number >= STEPS and chosen == self._choice
-        self._apply(chosen)
-        if is_settled or number >= MOST_STEPS:
-            self._settle(loop)
-
-    def _measure(self, memory: Memory, choice: Choice) -> Measured:
-        kept = [self._adds.get(i, 0) for i, way in enumerate(choice.ways) if way == "keep"]
-        full = [self._adds.get(i, 0) for i, way in enumerate(choice.ways) if way == "full"]
-        return Measured(
+        memory, choice = self._memory, self._choice
+        kept, full = (
+            [self._adds.get(i, 0) for i, each in enumerate(choice.ways) if each == way]
+            for way in ("keep", "full")
+        )
+        mine = Measured(
             choice,
             peak=self._peak or memory.peak(),
             loss_peak=self._loss_peak or memory.peak(),
@@ -484,6 +414,15 @@ class KeepToBudget(Hook):
             slim=max(full, default=0),
             largest=max(self._largest_batch / max(self._tokens, 1), 1.0),
         )
+        is_alone = loop.run.process.world_size == 1
+        self._measured.append(mine if is_alone else worst(gather_object([mine])))
+        offload = loop.args.device.type == "cuda" and self._options.offload is not False
+        chosen = next_choice(self._budget, self._measured, offload=offload)
+        number = len(self._measured)
+        is_settled = number >= STEPS and chosen == self._choice
+        self._apply(chosen)
+        if is_settled or number >= MOST_STEPS:
+            self._settle(loop)
 
     def _settle(self, loop: LoopState) -> None:
         assert self._choice is not None
@@ -491,7 +430,8 @@ class KeepToBudget(Hook):
         self._is_chosen = True
         console, latest = loop.run.console, self._measured[-1]
         if loop.run.process.is_main:
-            found = record_of(self._conditions, self._choice, self._measured)
+            steps = [each.to_dict() for each in self._measured]
+            found = {**self._conditions, **asdict(self._choice), "measured": steps}
             write_json_atomic(loop.run.root / RECORD, found)
         peak = latest.step_peak / GIB
         text = (
@@ -531,7 +471,7 @@ class KeepToBudget(Hook):
             self._layers.undo()
 
 
-def _goes_back() -> bool:
+def _is_backward() -> bool:
     """Whether a backward pass runs: a layer is then computed for the second time."""
     return bool(torch._C._current_graph_task_id() != -1)
 

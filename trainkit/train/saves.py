@@ -68,7 +68,9 @@ def load_random_state(folder: Path, args: Any) -> None:
     path = random_file(folder, args)
     if not path.is_file():
         return
-    numpy_state = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _reconstruct()]
+    # What numpy's arrays name in a pickle, wherever this numpy keeps it.
+    rebuild: Any = np.zeros(0).__reduce__()[0]
+    numpy_state = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), rebuild]
     with torch.serialization.safe_globals(numpy_state):
         saved = torch.load(path, weights_only=True)
     with taking_up(path):
@@ -78,11 +80,6 @@ def load_random_state(folder: Path, args: Any) -> None:
         if torch.cuda.is_available() and "cuda" in saved:
             of_all = args.world_size > 1
             (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(saved["cuda"])
-
-
-def _reconstruct() -> Any:
-    """What numpy's arrays name in a pickle, wherever this numpy keeps it."""
-    return np.zeros(0).__reduce__()[0]
 
 
 class Saves(Hook):
@@ -101,8 +98,7 @@ class Saves(Hook):
         if not loop.control.should_save:
             return
         loop.hook(Numbers).check(loop, folder_name(loop.state.global_step))
-        watch = loop.run.watch
-        with nullcontext() if watch is None else watch.slow("saving"):
+        with nullcontext() if loop.run.watch is None else loop.run.watch.slow("saving"):
             self.save_checkpoint(loop)
         loop.event("on_save")
 
@@ -120,19 +116,19 @@ class Saves(Hook):
             _write_weights(loop, save)
             if not args.save_only_model:
                 loop.engine.save_state(save)
-                save_small(save, random_file(save.directory, args), random_state(args))
+                small = {random_file(save.directory, args): random_state(args)}
                 if args.should_save:
-                    schedule = snapshot(loop.scheduler.state_dict())
-                    save_small(save, save.directory / SCHEDULER, schedule)
+                    small[save.directory / SCHEDULER] = snapshot(loop.scheduler.state_dict())
+                for path, values in small.items():  # few numbers, which nothing changes any more
+                    save.defer(path, partial(torch.save, values, path))
             if loop.stream is not None:
                 save.attempt(partial(loop.stream.save, save.directory))
             for hook in loop.hooks:
                 hook.save(loop, save)
-            best = writer.root / folder_name(state.best_global_step or 0)
-            if state.best_global_step in (0, None):
-                pass
-            elif best.is_dir() or state.best_global_step == state.global_step:
-                state.best_model_checkpoint = str(best)
+            if number := state.best_global_step:
+                best = writer.root / folder_name(number)
+                if best.is_dir() or number == state.global_step:
+                    state.best_model_checkpoint = str(best)
             if args.should_save:
                 for each in loop.exported():
                     state.stateful_callbacks[type(each).__name__] = each.state()
@@ -172,11 +168,6 @@ def _write_weights(loop: LoopState, save: Save) -> None:
         remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE))
 
     loop.engine.save_weights(save, write)
-
-
-def save_small(save: Save, path: Path, state: Any) -> None:
-    """Into a file of its own, later: few numbers, which nothing changes any more."""
-    save.defer(path, partial(torch.save, state, path))
 
 
 # What a run needs on the disk: a checkpoint and the final model, told before the first step.
@@ -239,25 +230,18 @@ def weight_bytes(loop: LoopState) -> int:
     return weights
 
 
-def _optimizers(loop: LoopState) -> Iterator[Any]:
-    """The optimizer and those inside it: accelerate's, DeepSpeed's and ours wrap one another."""
-    optimizer = loop.optimizer
-    while optimizer is not None:
-        yield optimizer
-        inner = getattr(optimizer, "optimizer", None)
-        optimizer = inner if inner is not optimizer else None
-
-
 def optimizer_bytes(loop: LoopState) -> int:
     """Bytes of everything that the optimizer keeps and the model does not."""
     of_model = {id(parameter) for parameter in loop.model.parameters()}
     held: dict[int, torch.Tensor] = {}
-    for optimizer in _optimizers(loop):
+    optimizer, outer = loop.optimizer, None
+    while optimizer is not None and optimizer is not outer:  # DeepSpeed's has ours inside
         groups = [group["params"] for group in optimizer.param_groups]
         values = [tuple(entry.values()) for entry in optimizer.state.values() if entry]
         for tensor in itertools.chain(*groups, *values):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in of_model:
                 held[id(tensor)] = own_part(tensor)
+        optimizer, outer = getattr(optimizer, "optimizer", None), optimizer
     return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
@@ -281,14 +265,15 @@ class Walk:
                 continue  # nothing changes them, and an adapter's checkpoint leaves them out
             if not is_packed(parameter):  # codes may be kept in storage of a floating dtype
                 self.weights.append((name, parameter))
-        for prefix, module in model.named_modules():
-            for key in module._buffers:
-                if key not in module._non_persistent_buffers_set:
-                    self._buffers.append((f"{prefix}.{key}".removeprefix("."), module, key))
+        saved = model.state_dict(keep_vars=True)
+        for name, _ in model.named_buffers():
+            if name in saved:
+                owner, _, key = name.rpartition(".")
+                self._buffers.append((name, model.get_submodule(owner), key))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Those that are saved, with their names."""
-        return ((name, module._buffers[key]) for name, module, key in self._buffers)
+        return ((name, getattr(module, key)) for name, module, key in self._buffers)
 
 
 @torch.no_grad()
@@ -417,7 +402,7 @@ class Numbers(Hook):
             check_weights(loop.model, loop.optimizer, loop.ranks, what=what, fix=fix, walk=walk)
         except NumberError as error:
             error.step = loop.state.global_step
-            loop.guard.keep_latest(error)
+            loop.guard.keep_batch(error)
             raise
 
     def leave_out_skipped(self, loop: LoopState, row: dict[str, Any]) -> None:

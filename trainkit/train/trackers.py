@@ -85,20 +85,15 @@ def go_on_with(run: RunDirectory, args: TrainingArguments, *, goes_on: bool) -> 
         elif name != "tensorboard":
             notes.append(f"{name} begins another run: it does not say how to go on with one")
     if "swanlab" in args.report_to:
-        _begin_swanlab(args.run_name)
+        swanlab = importlib.import_module("swanlab")
+        try:  # from 0.10 on it raises where there is no run, and transformers waits for None
+            swanlab.get_run()
+        except RuntimeError:
+            given = {"project": "PROJECT", "id": "RUN_ID", "resume": "RESUME", "mode": "MODE"}
+            settings = {key: os.environ.get(f"SWANLAB_{word}") for key, word in given.items()}
+            settings["experiment_name"] = args.run_name
+            swanlab.init(**{key: value for key, value in settings.items() if value})
     return notes
-
-
-def _begin_swanlab(name: str | None) -> None:
-    """From 0.10 on ``get_run`` raises where there is no run, and transformers waits for None."""
-    swanlab = importlib.import_module("swanlab")
-    try:
-        swanlab.get_run()
-    except RuntimeError:
-        given = {"project": "PROJECT", "id": "RUN_ID", "resume": "RESUME", "mode": "MODE"}
-        settings = {key: os.environ.get(f"SWANLAB_{word}") for key, word in given.items()}
-        settings["experiment_name"] = name
-        swanlab.init(**{key: value for key, value in settings.items() if value})
 
 
 class RememberTrackers(Hook):

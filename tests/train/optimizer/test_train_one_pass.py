@@ -8,7 +8,7 @@ from trainkit.kernels.adamw.function import add_square_sum_
 from trainkit.kernels.adamw_8bit.reference import dequantize_reference
 from trainkit.options.optimizers import SERVED, optimizer_row
 from trainkit.train import optimizer as make
-from trainkit.train.masters import one_pass_of
+from trainkit.train.masters import takes_one_pass
 
 ROUNDED = Plan(in_backward=True, keeps_masters=False)
 BLOCKWISE = [n for n in SERVED if (p := optimizer_row(n).package) and p.module == "bitsandbytes"]
@@ -30,8 +30,8 @@ def moments(optimizer):
 @pytest.mark.parametrize("name", BLOCKWISE)
 def test_the_table_says_whose_steps_are_taken_so(name, tmp_path):
     run = Run(name, tmp_path, ROUNDED)
-    assert (run.optimizer._one_pass is not None) == optimizer_row(name).one_pass
-    assert one_pass_of(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])) is None
+    assert run.optimizer.takes_one_pass == optimizer_row(name).one_pass
+    assert not takes_one_pass(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize("name", [n for n in BLOCKWISE if optimizer_row(n).one_pass])
@@ -44,7 +44,7 @@ def test_the_steps_are_those_of_bitsandbytes(name, in_backward, tmp_path):
     """
     plan = Plan(in_backward=in_backward, keeps_masters=False)
     ours, theirs = (Run(name, tmp_path, plan) for _ in range(2))
-    theirs.optimizer._one_pass = None
+    theirs.optimizer.takes_one_pass = False
     ours.optimizer.inner.step = lambda: pytest.fail("the step of bitsandbytes is not asked for")
     for each in (ours, theirs):
         for group in each.optimizer.param_groups:
@@ -65,7 +65,7 @@ def test_weights_are_as_near_to_those_with_masters_as_bitsandbytes_own_are(tmp_p
     """Ten steps from the same weights: what differs is chance, over 15,000 weights."""
     ours, theirs = (Run("adamw_8bit", tmp_path, ROUNDED) for _ in range(2))
     exact = Run("adamw_8bit", tmp_path, Plan())
-    theirs.optimizer._one_pass = None
+    theirs.optimizer.takes_one_pass = False
     for number in range(10):
         for run in (ours, theirs, exact):
             run.step(number)
@@ -80,7 +80,7 @@ def test_states_are_taken_from_and_given_to_bitsandbytes(tmp_path):
     """A checkpoint of its own steps goes on here, and the other way round."""
     for first_is_ours in (True, False):
         run, other = (Run("adamw_8bit", tmp_path, ROUNDED) for _ in range(2))
-        (other if first_is_ours else run).optimizer._one_pass = None
+        (other if first_is_ours else run).optimizer.takes_one_pass = False
         saved = run.step(0).step(1).saved()
         other.resumed(saved).step(2)
         for parameter in other.optimizer.parameters():

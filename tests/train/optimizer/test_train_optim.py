@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from trainkit.errors import ModelError
-from trainkit.train.masters import MasterWeightOptimizer, needs_master_weights
-from trainkit.train.optimizer import parameter_groups
+from trainkit.train.masters import MasterWeightOptimizer
+from trainkit.train.optimizer import needs_master_weights, parameter_groups
 
 
 def make(model, learning_rate=1e-4):

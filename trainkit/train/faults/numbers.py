@@ -12,10 +12,10 @@ A loss that spikes is made NaN before its gradients are taken: whatever holds ba
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,9 +50,11 @@ class NumberError(TrainkitError):
 
     Attributes:
         step: of the update that must not be made, or has made such weights.
+        overrides: what to go on with: the recipe as it is.
     """
 
     step = 0
+    overrides: tuple[str, ...] = ()
 
     @classmethod
     def at(cls, step: int, what: str, *, where: str | None = None, fix: str) -> NumberError:
@@ -165,7 +167,7 @@ class NumberGuard:
         is_known = current.step in policy.passed_over
         if len(current.losses) < len(current.samples) or not (policy.spike or is_known):
             return None
-        self._read()  # the limit is that of the steps before
+        self.flush()  # the limit is that of the steps before
         device = self._ranks.device
         mean = torch.stack([x.float().reshape(()) for x in current.losses]).sum().to(device)
         if self._ranks.num_processes > 1:
@@ -221,11 +223,16 @@ class NumberGuard:
             current.ready.record()
         else:
             current.numbers = numbers.cpu()
-        self._read()
+        self.flush()
         self._unread = current
         if current.ready is None:
-            self._read()
+            self.flush()
         return verdict[:2].max()
+
+    def take_skipped(self) -> int:
+        """fp16 steps without an update since the last call."""
+        count, self.num_skipped = self.num_skipped, 0
+        return count
 
     def flush(self) -> None:
         """Wait for the last step's verdict; before anything is saved, logged or evaluated.
@@ -233,14 +240,6 @@ class NumberGuard:
         Raises:
             NumberError: it has a number that is none.
         """
-        self._read()
-
-    def take_skipped(self) -> int:
-        """fp16 steps without an update since the last call."""
-        count, self.num_skipped = self.num_skipped, 0
-        return count
-
-    def _read(self) -> None:
         step, self._unread = self._unread, None
         if step is None:
             return
@@ -274,25 +273,26 @@ class NumberGuard:
         """A step is bad: go on without it, or raise."""
         policy = self._policy
         error = self._error(step, kind, mean)
-        kept = self._keep_batch(step, kind, error)
-        if policy.on_bad == "skip" and policy.in_a_row < policy.max_skips:
-            policy.leave_out(is_new=True)
-            self.num_skipped += 1
-            self._tell(f"{error.what}; step {step.step} is skipped{kept}")
-            return
-        if policy.on_bad == "skip":
+        kept = self.keep_batch(error, kind, step)
+        if policy.on_bad != "skip":
+            raise error
+        if policy.in_a_row >= policy.max_skips:
             what = f"{error.what}; faults.max_skips ({policy.max_skips}) steps before it were "
-            error = NumberError.at(
+            raise NumberError.at(
                 step.step, f"{what}skipped already", where=error.where, fix=str(error.fix)
             )
-        raise error
+        policy.leave_out(is_new=True)
+        self.num_skipped += 1
+        self._tell(f"{error.what}; step {step.step} is skipped{kept}")
 
-    def keep_latest(self, error: NumberError) -> None:
-        """Write down the last step's batch: behind its update the weights are not finite."""
-        self._keep_batch(self._latest, "weights", error)
+    def keep_batch(
+        self, error: NumberError, kind: str = "weights", step: _Step | None = None
+    ) -> str:
+        """Write a step's batch down; a disk that refuses it must not hide what happened.
 
-    def _keep_batch(self, step: _Step, kind: str, error: NumberError) -> str:
-        """Write a step's batch down; a disk that refuses it must not hide what happened."""
+        Without a step it is the last one: behind its update the weights are not finite.
+        """
+        step = step or self._latest
         if not step.batches:
             return ""
         tensors, extras = zip(*map(split, step.batches), strict=True)
@@ -316,7 +316,7 @@ class NumberGuard:
     def _error(self, step: _Step, kind: str, mean: float = 0.0) -> NumberError:
         """What happened and in which rows; all ranks are here."""
         losses = step.listed
-        bad = [number for number, loss in enumerate(losses) if not _is_finite(loss)]
+        bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss)]
         mine = [
             (losses[number], [self._sample_name(s) for s in step.samples[number]])
             for number in (bad if kind == "loss" else range(min(len(losses), len(step.samples))))
@@ -328,7 +328,11 @@ class NumberGuard:
             rows = "in the micro-batch with" if len(found) == 1 else "in the micro-batches with"
         elif kind == "spike":
             what = f"loss spikes to {mean:.4g} at step {step.step}"
-            rows = f"{self._policy.describe_limit()}{step.limit:.4g}; the step had"
+            policy = self._policy
+            rows = (
+                f"the median of the last {policy.window} steps is {policy.median:.4g}, "
+                f"faults.spike's limit {step.limit:.4g}; the step had"
+            )
         elif kind == "scale":
             what = f"{self._skipped_in_a_row} steps in a row, up to step {step.step}, were skipped"
             rows = "because no loss scale keeps the gradients within fp16; the last step had"
@@ -344,10 +348,6 @@ class NumberGuard:
             where=str(self._args.output_dir),
             fix=number_advice(self._args),
         )
-
-
-def _is_finite(value: float) -> bool:
-    return abs(value) < float("inf")
 
 
 def number_advice(args: TrainingArguments) -> str:
@@ -430,7 +430,7 @@ class NumberPolicy:
     in_a_row: int = 0
     num_steps: int = 0
     num_left_out: int = 0
-    _losses: deque[float] = field(default_factory=deque)
+    _losses: list[float] = field(default_factory=list)
 
     @property
     def leaves_out(self) -> bool:
@@ -443,18 +443,18 @@ class NumberPolicy:
         return self.on_bad == "roll_back" and len(self.passed_over) < self.max_rollbacks
 
     @property
+    def median(self) -> float:
+        """Of the last steps' losses."""
+        return statistics.median(self._losses)
+
+    @property
     def limit(self) -> float:
         """The loss above which the next step spikes: median + spike x MAD of the last steps."""
         if self.spike is None or len(self._losses) < self.window:
             return float("inf")
-        median = statistics.median(self._losses)
+        median = self.median
         distance = statistics.median(abs(loss - median) for loss in self._losses)
         return median + self.spike * max(distance, _SMALLEST_SHARE * abs(median))
-
-    def describe_limit(self) -> str:
-        """In a message."""
-        median = statistics.median(self._losses)
-        return f"the median of the last {self.window} steps is {median:.4g}, faults.spike's limit "
 
     def take(self, loss: float) -> None:
         """A step was taken; ``loss`` is its mean over the ranks."""
@@ -462,8 +462,7 @@ class NumberPolicy:
         self.in_a_row = 0
         if self.spike is not None:
             self._losses.append(loss)
-            while len(self._losses) > self.window:
-                self._losses.popleft()
+            del self._losses[: -self.window]
 
     def leave_out(self, *, is_new: bool) -> None:
         """A step was not taken; ``is_new``: nobody knew that it would not."""
@@ -483,7 +482,7 @@ class NumberPolicy:
             "in_a_row": self.in_a_row,
             "num_steps": self.num_steps,
             "num_left_out": self.num_left_out,
-            "losses": list(self._losses),  # JSON keeps every bit of a float
+            "losses": self._losses,  # JSON keeps every bit of a float
         }
         (directory / _FILE).write_text(json.dumps(values), encoding="utf-8")
 
@@ -496,9 +495,7 @@ class NumberPolicy:
             values = json.loads(path.read_text(encoding="utf-8"))
             names = ("in_a_row", "num_steps", "num_left_out")
             self.in_a_row, self.num_steps, self.num_left_out = (int(values[key]) for key in names)
-            self._losses = deque(map(float, values["losses"]))
-        while len(self._losses) > self.window:
-            self._losses.popleft()
+            self._losses = [float(loss) for loss in values["losses"]][-self.window :]
 
 
 # The batch of a step whose numbers are bad, kept for `trainkit diagnose`: no pickle.

@@ -32,11 +32,13 @@ class MemoryShortageError(TrainkitError):
         rows: of the micro-batch that did not fit; 0 where it was not one of training.
         fits: rows that do; 0 where nobody has tried.
         is_agreed: all ranks have raised it together.
+        overrides: what to go on with.
     """
 
     rows = 0
     fits = 0
     is_agreed = False
+    overrides: tuple[str, ...] = ()
 
 
 _SAID = (
@@ -127,7 +129,9 @@ def owners_of(loop: LoopState) -> dict[str, float]:
     """GiB of this rank's tensors by owner; the rest of the peak is activations and logits."""
     weights = list(loop.model.parameters())
     optimizer = getattr(loop.optimizer, "optimizer", loop.optimizer)
-    masters = [p for p in _parameters(optimizer) if not any(p is each for each in weights)]
+    groups = getattr(optimizer, "param_groups", [])
+    known = {id(each) for each in weights}
+    masters = [p for group in groups for p in group["params"] if id(p) not in known]
     state = getattr(optimizer, "state", {})
     states = [each for held in state.values() if isinstance(held, dict) for each in held.values()]
     found = {
@@ -140,11 +144,6 @@ def owners_of(loop: LoopState) -> dict[str, float]:
         peak = torch.cuda.max_memory_allocated() / _GIB
         found["activations and logits"] = max(peak - sum(found.values()), 0.0)
     return found
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    groups = getattr(optimizer, "param_groups", [])
-    return [parameter for group in groups for parameter in group["params"]]
 
 
 def _size(tensors: Iterable[Any]) -> float:
@@ -174,57 +173,50 @@ def smaller(rows: int) -> int | None:
     return next((size for size in range(rows // 2, 0, -1) if rows % size == 0), None)
 
 
-def overrides_for(run: Run, size: int) -> tuple[str, ...]:
-    """The settings of a micro-batch, as a user would give them."""
-    found = (f"training.{_SIZE}={size}",)
-    if run.recipe.global_batch_size is not None and _ACCUMULATION not in run.recipe.training:
-        return found
-    rows = run.args.per_device_train_batch_size * run.args.gradient_accumulation_steps
-    return (*found, f"training.{_ACCUMULATION}={rows // size}")
+def shortage_of(loop: LoopState, error: Exception) -> MemoryShortageError:
+    """A shortage behind which the run goes on in this process, with a smaller micro-batch.
+
+    Raises:
+        MemoryShortageError: it cannot; where the ranks must stop, the smaller micro-batch is
+            recorded, and it says how to go on.
+        Exception: the error, if it is no shortage.
+    """
+    run, args = loop.run, loop.run.args
+    if isinstance(error, MemoryShortageError):
+        found = error
+    elif is_shortage(error):
+        found = out_of_memory(loop, error)
+    else:
+        raise error
+    size: int | None = found.fits
+    if not found.fits and found.rows and run.recipe.training.get("auto_find_batch_size"):
+        size = smaller(args.per_device_train_batch_size)
+    if size:
+        found.overrides = (f"training.{_SIZE}={size}",)
+        if run.recipe.global_batch_size is None or _ACCUMULATION in run.recipe.training:
+            rows = args.per_device_train_batch_size * args.gradient_accumulation_steps
+            found.overrides += (f"training.{_ACCUMULATION}={rows // size}",)
+    if found.is_agreed or (run.process.world_size == 1 and size):
+        return found.with_traceback(None)  # which would keep the model alive
+    if found is error:
+        raise error
+    if size:
+        starts = read_starts(run.directory)
+        if not starts or starts[-1].overrides != found.overrides:  # another rank may have
+            append_start(run.directory, Start(overrides=found.overrides))
+        fix = (
+            f"{resume_command(run.root)}: it goes on with {size} rows at a time instead of "
+            f"{args.per_device_train_batch_size} (training.auto_find_batch_size); or {found.fix}"
+        )
+        found = MemoryShortageError(found.what, where=found.where, fix=fix)
+    raise found from error
 
 
-def size_after(run: Run, error: MemoryShortageError) -> int | None:
-    """What to go on with after a step without memory; None where nothing smaller is left."""
-    if error.fits:
-        return error.fits
-    is_on = bool(run.recipe.training.get("auto_find_batch_size"))
-    return smaller(run.args.per_device_train_batch_size) if error.rows and is_on else None
-
-
-def goes_back(run: Run, error: MemoryShortageError) -> bool:
-    """Whether the run goes on in this process."""
-    is_alone = run.process.world_size == 1
-    return error.is_agreed or (is_alone and size_after(run, error) is not None)
-
-
-def for_resuming(run: Run, error: MemoryShortageError) -> MemoryShortageError:
-    """Where the ranks must stop: record the smaller micro-batch, and say how to go on."""
-    size = size_after(run, error)
-    if size is None:
-        return error
-    overrides = overrides_for(run, size)
-    starts = read_starts(run.directory)
-    if not starts or starts[-1].overrides != overrides:  # another rank may have
-        append_start(run.directory, Start(overrides=overrides))
-    found = MemoryShortageError(
-        error.what,
-        where=error.where,
-        fix=f"{resume_command(run.root)}: it goes on with {size} rows at a time "
-        f"instead of {run.args.per_device_train_batch_size} "
-        f"(training.auto_find_batch_size); or {error.fix}",
-    )
-    found.rows = error.rows
-    return found
-
-
-def can_try(run: Run) -> bool:
-    """Whether a rank can run a batch by itself: no other rank has a part of the weights."""
+def try_hooks(run: Run) -> list[Hook]:
+    """Where a rank can run a batch by itself: no other rank has a part of the weights."""
     layout, kwargs = run.layout, run.args.gradient_checkpointing_kwargs or {}
-    is_alone = layout.data_size == run.process.world_size
-    is_on = bool(run.recipe.training.get("auto_find_batch_size"))
-    return bool(
-        is_on and layout.engine.holds_whole_model and is_alone and not kwargs.get("use_reentrant")
-    )
+    is_alone = layout.data_size == run.process.world_size and layout.engine.holds_whole_model
+    return [TryLongestBatch()] if is_alone and not kwargs.get("use_reentrant") else []
 
 
 class TryLongestBatch(Hook):
@@ -238,14 +230,21 @@ class TryLongestBatch(Hook):
         """
         was_training, wanted = loop.model.training, loop.args.per_device_train_batch_size
         loop.model.train()
-        try:
-            mine = self._largest_that_fits(loop)
-        except MemoryShortageError:
-            self._agreed(loop, 0)
-            raise
+        mine: int | None = wanted
+        try:  # fewer and fewer of the longest rows
+            while mine is not None and not self._fits(loop, mine):
+                mine = smaller(mine)
         finally:
             loop.model.train(was_training)
-        size = self._agreed(loop, mine)
+        is_alone = loop.run.process.world_size == 1
+        size = mine or 0
+        size = size if is_alone else int(min(gather_object([size])))
+        if mine is None:
+            raise MemoryShortageError(
+                "not even one row of the longest fits into memory",
+                where=f"training.{_SIZE}",
+                fix="lower data.max_length, set recompute: full, or lora: {quantize: nf4}",
+            )
         if size < wanted:
             error = MemoryShortageError(
                 f"a micro-batch of {wanted} of the longest rows does not fit into memory; {size} "
@@ -256,23 +255,6 @@ class TryLongestBatch(Hook):
             )
             error.rows, error.fits, error.is_agreed = mine, size, bool(size)
             raise error
-
-    def _agreed(self, loop: LoopState, size: int) -> int:
-        """The smallest of all ranks' numbers."""
-        return int(min(gather_object([size]))) if loop.run.process.world_size > 1 else size
-
-    def _largest_that_fits(self, loop: LoopState) -> int:
-        """Run the longest rows forward and backward, fewer and fewer of them, until they fit."""
-        size: int | None = loop.args.per_device_train_batch_size
-        while size is not None and not self._fits(loop, size):
-            size = smaller(size)
-        if size is None:
-            raise MemoryShortageError(
-                "not even one row of the longest fits into memory",
-                where=f"training.{_SIZE}",
-                fix="lower data.max_length, set recompute: full, or lora: {quantize: nf4}",
-            )
-        return size
 
     def _fits(self, loop: LoopState, size: int) -> bool:
         try:

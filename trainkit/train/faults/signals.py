@@ -108,7 +108,8 @@ class _Watcher:
         And stop one whose launcher was killed: nobody else tells it, and it would wait for ranks
         that cannot meet any more.
         """
-        launcher = _launcher()
+        is_rank = "TORCHELASTIC_RUN_ID" in os.environ
+        launcher = int(os.environ.get(LAUNCHER) or os.getppid()) if is_rank else None
         while _is_watching():
             if select.select([numbers], [], [], 1.0)[0]:
                 for number in os.read(numbers, 1):
@@ -143,13 +144,6 @@ def acted_on() -> list[signal.Signals]:
 
 def _is_watching() -> bool:
     return not _ended.is_set()
-
-
-def _launcher() -> int | None:
-    """The process that has started this one as a rank."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    return int(os.environ.get(LAUNCHER) or os.getppid())
 
 
 @contextlib.contextmanager

@@ -33,7 +33,10 @@ _COMPUTES = (
 _NOT = (
     "train/diagnose",
     "train/rehearse.py",
-    "train/results",
+    "train/evaluations.py",
+    "train/finish.py",
+    "train/generation_eval.py",
+    "train/hub.py",
     "train/dry_run.py",
     "recipe/keys.py",
     "recipe/write.py",
