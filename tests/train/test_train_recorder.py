@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainkit.run.stages import Stages
 from trainkit.train.callbacks import RunRecorder
 
 
@@ -28,7 +29,9 @@ def run_of(console, directory=None, step=None):
     """A run that goes on from a step, or begins."""
     point = None if step is None else SimpleNamespace(step=step)
     options = SimpleNamespace(resume=None)
-    return SimpleNamespace(console=console, directory=directory, point=point, options=options)
+    return SimpleNamespace(
+        console=console, directory=directory, point=point, options=options, stages=Stages()
+    )
 
 
 def at(step):

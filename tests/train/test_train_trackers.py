@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from trainkit.run import RunDirectory
-from trainkit.train.trackers import FILE, TRACKERS, RememberTrackers, go_on_with, trackers_ended
+from trainkit.train.quiet import trackers_ended
+from trainkit.train.trackers import FILE, TRACKERS, RememberTrackers, go_on_with
 
 FAKES = {
     "wandb": SimpleNamespace(run=SimpleNamespace(id="w1")),

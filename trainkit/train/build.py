@@ -79,7 +79,6 @@ from trainkit.train.resume.given import settings_of
 from trainkit.train.resume.record import write_record
 from trainkit.train.run import Run
 from trainkit.train.saves import Numbers, Saves, checkpoint_bytes, refuse_small_disk, save_model
-from trainkit.train.trackers import RememberTrackers, go_on_with
 
 if TYPE_CHECKING:
     from trainkit.models.fp8.decide import Fp8Setup
@@ -180,6 +179,8 @@ def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
     with settings_refused_by("the loop", "training"):
         loop = Loop(run, hooks_of(run))
     if is_main and run.args.report_to:
+        from trainkit.train.trackers import go_on_with
+
         for note in go_on_with(run.directory, run.args, goes_on=point is not None):
             run.console.note(note)
     if torch.cuda.is_available():
@@ -359,7 +360,10 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
         hooks += [KeepToThePlan(), TakeUp()] if run.point is not None else []
         if run.process.is_main:
             hooks.append(RunRecorder(run))
-            hooks += [RememberTrackers()] if args.report_to else []
+            if args.report_to:
+                from trainkit.train.trackers import RememberTrackers
+
+                hooks.append(RememberTrackers())
         if run.expected is not None:
             from trainkit.train.memory import MemoryRecord
 

@@ -33,7 +33,7 @@ class RunRecorder(Hook):
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._console = run.directory, run.console
+        self._run, self._console, self._stages = run.directory, run.console, run.stages
         self._metrics: MetricsWriter | None = None
         self._evaluated: set[int] = set()
         begins_again = run.options.resume is not None  # the rows so far are redone
@@ -63,7 +63,7 @@ class RunRecorder(Hook):
                 "tokens holds several conversations), or raise training.num_train_epochs"
             )
         self._console.start(state.max_steps, first_step=state.global_step, due=_due(args, state))
-        loop.run.stages.end("trainer")
+        self._stages.end("trainer")
 
     def on_step_end(self, loop: LoopState) -> None:
         """Move the display and the heartbeat; after the first step, write where the time went."""
@@ -73,8 +73,8 @@ class RunRecorder(Hook):
             self._has_stepped = True
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            loop.run.stages.end("first step")
-            self._run.write_json(self._run.root / FILE, loop.run.stages.to_dict())
+            self._stages.end("first step")
+            self._run.write_json(self._run.root / FILE, self._stages.to_dict())
 
     def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
         """Record a row of training or evaluation figures."""

@@ -1,10 +1,12 @@
 """One voice on the terminal: libraries log to files, long preparation shows its progress."""
 
+import contextlib
 import logging
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from transformers.utils import logging as transformers_logging
 
@@ -45,3 +47,17 @@ def tokenisation_progress(console: Console) -> Callable[[Progress], None]:
         console.note(line)
 
     return report
+
+
+@contextlib.contextmanager
+def trackers_ended() -> Iterator[None]:
+    """End what tracks in this process here, and not at its exit, where their words go elsewhere."""
+    code = 1
+    try:
+        yield
+        code = 0
+    finally:
+        wandb = sys.modules.get("wandb")
+        if getattr(wandb, "run", None) is not None:
+            with contextlib.suppress(Exception):  # the run's own end is what counts
+                wandb.finish(exit_code=code)  # type: ignore[union-attr]

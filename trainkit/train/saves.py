@@ -4,6 +4,8 @@ A step waits only for the copy to host memory: of the weights that are saved, an
 part of the optimizer. So a host needs, besides, as much memory as its ranks' parts of a checkpoint.
 """
 
+from __future__ import annotations
+
 import itertools
 import random
 import shutil
@@ -38,10 +40,10 @@ from trainkit.train.checkpoints import (
 )
 from trainkit.train.faults.numbers import NumberError, number_advice
 from trainkit.train.hooks import Hook, LoopState
-from trainkit.train.hub import Hub
 
 if TYPE_CHECKING:
     from trainkit.train.background import Save
+    from trainkit.train.hub import Hub
 
 
 def random_state(args: Any) -> dict[str, Any]:
@@ -388,7 +390,7 @@ class Numbers(Hook):
         if checkpoint is not None:
             loop.run.numbers.load(checkpoint)
 
-    def save(self, loop: LoopState, save: "Save") -> None:
+    def save(self, loop: LoopState, save: Save) -> None:
         """What the rules remember."""
         if loop.args.should_save:
             save.attempt(partial(loop.run.numbers.save, save.directory))

@@ -5,11 +5,10 @@ The names of its runs are kept in ``trackers.json``; a continued run hands them 
 variables that the trackers themselves read. What the environment says already wins.
 """
 
-import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,20 +52,6 @@ TRACKERS: Mapping[str, Tracker] = {
 }
 """Trackers whose runs can be gone on with. TensorBoard shows the files of one directory together;
 of others each start is a run of its own."""
-
-
-@contextlib.contextmanager
-def trackers_ended() -> Iterator[None]:
-    """End what tracks in this process here, and not at its exit, where their words go elsewhere."""
-    code = 1
-    try:
-        yield
-        code = 0
-    finally:
-        wandb = sys.modules.get("wandb")
-        if getattr(wandb, "run", None) is not None:
-            with contextlib.suppress(Exception):  # the run's own end is what counts
-                wandb.finish(exit_code=code)  # type: ignore[union-attr]
 
 
 def go_on_with(run: RunDirectory, args: TrainingArguments, *, goes_on: bool) -> list[str]:

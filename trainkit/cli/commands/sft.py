@@ -166,7 +166,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
         import_quantisation()
         leave_deepspeed_out()
         from trainkit.train.build import run_sft
-        from trainkit.train.trackers import trackers_ended
+        from trainkit.train.quiet import trackers_ended
 
         with trackers_ended():
             directory = run_sft(loaded, options)

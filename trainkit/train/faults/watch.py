@@ -87,8 +87,7 @@ class Watch:
         interval: float = 1.0,
     ) -> None:
         self._folder, self._rank, self._world_size = folder, dist_rank, world_size
-        self._timeout, self._record = step_timeout, record
-        self._interval = interval
+        self._timeout, self._record, self._interval = step_timeout, record, interval
         self._line = _Line(launch, Process.this())
         self._seen: dict[int, tuple[int, float]] = {}
         self._progress_at = time.monotonic()
@@ -151,19 +150,15 @@ class Watch:
         finally:
             self._done.set()
             self._thread.join(5)
-            if not self._line.ended:
-                self._leave()
+            if not self._line.ended:  # the last one that has ended well takes the folder along
+                self._file(self._rank).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    self._folder.rmdir()
             faulthandler.unregister(signal.SIGUSR2)
             stacks.close()
             with contextlib.suppress(FileNotFoundError):  # the run directory may be gone
                 if not self._stacks(self._rank).stat().st_size:
                     self._stacks(self._rank).unlink()
-
-    def _leave(self) -> None:
-        """This rank has ended well; the last one takes the folder along."""
-        self._file(self._rank).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._folder.rmdir()
 
     def stop_timing(self) -> None:
         """From here on nothing is said about how long anything takes."""

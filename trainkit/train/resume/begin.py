@@ -1,11 +1,13 @@
 """Where a start begins: a new run directory, or a checkpoint that fits; and the way back to one."""
 
+from __future__ import annotations
+
 import gc
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -20,7 +22,6 @@ from trainkit.run.starts import Start, append_start, begin_again, read_starts
 from trainkit.train.checkpoints import BASE, ResumePoint, find_resume_point, folder_name
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.faults.numbers import NumberError
-from trainkit.train.faults.shortage import MemoryShortageError
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.log import missed_evaluation
 from trainkit.train.prepare import trainer_arguments
@@ -34,6 +35,9 @@ from trainkit.train.resume.changes import (
 from trainkit.train.resume.given import RUNS, settings_of, settings_of_all
 from trainkit.train.resume.surroundings import code_digest, gpu_name, versions
 from trainkit.train.run import Run
+
+if TYPE_CHECKING:
+    from trainkit.train.faults.shortage import MemoryShortageError
 
 FP8 = "fp8"
 """Where a checkpoint's record keeps the products that run in fp8."""
