@@ -108,9 +108,7 @@ class Lab:
         from trainkit.objectives import SFT
         from trainkit.options.parallel import ParallelOptions
         from trainkit.parallel import Layout, ProcessRank, strategy_for
-        from trainkit.recipe.training import complete_training
         from trainkit.train.checkpoints import CheckpointWriter
-        from trainkit.train.prepare import training_arguments
 
         values = {
             "per_device_train_batch_size": batch,
@@ -128,15 +126,8 @@ class Lab:
         layout = Layout.of(
             strategy_for(shard), ProcessRank.from_environment(), ParallelOptions(**(parallel or {}))
         )
-        args = training_arguments(
-            complete_training(values),
-            output_dir=directory,
-            model_dtype="float32" if dtype is None else "bfloat16",
-            layout=layout,
-            has_adapters=wrap is not None,
-            has_eval=False,
-            gradient_accumulation_steps=accumulate,
-        )
+        dtype_name = "float32" if dtype is None else "bfloat16"
+        args = arguments_of(values, layout, directory, accumulate, dtype_name, wrap is not None)
         set_seed(1)
         model = make_qwen2(len(self.tokenizer), attention_dropout=dropout, num_hidden_layers=layers)
         if dtype is not None:
@@ -159,6 +150,25 @@ class Lab:
             checkpoints=CheckpointWriter(directory, {"data": "fixed"}),
             **given,
         )
+
+
+def arguments_of(
+    values, layout, directory, accumulate, dtype="float32", has_adapters=False, **given
+):
+    """TrainingArguments of a section of a recipe."""
+    import torch
+
+    from trainkit.recipe import derive
+    from trainkit.recipe.training import complete_training
+    from trainkit.train.prepare import training_arguments
+
+    values, on_cpu = complete_training(values), not torch.cuda.is_available()
+    given = {"has_eval": False, "has_adapters": has_adapters, "model_dtype": dtype, **given}
+    reads_precision = layout.strategy.reads_precision
+    derived = derive(values, reads_precision=reads_precision, on_cpu=on_cpu, **given)
+    values |= {name: each.value for name, each in derived.items()}
+    values["gradient_accumulation_steps"] = accumulate
+    return training_arguments(values, layout, output_dir=directory)
 
 
 def run_of(model, args, layout, tokenizer, checkpoints, train_data, eval_data, objective, **given):

@@ -64,16 +64,14 @@ def make_trainer(
     root, *, kernels=False, packed=False, batch=8, accumulate=1, sources=NAMES, **training
 ):
     """Eight documents a step, whatever the cut; four steps are all of them."""
-    from lab import trainer_of
+    from lab import arguments_of, trainer_of
     from tiny import make_qwen2, make_tokenizer
 
     from trainkit.models import attention
     from trainkit.objectives import SFT
     from trainkit.parallel import STRATEGIES, Layout, ProcessRank
     from trainkit.patching import patch
-    from trainkit.recipe.training import complete_training
     from trainkit.train.checkpoints import CheckpointWriter
-    from trainkit.train.prepare import training_arguments
 
     values = {
         "per_device_train_batch_size": batch // 4 if packed else batch,
@@ -87,15 +85,7 @@ def make_trainer(
         **training,
     }
     layout = Layout.of(STRATEGIES["none"], ProcessRank.from_environment())
-    args = training_arguments(
-        complete_training(values),
-        output_dir=Path(root) / "run",
-        model_dtype="float32",
-        layout=layout,
-        has_adapters=False,
-        has_eval=True,
-        gradient_accumulation_steps=accumulate,
-    )
+    args = arguments_of(values, layout, Path(root) / "run", accumulate, has_eval=True)
     tokenizer = make_tokenizer()
     model = make_qwen2(len(tokenizer)).train()
     if packed:

@@ -377,30 +377,24 @@ class StreamLoader(DataLoader[Any]):
     Args:
         state: of this rank; kept up to date while batches are taken.
         collate: turns rows into a batch.
-        batch_size: rows in one.
-        seed: of what torch draws for the loading processes.
-        num_workers, prefetch_factor, pin_memory: as torch has them.
+        args: rows in one, the seed of what torch draws for the loading processes, and these.
     """
 
     def __init__(
         self,
         state: StreamState,
         collate: Callable[[Sequence[Any]], dict[str, Any]],
-        *,
-        batch_size: int,
-        seed: int,
-        num_workers: int,
-        prefetch_factor: int | None,
-        pin_memory: bool,
+        args: TrainingArguments,
     ) -> None:
+        workers = args.dataloader_num_workers
         super().__init__(
-            _Batches(state, collate, batch_size),
+            _Batches(state, collate, args.train_batch_size),
             batch_size=None,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers > 0 else None,
-            pin_memory=pin_memory,
+            num_workers=workers,
+            prefetch_factor=args.dataloader_prefetch_factor if workers > 0 else None,
+            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             # Its own generator: iterating must not move the model's random numbers.
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator().manual_seed(args.seed),
         )
         self._state = state
 
@@ -497,15 +491,7 @@ def train_loader(
 ) -> Batches:
     """The micro-batches of this rank, in an order that only (seed, epoch) decide."""
     if stream is not None:
-        return StreamLoader(
-            stream,
-            data.collator,
-            batch_size=args.train_batch_size,
-            seed=args.seed,
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-        )
+        return StreamLoader(stream, data.collator, args)
     return sample_loader(
         data,
         args,

@@ -20,7 +20,6 @@ from trainkit.objectives.objective import BatchCounts
 from trainkit.train.background import Save
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.hooks import Hook, LoopState
-from trainkit.train.saves import Numbers
 
 if TYPE_CHECKING:
     from trainkit.estimate.gpus import Gpu
@@ -134,7 +133,16 @@ class Rows(Hook):
         row = {"loss": mean / num_steps, "grad_norm": norm, "learning_rate": loop.rate}
         loop.guard.flush()
         row |= {**self.figures(loop), **loop.engine.figures()}
-        loop.hook(Numbers).leave_out_skipped(loop, row)
+        counted, left_out = loop.run.numbers.take_counts()
+        num_skipped = loop.guard.take_skipped()
+        if num_skipped or loop.args.fp16:
+            row["num_skipped_steps"] = num_skipped
+        if num_skipped and not 0 <= row.get("grad_norm", 0.0) < float("inf"):
+            del row["grad_norm"]
+        if left_out == counted and left_out:  # steps without an update are in no mean
+            del row["loss"]
+        elif left_out:
+            row["loss"] *= counted / (counted - left_out)
         if loop.args.include_num_input_tokens_seen != "no":
             seen = loop.state.num_input_tokens_seen - self._tokens_before
             row |= speed_metrics("train", self._began, num_tokens=seen)

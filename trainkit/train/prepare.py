@@ -33,16 +33,16 @@ from trainkit.models.loading import (
 )
 from trainkit.objectives import OBJECTIVES
 from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
-from trainkit.parallel import Layout, ProcessRank, strategy_for
+from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
 from trainkit.parallel.launch import meet_anew
 from trainkit.recipe import (
     Derived,
     Recipe,
     default_of,
-    derive,
     read_chat_template,
     resolve_accumulation,
 )
+from trainkit.recipe.derived import derive_values
 from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
@@ -50,6 +50,8 @@ from trainkit.train.fit import refuse_unfit_model
 from trainkit.train.quiet import tokenisation_progress
 from trainkit.train.resume.given import RUNS
 from trainkit.train.run import Run
+
+logger = logging.getLogger(__name__)
 
 KEY = "training.optim"
 
@@ -258,56 +260,43 @@ def layout_of(recipe: Recipe, process: ProcessRank) -> Layout:
 
 
 def trainer_arguments(recipe: Recipe, layout: Layout) -> TrainingArguments:
-    """Transformers' TrainingArguments; with several ranks the process group exists after this."""
-    return training_arguments(
-        recipe.training,
-        output_dir=RUNS,  # replaced when the run directory is known to all ranks
-        model_dtype=recipe.model.dtype,
-        layout=layout,
-        has_adapters=recipe.lora is not None,
-        has_eval=bool(recipe.data.eval),
-        measured_every=recipe.metric_every,
-        stops_early=recipe.early_stopping is not None,
-        gradient_accumulation_steps=resolve_accumulation(recipe, layout.data_size),
-        is_streaming=bool(recipe.data.streaming),
-        recompute=recipe.recomputes,
-    )
+    """Transformers' TrainingArguments; with several ranks the process group exists after this.
 
-
-# transformers' TrainingArguments from a recipe's ``training`` section and the layout.
-
-
-logger = logging.getLogger(__name__)
+    Raises:
+        RecipeError: transformers refuses the combination, or float16 is to train on a CPU.
+    """
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and recipe.training.get("fp16"):
+        raise RecipeError(
+            "fp16 needs a GPU: on a CPU transformers would train without it and not say so",
+            where="training.fp16",
+            fix="leave it out here; bf16 works on a CPU",
+        )
+    if on_cpu and recipe.model.dtype == "float16" and recipe.lora is None:
+        raise RecipeError(
+            "float16 weights need a loss scaler, which trains on GPUs only: without one small "
+            "gradients silently become 0",
+            where="model.dtype",
+            fix="model.dtype: bfloat16 (or float32)",
+        )
+    values = dict(recipe.training)
+    for key, derived in derive_values(recipe, Machine(layout.process.world_size, on_cpu)).items():
+        section, _, name = key.partition(".")
+        values |= {name: derived.value} if section == "training" else {}
+    values["gradient_accumulation_steps"] = resolve_accumulation(recipe, layout.data_size)
+    # The directory is replaced when the run's is known to all ranks.
+    return training_arguments(values, layout, output_dir=RUNS)
 
 
 def training_arguments(
-    training: Mapping[str, Any],
-    *,
-    output_dir: Path,
-    model_dtype: str,
-    layout: Layout,
-    has_adapters: bool,
-    has_eval: bool,
-    gradient_accumulation_steps: int,
-    measured_every: int | None = None,
-    stops_early: bool = False,
-    is_streaming: bool = False,
-    recompute: bool | None = None,
+    training: Mapping[str, Any], layout: Layout, *, output_dir: Path
 ) -> TrainingArguments:
     """Build the arguments; starts the process group when there are several ranks.
 
     Args:
-        training: the recipe's ``training`` section.
-        output_dir: the run directory.
-        model_dtype: ``bfloat16``, ``float16``, ``float32`` or ``auto``.
+        training: the recipe's ``training`` section, with what is derived.
         layout: how the run is spread over processes.
-        has_adapters: LoRA: fp32 adapters on half-precision weights compute under autocast.
-        has_eval: evaluation data is given, so evaluate each epoch by default.
-        gradient_accumulation_steps: micro-batches per optimizer step.
-        measured_every: see :func:`trainkit.recipe.derived.derive`.
-        stops_early: likewise.
-        is_streaming: the training rows are streamed.
-        recompute: whether ``recompute`` has layers recomputed; None where it says nothing.
+        output_dir: the run directory.
 
     Raises:
         RecipeError: transformers refuses the combination.
@@ -315,26 +304,11 @@ def training_arguments(
     on_cpu = not torch.cuda.is_available()
     meet_anew(layout.process)
     layout.engine.prepare(layout.process, on_cpu=on_cpu)
-    if on_cpu:
-        _refuse_float16(training, model_dtype, has_adapters=has_adapters)
-    derived = derive(
-        training,
-        model_dtype=model_dtype,
-        reads_precision=layout.strategy.reads_precision,
-        has_adapters=has_adapters,
-        has_eval=has_eval,
-        measured_every=measured_every,
-        stops_early=stops_early,
-        is_streaming=is_streaming,
-        on_cpu=on_cpu,
-        recompute=recompute,
-    )
-    values: dict[str, Any] = {**training, **{name: one.value for name, one in derived.items()}}
-    values = copy.deepcopy(values)  # transformers writes into some, and these are the recipe's
+    values: dict[str, Any] = copy.deepcopy(dict(training))  # transformers writes into some
     values["output_dir"] = str(output_dir)
     values.pop("auto_find_batch_size", None)  # trainkit's own; transformers' loses the steps so far
-    values["gradient_accumulation_steps"] = gradient_accumulation_steps
-    values |= layout.engine.training_arguments(num_micro_batches=gradient_accumulation_steps)
+    steps = int(values["gradient_accumulation_steps"])
+    values |= layout.engine.training_arguments(num_micro_batches=steps)
     optim = values.get("optim")
     if optim in OURS:  # transformers knows no such name, and asks nothing of it
         values["optim"] = DEFAULT
@@ -353,23 +327,6 @@ def training_arguments(
     logger.info("training on %s, %s", arguments.device, arguments.parallel_mode)
     layout.engine.start(on_cpu=on_cpu)
     return arguments
-
-
-def _refuse_float16(training: Mapping[str, Any], model_dtype: str, *, has_adapters: bool) -> None:
-    """On a CPU."""
-    if training.get("fp16"):
-        raise RecipeError(
-            "fp16 needs a GPU: on a CPU transformers would train without it and not say so",
-            where="training.fp16",
-            fix="leave it out here; bf16 works on a CPU",
-        )
-    if model_dtype == "float16" and not has_adapters:
-        raise RecipeError(
-            "float16 weights need a loss scaler, which trains on GPUs only: without one small "
-            "gradients silently become 0",
-            where="model.dtype",
-            fix="model.dtype: bfloat16 (or float32)",
-        )
 
 
 def settled_values(arguments: TrainingArguments, shown: Mapping[str, Any]) -> dict[str, Derived]:

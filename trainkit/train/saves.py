@@ -406,16 +406,3 @@ class Numbers(Hook):
             error.step = loop.state.global_step
             loop.guard.keep_batch(error)
             raise
-
-    def leave_out_skipped(self, loop: LoopState, row: dict[str, Any]) -> None:
-        """Take the steps without an update out of a row's means, and count them."""
-        num_steps, num_left_out = loop.run.numbers.take_counts()
-        num_skipped = loop.guard.take_skipped()
-        if num_skipped or loop.args.fp16:
-            row["num_skipped_steps"] = num_skipped
-        if num_skipped and not 0 <= row.get("grad_norm", 0.0) < float("inf"):
-            del row["grad_norm"]
-        if num_left_out == num_steps and num_left_out:
-            del row["loss"]
-        elif num_left_out:
-            row["loss"] *= num_steps / (num_steps - num_left_out)

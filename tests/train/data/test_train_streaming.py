@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,15 +46,14 @@ def make(tmp_path, tiny_tokenizer):
             world_size=1,
             writes=writes,
         )
-        loader = StreamLoader(
-            state,
-            PackingCollator(128, 0),
-            batch_size=2,
+        args = SimpleNamespace(
+            train_batch_size=2,
             seed=0,
-            num_workers=num_workers,
-            prefetch_factor=2,
-            pin_memory=False,
+            dataloader_num_workers=num_workers,
+            dataloader_prefetch_factor=2,
+            dataloader_pin_memory=False,
         )
+        loader = StreamLoader(state, PackingCollator(128, 0), args)
         return state, loader
 
     return make
