@@ -41,15 +41,15 @@ def _kill(mark: Path) -> None:
 def _kill_in_step(step: int, after: float, mark: Path) -> None:
     from trainkit.train.loop import Loop
 
-    plain = Loop.take
+    plain = Loop.step
 
-    def take(self: Any, batches: Any) -> Any:
+    def killed_step(self: Any, batches: Any, epoch: int, number: int) -> None:
         if self.state.global_step + 1 == step:
             self.checkpoints.settle()  # or nothing might be left to go on from
             threading.Timer(after, _kill, [mark]).start()
-        return plain(self, batches)
+        plain(self, batches, epoch, number)
 
-    Loop.take = take  # type: ignore[method-assign]
+    Loop.step = killed_step  # type: ignore[method-assign]
 
 
 def _kill_at_write(number: int, mark: Path) -> None:

@@ -81,7 +81,6 @@ from trainkit.train.run import Run
 from trainkit.train.saves import Numbers, Saves, checkpoint_bytes, refuse_small_disk, save_model
 
 if TYPE_CHECKING:
-    from trainkit.models.fp8.decide import Fp8Setup
     from trainkit.train.dry_run import OneStep
     from trainkit.train.faults.shortage import MemoryShortageError
 
@@ -196,7 +195,7 @@ def _attempt(run: Run) -> NumberError | MemoryShortageError | None:
             loop.hook(RunRecorder).finish()
         if bad is not None:
             return bad
-        run.watch.stop_timing()
+        run.watch.timeout = None
         if is_main:
             rows, kept = loop.state.log_history, run.directory
             # Of a long run the state has the last rows only.
@@ -303,43 +302,36 @@ def _built(run: Run) -> BuiltModel:
     """Load the model with its adapters and kernels."""
     recipe, args, engine = run.recipe, run.args, run.layout.engine
     keywords = args.gradient_checkpointing_kwargs or {}
+    quantize, fp8 = recipe.lora.quantize if recipe.lora else None, None
+    # A base in fp8 without a choice of its own gets the default budget.
+    options = Fp8Options.of(recipe.model.fp8 or quantize == FP8)
+    if options is not None:
+        from trainkit.models.fp8.decide import Fp8Setup
+
+        def agree(value: Any) -> Any:
+            return broadcast_object_list([value])[0] if run.process.world_size > 1 else value
+
+        fp8 = Fp8Setup(
+            options,
+            run.data.train.first_samples(),
+            args.per_device_train_batch_size * recipe.data.max_length,
+            None if run.point is None else run.point.fingerprint.get(FP8),
+            agree,
+            engine.gathering,
+        )
     return build_model(
         recipe.model,
         attention=recipe.model.attn_implementation,
         packing=recipe.data.packing,
         lora=recipe.lora,
-        quantize=recipe.lora.quantize if recipe.lora else None,
+        quantize=quantize,
         kernels=recipe.kernels,
         reentrant=bool(args.gradient_checkpointing) and bool(keywords.get("use_reentrant")),
         device=engine.loading_device(args.device),
-        fp8=_fp8_setup(run),
+        fp8=fp8,
         loading_whole=engine.loading_whole,
         load_part=engine.load_part,
         reads_parts=engine.reads_parts(args.device),
-    )
-
-
-def _fp8_setup(run: Run) -> Fp8Setup | None:
-    """How the products that run in fp8 are chosen; None where the recipe has none.
-
-    A base in fp8 without a choice of its own gets the default budget.
-    """
-    recipe = run.recipe
-    options = Fp8Options.of(recipe.model.fp8 or bool(recipe.lora and recipe.lora.quantize == FP8))
-    if options is None:
-        return None
-    from trainkit.models.fp8.decide import Fp8Setup
-
-    def agree(value: Any) -> Any:
-        return broadcast_object_list([value])[0] if run.process.world_size > 1 else value
-
-    return Fp8Setup(
-        options,
-        run.data.train.first_samples(),
-        run.args.per_device_train_batch_size * recipe.data.max_length,
-        None if run.point is None else run.point.fingerprint.get(FP8),
-        agree,
-        run.layout.engine.gathering,
     )
 
 

@@ -194,7 +194,7 @@ class MarkProgress(Hook):
     def on_step_end(self, loop: LoopState) -> None:
         """A step is done."""
         if (watch := loop.run.watch) is not None:
-            watch.step_ended()
+            watch.factor = 1.0
             watch.mark(f"after step {loop.state.global_step}")
 
     def on_substep_end(self, loop: LoopState) -> None:

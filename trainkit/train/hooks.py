@@ -101,6 +101,7 @@ class LoopState:
     Attributes:
         wrapped: the model as it is called in training.
         group_options: what the recipe gives the optimizer's groups, whatever a checkpoint brought.
+        num_loss_ranks: ranks with a part of what a step's loss is divided by.
         norm: of the last step's gradients, before clipping.
         rate: of the last step.
         latest_batch: the micro-batch that was begun last.
@@ -122,6 +123,8 @@ class LoopState:
         self.tokenizer, self.checkpoints, self.stop = run.tokenizer, run.checkpoints, run.stop
         self.train_data, self.eval_data = run.data.train, run.data.eval
         self.ranks = Ranks(args)
+        of_all = args.average_tokens_across_devices
+        self.num_loss_ranks = layout.loss_ranks if of_all else layout.options.sequence
         self.engine.receive(model, args)
         model.config.use_cache = args.use_cache
         self.wrapped: nn.Module = model

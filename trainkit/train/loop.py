@@ -82,7 +82,8 @@ class Loop(LoopState):
         """One optimizer step."""
         args, state, engine = self.args, self.state, self.engine
         started = time.perf_counter()
-        micro = self.take(batches)
+        # The last step of an epoch may have fewer.
+        micro = list(itertools.islice(batches, args.gradient_accumulation_steps))
         seconds = time.perf_counter() - started
         samples = [take_sample_ids(batch) for batch in micro]
         counts = [take_counts(batch, self.loss.num_items) for batch in micro]
@@ -128,7 +129,7 @@ class Loop(LoopState):
         step = Step(
             num_items=num_items,
             num_micro_batches=parts,
-            num_ranks=self._num_ranks,
+            num_ranks=self.num_loss_ranks,
             trainer_divides=divides,
             trainer_loss=self._model_loss,
         )
@@ -148,10 +149,6 @@ class Loop(LoopState):
 
     # -- parts of a step --------------------------------------------------------------------------
 
-    def take(self, batches: Iterator[Any]) -> list[dict[str, Any]]:
-        """The micro-batches of the next step; the last one of an epoch may have fewer."""
-        return list(itertools.islice(batches, self.args.gradient_accumulation_steps))
-
     def _prepared(self, micro: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for number, batch in enumerate(micro):
             if number:
@@ -166,12 +163,6 @@ class Loop(LoopState):
             count = self.ranks.reduce(mine)
         return count / 1  # as a fraction, since it divides fractions
 
-    @property
-    def _num_ranks(self) -> int:
-        """Ranks with a part of what is divided by the denominator; gradients are averaged."""
-        of_all = self.args.average_tokens_across_devices
-        return self.layout.loss_ranks if of_all else self.layout.options.sequence
-
     def _model_loss(
         self, model: nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None
     ) -> tuple[torch.Tensor, Any]:
@@ -179,7 +170,7 @@ class Loop(LoopState):
         is_counted = self.takes_num_items and num_items is not None
         outputs = model(**inputs, **({"num_items_in_batch": num_items} if is_counted else {}))
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
-        return (loss * self._num_ranks if is_counted else loss), outputs
+        return (loss * self.num_loss_ranks if is_counted else loss), outputs
 
     def _watch_loss(self, loss: torch.Tensor) -> torch.Tensor | None:
         """Tell the guard, and optimizers that step in the backward pass."""

@@ -336,48 +336,38 @@ def settled_values(arguments: TrainingArguments, shown: Mapping[str, Any]) -> di
         arguments: as the run has them.
         shown: field to value, as the recipe and what follows from it say.
     """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.value
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    def comparable(name: str, value: Any) -> Any:
+        """One spelling of a value: transformers makes [] of "none" and false of null."""
+        if name in ("report_to", "debug") and isinstance(value, str):
+            value = [] if value in ("none", "") else value.split()
+        if name == "include_num_input_tokens_seen" and isinstance(value, bool):
+            value = "all" if value else "no"
+        return value or None if isinstance(value, bool | list | dict | None) else value
+
     found = {}
     for name, value in shown.items():
-        used = _plain(getattr(arguments, name, value))
-        if name not in _NOT_COMPARED and _comparable(name, used) != _comparable(name, value):
-            origin = "from the model" if name in _OF_THE_MODEL else "by transformers"
-            found[name] = Derived(used, origin)
+        used = plain(getattr(arguments, name, value))
+        if name not in _NOT_COMPARED and comparable(name, used) != comparable(name, value):
+            is_of_model = name == "ddp_find_unused_parameters"
+            found[name] = Derived(used, "from the model" if is_of_model else "by transformers")
     return found
 
 
 # No file knows the first two as values; the last one is ours.
 _NOT_COMPARED = frozenset({"output_dir", "accelerator_config", "auto_find_batch_size"})
-_OF_THE_MODEL = frozenset({"ddp_find_unused_parameters"})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _comparable(name: str, value: Any) -> Any:
-    """One spelling of a value: transformers makes [] of "none" and false of null."""
-    if name in ("report_to", "debug") and isinstance(value, str):
-        value = [] if value in ("none", "") else value.split()
-    if name == "include_num_input_tokens_seen" and isinstance(value, bool):
-        value = "all" if value else "no"
-    return value or None if isinstance(value, bool | list | dict | None) else value
 
 
 # What a library refuses as it is set up, said as a fault of the recipe; contradicting starts.
 
 
 # A missing package, a name or number out of place, a hub out of reach.
-_REFUSALS = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    TypeError,
-    ValueError,
-)
+_REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, OSError)
 
 
 @contextmanager
@@ -395,7 +385,7 @@ def settings_refused_by(what: str, where: str) -> Iterator[None]:
         yield
     except TrainkitError:
         raise
-    except (*_REFUSALS, RuntimeError) as error:
+    except (*_REFUSALS, RuntimeError, TypeError, ValueError) as error:
         said = f"{type(error).__name__} {error}".lower()
         if isinstance(error, RuntimeError) and ("memory" in said or "cuda" in said):
             raise  # the machine's, not the recipe's

@@ -125,8 +125,7 @@ class Saves(Hook):
                     save.defer(path, partial(torch.save, values, path))
             if loop.stream is not None:
                 save.attempt(partial(loop.stream.save, save.directory))
-            for hook in loop.hooks:
-                hook.save(loop, save)
+            loop.tell("save", save)
             if number := state.best_global_step:
                 best = writer.root / folder_name(number)
                 if best.is_dir() or number == state.global_step:

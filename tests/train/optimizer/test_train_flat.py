@@ -46,12 +46,8 @@ def train(layers, optimizer, numbers, max_norm=0.05):
         if isinstance(optimizer, FlatAdamW):
             norms.append(optimizer.clip(max_norm))
         else:
-            held = optimizer
-            if isinstance(optimizer, MasterWeightOptimizer):
-                held = optimizer.gather_gradients()
-            parameters = held.parameters() if held is not optimizer else layers.parameters()
-            if isinstance(optimizer, MasterWeightOptimizer):
-                parameters = optimizer.parameters()
+            has_masters = isinstance(optimizer, MasterWeightOptimizer)
+            parameters = (optimizer.gather_gradients() if has_masters else layers).parameters()
             norms.append(nn.utils.clip_grad_norm_(parameters, max_norm))
         optimizer.step()
         layers.zero_grad()  # as transformers does: the views are let go of
@@ -168,21 +164,16 @@ def test_a_gradient_outside_the_buffers_is_not_lost(how):
     assert distance(weights(layers), weights(plain)) < 1e-6
 
 
-def test_a_parameter_without_a_gradient_is_refused():
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_parameter_without_a_gradient_or_out_of_its_buffer_is_refused(is_idle):
     layers = model()
-    idle = nn.Parameter(torch.ones(3))
-    optimizer = FlatAdamW([*groups(layers), {"params": [idle]}], **OPTIONS)
+    more = [{"params": [nn.Parameter(torch.ones(3))]}] if is_idle else []
+    optimizer = FlatAdamW([*groups(layers), *more], **OPTIONS)
+    if not is_idle:
+        layers[0].weight.data = layers[0].weight.data.clone()
     backward(layers, 0, optimizer)
-    with pytest.raises(ModelError, match="1 of the trained parameters"):
-        optimizer.step()
-
-
-def test_a_parameter_that_was_moved_is_refused():
-    layers = model()
-    optimizer = FlatAdamW(groups(layers), **OPTIONS)
-    layers[0].weight.data = layers[0].weight.data.clone()
-    backward(layers, 0, optimizer)
-    with pytest.raises(ModelError, match="moved out of the buffer"):
+    said = "1 of the trained parameters" if is_idle else "moved out of the buffer"
+    with pytest.raises(ModelError, match=said):
         optimizer.step()
 
 

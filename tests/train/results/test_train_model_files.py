@@ -6,18 +6,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import make_qwen2, make_tokenizer
 from transformers import GPT2Config, Qwen2Config
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, ModelError
 from trainkit.models.files import context_warning
-from trainkit.models.loading import (
-    check_exists,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from trainkit.models.loading import check_exists, load_config, load_model, load_tokenizer
 from trainkit.options import ModelOptions
 
 
@@ -56,8 +52,7 @@ def load(saved, tmp_path):
 def cut(name, keep):
     def damage(directory):
         file = sorted(directory.glob(name))[0]
-        data = file.read_bytes()
-        file.write_bytes(data[:keep] if keep >= 0 else data[: len(data) + keep])
+        file.write_bytes(file.read_bytes()[:keep])
 
     return damage
 
@@ -68,9 +63,8 @@ def put(name, content):
 
 def without(*names):
     def damage(directory):
-        for name in names:
-            for file in directory.glob(name):
-                file.unlink()
+        for file in [file for name in names for file in directory.glob(name)]:
+            file.unlink()
 
     return damage
 
@@ -106,8 +100,6 @@ def bad_header(directory):
 
 
 def lose_a_tensor(directory):
-    from safetensors.torch import load_file, save_file
-
     file = directory / "model.safetensors"
     tensors = load_file(file)
     tensors.pop("model.layers.1.mlp.up_proj.weight")
@@ -119,6 +111,11 @@ def other_shape(directory):
     (directory / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
 
 
+def only_an_adapter(directory):
+    (directory / "config.json").unlink()
+    (directory / "adapter_config.json").write_text("{}")
+
+
 LONGER = b"\x02" + bytes(7) + b"{}..."
 CODE = pickle.dumps(Attack())
 TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "chat_template*")
@@ -126,18 +123,10 @@ DAMAGES = {
     "weights cut": ("single", cut("model.safetensors", -100), "was cut"),
     "weights cut early": ("single", cut("model.safetensors", 5), "was cut"),
     "weights empty": ("single", cut("model.safetensors", 0), "was cut"),
-    "weights longer": (
-        "single",
-        put("model.safetensors", b"\x02" + bytes(7) + b"{}..."),
-        "was cut",
-    ),
+    "weights longer": ("single", put("model.safetensors", LONGER), "was cut"),
     "header": ("single", bad_header, "header of the safetensors file is damaged"),
     "git lfs": ("single", put("model.safetensors", b"version https://git-lfs"), "Git LFS pointer"),
-    "a page": (
-        "single",
-        put("model.safetensors", b"<html>not found</html>" * 9),
-        "was cut, or is no",
-    ),
+    "a page": ("single", put("model.safetensors", b"<html></html>" * 9), "was cut, or is no"),
     "no weights": ("single", without("model.safetensors"), "cannot be loaded"),
     "a tensor less": ("single", lose_a_tensor, "1 weights of the model are in none of its files"),
     "other shapes": ("single", other_shape, "cannot be loaded"),
@@ -151,16 +140,8 @@ DAMAGES = {
     "index swapped": ("shards", edit_index(swap_homes), "where it is not"),
     "pickle cut": ("pickled", cut("pytorch_model.bin", -1000), "was cut"),
     "pickle empty": ("pickled", cut("pytorch_model.bin", 0), "was cut"),
-    "pickle of code": (
-        "pickled",
-        put("pytorch_model.bin", pickle.dumps(Attack())),
-        "cannot be loaded",
-    ),
-    "pickle garbage": (
-        "pickled",
-        put("pytorch_model.bin", b"\x80\x05garbage"),
-        "pickle of its weights",
-    ),
+    "pickle of code": ("pickled", put("pytorch_model.bin", CODE), "cannot be loaded"),
+    "pickle garbage": ("pickled", put("pytorch_model.bin", b"\x80\x05no"), "pickle of its weights"),
     "config cut": ("single", cut("config.json", 50), "not JSON"),
     "config a list": ("single", put("config.json", b"[]"), "not a JSON object"),
     "config empty": ("single", put("config.json", b"{}"), "cannot be loaded"),
@@ -171,11 +152,7 @@ DAMAGES = {
     "tokenizer a list": ("single", put("tokenizer.json", b"[]"), "tokenizer cannot be loaded"),
     "tokenizer empty": ("single", put("tokenizer.json", b"{}"), "tokenizer cannot be loaded"),
     "no tokenizer": ("single", without(*TOKENIZER), "tokenizer"),
-    "an adapter": (
-        "single",
-        lambda d: (without("config.json")(d), put("adapter_config.json", b"{}")(d)),
-        "this is an adapter",
-    ),
+    "an adapter": ("single", only_an_adapter, "this is an adapter"),
 }
 
 

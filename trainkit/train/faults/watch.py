@@ -73,6 +73,10 @@ class Watch:
         launch: the same on all ranks of this start, and on no other start.
         step_timeout: seconds; None waits for ever.
         record: notes in the run's status why it failed, where rank 0 cannot.
+
+    Attributes:
+        timeout: None from when nothing is to be said about how long anything takes.
+        factor: how many times longer a step may take now; 1 behind the first one, which compiles.
     """
 
     def __init__(
@@ -87,11 +91,11 @@ class Watch:
         interval: float = 1.0,
     ) -> None:
         self._folder, self._rank, self._world_size = folder, dist_rank, world_size
-        self._timeout, self._record, self._interval = step_timeout, record, interval
+        self.timeout, self._record, self._interval = step_timeout, record, interval
         self._line = _Line(launch, Process.this())
         self._seen: dict[int, tuple[int, float]] = {}
         self._progress_at = time.monotonic()
-        self._factor = _SLOW
+        self.factor = _SLOW
         self._done = threading.Event()
         self._write_stacks: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
@@ -104,19 +108,15 @@ class Watch:
         self._line.doing = doing
         self._progress_at = time.monotonic()
 
-    def step_ended(self) -> None:
-        """The first step, which compiles, is over."""
-        self._factor = 1.0
-
     @contextlib.contextmanager
     def slow(self, doing: str) -> Iterator[None]:
         """The body may take longer than a step."""
-        before, self._factor = self._factor, _SLOW
+        before, self.factor = self.factor, _SLOW
         self.mark(doing)
         try:
             yield
         finally:
-            self._factor = before
+            self.factor = before
             self.mark()
 
     @contextlib.contextmanager
@@ -160,10 +160,6 @@ class Watch:
                 if not self._stacks(self._rank).stat().st_size:
                     self._stacks(self._rank).unlink()
 
-    def stop_timing(self) -> None:
-        """From here on nothing is said about how long anything takes."""
-        self._timeout = None
-
     # -- the thread ------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -179,9 +175,9 @@ class Watch:
                 time.sleep(_EXPLAIN_SECONDS / 2)  # what this rank says by itself says more
                 if not self._done.is_set():
                     self._end(lost)
-            if self._timeout is not None:
+            if self.timeout is not None:
                 waited = time.monotonic() - self._progress_at
-                if waited > self._timeout * self._factor:
+                if waited > self.timeout * self.factor:
                     self._end(self._hang(waited))
 
     def _write(self) -> None:
