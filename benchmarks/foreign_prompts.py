@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.recipe.translate.tables import table, tool_table
+from trainkit.recipe.translate.draft import table, tool_table
 
 CONTROL = (
     "<B> <E> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eot|> "

@@ -50,7 +50,11 @@ def whole_model(
     return model
 
 
+def without_adapters(model: Any) -> Any:
+    """The model that peft has wrapped; one that it has not is the same."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def is_own_code(model: Any) -> bool:
     """Whether a model runs code that came with it, which somebody has allowed here then."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return type(base).__module__.startswith("transformers_modules.")
+    return type(without_adapters(model)).__module__.startswith("transformers_modules.")

@@ -16,6 +16,9 @@ _FILE_NAME = re.compile(
     r"\.(gguf|safetensors|jsonl?|ndjson|csv|tsv|parquet|arrow|txt|ya?ml|zip|tar)(\.\w+)?$", re.I
 )
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+"""What weights are saved as: in one file, or in several with an index."""
+
 _OPENED = re.compile(
     r"\.(jsonl?|safetensors|gguf|bin|pt|pth|model|tiktoken|txt|jinja|py|ya?ml)$", re.I
 )

@@ -1,15 +1,18 @@
-"""The steps of CONTRIBUTING.md, followed with a format, a key, a strategy and a linear layer.
+"""The steps of CONTRIBUTING.md, followed with a format, a key, a strategy, a linear layer, an
+optimizer and a command.
 
 A family and an op: ``tests/families/test_families_add.py``. An objective:
 ``tests/objectives/test_objectives_table.py``.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,44 +78,127 @@ def test_a_kind_of_linear_layer_is_a_row(monkeypatch):
 
 
 ROOT = Path(__file__).parents[2]
-KEY = """\
-    layers_to_transform: list[int] | None = Field(None, description="Numbers of adapted layers.")
-    exclude_modules:"""
-PROBE = """
-from tiny import make_qwen2
 
+
+class House:
+    """A copy of the package, which additions are made to."""
+
+    def __init__(self, folder):
+        self.folder, self.touched = folder, set()
+        # Compiled files too: they know their source's time.
+        shutil.copytree(ROOT / "trainkit", folder / "trainkit")
+
+    def write(self, name, text):
+        self.touched.add(name)
+        (self.folder / "trainkit" / name).write_text(text)
+
+    def edit(self, name, old, new):
+        text = (self.folder / "trainkit" / name).read_text()
+        assert text.count(old) == 1, f"{name}: {old}"
+        self.write(name, text.replace(old, new))
+
+    def says(self, *command):
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": f"{self.folder}{os.pathsep}{ROOT / 'tests'}"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+
+@pytest.fixture
+def house(tmp_path):
+    return House(tmp_path)
+
+
+KEYS = """
+from tiny import make_qwen2
 from trainkit.lora import attach
-from trainkit.recipe import key_references, load_recipe
+from trainkit.recipe import key_references, load_recipe, on_resume
 from trainkit.train.resume.given import settings_of
+from trainkit.train.optimizer import make_optimizer
+from transformers import TrainingArguments
 
 loaded = load_recipe("r.yaml")
 model = attach(make_qwen2(32), loaded.recipe.lora)
-print({name.split(".")[4] for name, _ in model.named_parameters() if "lora_A" in name})
-print(settings_of(loaded)["lora.layers_to_transform"])
-print([row.type for row in key_references() if row.key == "lora.layers_to_transform"])
+trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+print({name.split(".")[4] for name in trained}, any("lora_B" in name for name in trained))
+print([settings_of(loaded)[f"lora.{key}"] for key in ("layers_to_transform", "freeze_b")])
+print([row.type for row in key_references() if row.key == "lora.freeze_b"])
+print(on_resume("lora.layers_to_transform")[:15], on_resume("lora.freeze_b"))
+print("adagrad" in [row.type for row in key_references() if row.key == "training.optim"][0])
+args = TrainingArguments("x", use_cpu=True, optim=loaded.recipe.training["optim"])
+print(type(make_optimizer(model, args, engine_keeps_masters=False)).__name__)
 """
 
 
-def test_a_key_of_a_recipe_is_a_field(tmp_path):
-    """In a copy of the package: peft's key is known, shown, compared on resume, and acts."""
-    package = tmp_path / "trainkit"
-    shutil.copytree(ROOT / "trainkit", package)  # compiled files too: they know their source's time
-    section = package / "options" / "model.py"
-    lines = section.read_text().splitlines(keepends=True)
-    start = next(n for n, line in enumerate(lines) if "layers_to_transform" in line)
-    del lines[start : start + 2]
-    section.write_text("".join(lines).replace("    exclude_modules:", KEY))
-    (tmp_path / "r.yaml").write_text(
+def test_a_key_of_a_recipe_is_a_field_and_a_reader_and_an_optimizer_is_a_row(house):
+    """A key is known, shown, compared on resume, and acts; one that peft has needs no reader."""
+    lines = (ROOT / "trainkit/options/model.py").read_text().splitlines(keepends=True)
+    refused = next(n for n, line in enumerate(lines) if "layers_to_transform" in line)
+    house.edit("options/model.py", "".join(lines[refused : refused + 2]), "")
+    house.edit(
+        "options/model.py",
+        "    exclude_modules:",
+        '    layers_to_transform: list[int] | None = Field(None, description="Adapted layers.")\n'
+        "    freeze_b: Annotated[bool, OnResume(CONSENT)] = Field(\n"
+        '        False, description="Train the first matrices alone."\n'
+        "    )\n"
+        "    exclude_modules:",
+    )
+    house.edit(
+        "lora/adapter.py",
+        "    if require_input_grads:\n",
+        "    for name, parameter in wrapped.named_parameters():\n"
+        "        parameter.requires_grad &= not (options.freeze_b and 'lora_B' in name)\n"
+        "    if require_input_grads:\n",
+    )
+    assert house.touched == {"options/model.py", "lora/adapter.py"}
+    table = "options/optimizers.py"
+    (row,) = re.findall(
+        r" {8}_torch\(\n +\"adagrad\".*\n {8}\),\n", (ROOT / "trainkit" / table).read_text()
+    )
+    house.edit(table, row, "")  # a house that does not know it yet
+    house.touched.clear()
+    house.edit(table, '        _blockwise("adamw_8bit"', f'{row}        _blockwise("adamw_8bit"')
+    assert house.touched == {table}
+    (house.folder / "r.yaml").write_text(
         "model: {name_or_path: m}\n"
         "data: {train: [a.jsonl]}\n"
-        "lora: {target_modules: [q_proj], layers_to_transform: [1]}\n"
+        "lora: {target_modules: [q_proj], layers_to_transform: [1], freeze_b: true}\n"
+        "training: {optim: adagrad}\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'tests'}"},
-        capture_output=True,
-        text=True,
-        check=False,
+    assert house.says("-c", KEYS) == [
+        "{'1'} False",
+        "[[1], True]",
+        "['true or false']",
+        "the saved state consent",
+        "True",
+        "Adagrad",
+    ]
+
+
+def test_a_command_is_a_file_and_a_row(house):
+    house.write(
+        "cli/commands/greet.py",
+        """
+import typer
+from trainkit.cli.options import JsonObject, tell
+app = typer.Typer()
+@app.command()
+def all(name: str, as_json: JsonObject = False) -> None:
+    "Say hello."
+    tell({"name": name}, as_json, f"hello {name}")
+""",
     )
-    assert done.stdout.splitlines() == ["{'1'}", "[1]", "['list or null']"], done.stderr
+    row = '    "greet": Entry("greet:app", "Greet."),\n'
+    house.edit("cli/app.py", '    "doctor": Entry(', f'{row}    "doctor": Entry(')
+    assert len(house.touched) == 2
+    assert house.says("-m", "trainkit", "greet", "all", "you") == ["hello you"]
+    assert house.says("-m", "trainkit", "greet", "all", "you", "--json") == ['{"name": "you"}']
+    for words, said in ((["--help"], "  greet "), (["greet", "--help"], "Say hello.")):
+        assert said in "\n".join(house.says("-m", "trainkit", *words))

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from trainkit.cli import app as cli
-from trainkit.cli.failures import report_failure
+from trainkit.cli.app import report_failure
 from trainkit.errors import DataError, RecipeError, TrainkitError
 from trainkit.version import __version__
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.cli.arguments import normalize
+from trainkit.cli.app import normalize
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from trainkit.cli.app import main
-from trainkit.cli.failures import report_failure
+from trainkit.cli.app import main, report_failure
 from trainkit.errors import RecipeError
 from trainkit.parallel.process import ProcessRank
 

@@ -14,9 +14,9 @@ from trainkit.recipe.training import EVERY, FIELDS
 
 def command_lines():
     """Every command and subcommand of the table."""
-    for name, entry in COMMANDS.items():
+    for name in COMMANDS:
         yield (name,)
-        for subcommand in getattr(LazyCommand(name, entry).load(), "commands", ()):
+        for subcommand in getattr(LazyCommand(name).load(), "commands", ()):
             yield (name, subcommand)
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.serve.collator import IGNORE_INDEX, PackingCollator, PaddingCollator
+from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.options.data import IGNORE_INDEX
 
 
 def sample(ids, mask, source=0):

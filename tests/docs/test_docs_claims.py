@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from trainkit.cli.app import COMMANDS, LazyCommand, app
-from trainkit.cli.arguments import normalize
+from trainkit.cli.app import COMMANDS, LazyCommand, app, normalize
 from trainkit.recipe import load_recipe
 from trainkit.recipe.keys import FOREIGN
 from trainkit.recipe.write import shipped_recipes

@@ -16,8 +16,9 @@ from trainkit.data.read.row_fields import TALK
 from trainkit.data.read.turns import parse_turn
 from trainkit.data.serve.collator import PaddingCollator
 from trainkit.errors import RecipeError
-from trainkit.models.loss import IGNORE_INDEX, token_losses
+from trainkit.models.loss import token_losses
 from trainkit.objectives.objective import EvaluatedBatch, Objective
+from trainkit.options.data import IGNORE_INDEX
 
 BETA = 0.5
 

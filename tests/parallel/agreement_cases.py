@@ -104,7 +104,7 @@ def refuse_each(texts):
 
     from accelerate import PartialState
 
-    from trainkit.cli.failures import report_failure
+    from trainkit.cli.app import report_failure
     from trainkit.errors import ResumeRefusedError, TrainkitError
     from trainkit.parallel import ProcessRank
     from trainkit.parallel.agreement import decided_by_each

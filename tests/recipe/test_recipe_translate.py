@@ -12,8 +12,8 @@ from trainkit.errors import RecipeError
 from trainkit.recipe import load_recipe
 from trainkit.recipe.keys import key_references
 from trainkit.recipe.training import FIELDS
+from trainkit.recipe.translate.draft import TOOLS, known_keys, table, tool_table
 from trainkit.recipe.translate.engine import translate
-from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "foreign_recipes.yaml").read_text())
 DATASET_INFO = {

@@ -1,13 +1,17 @@
 """The ``trainkit`` command: a table of subcommands, each imported when it is called.
 
 ``trainkit --help`` reads the table only. A command is a function, or a ``typer.Typer`` with
-subcommands, in a module of this package; to add one, add a row.
+subcommands, in a module of ``trainkit.cli.commands``; to add one, add a row.
 """
 
+import errno
 import importlib
 import logging
 import os
+import shutil
 import sys
+import textwrap
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -15,10 +19,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from trainkit.cli.arguments import normalize
-from trainkit.cli.failures import report_failure
 from trainkit.cli.options import echo
-from trainkit.errors import StoppedError
+from trainkit.errors import RecipeError, StoppedError, TrainkitError
+from trainkit.terminal import visible
 from trainkit.version import __version__
 
 
@@ -80,11 +83,7 @@ COMMANDS: dict[str, Entry] = {
 
 
 class LazyCommand(TyperCommand):
-    """Stands for a command in the help; becomes the command when it is called."""
-
-    def __init__(self, name: str, entry: Entry) -> None:
-        super().__init__(name=name, help=entry.help)
-        self.entry = entry
+    """Stands for a row in the help; becomes the command when it is called."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """The context of the real command, which click then invokes."""
@@ -93,13 +92,16 @@ class LazyCommand(TyperCommand):
     def load(self) -> Any:
         """Import the command; bitsandbytes has its say on a machine without a GPU otherwise."""
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-        module, _, attribute = self.entry.target.partition(":")
+        entry = COMMANDS[str(self.name)]
+        module, _, attribute = entry.target.partition(":")
         command = getattr(importlib.import_module(f"trainkit.cli.commands.{module}"), attribute)
         if isinstance(command, typer.Typer):
             command.rich_markup_mode = None
+            command.info.help = entry.help
+            command.info.no_args_is_help = True
             return typer.main.get_group(command)
         single = typer.Typer(rich_markup_mode=None, add_completion=False)
-        settings = {"ignore_unknown_options": self.entry.passes_on}
+        settings = {"ignore_unknown_options": entry.passes_on}
         single.command(name=self.name, context_settings=settings)(command)
         return typer.main.get_command(single)
 
@@ -109,7 +111,8 @@ class TableGroup(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands.update({name: LazyCommand(name, entry) for name, entry in COMMANDS.items()})
+        for name, entry in COMMANDS.items():
+            self.commands[name] = LazyCommand(name=name, help=entry.help)
 
 
 # Plain help: boxes of two columns cannot be read in forty characters, nor copied.
@@ -150,18 +153,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         that a signal stopped, 130 for Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    served = _serve_shell(arguments)
-    if served is not None:
-        return served
+    if len(arguments) == 2 and arguments[0] in _COMPLETION and not arguments[1].startswith("-"):
+        return _serve_shell(*arguments)
     # Before torch is imported. Its threads would spin while they wait for each other: where other
     # programs need the processor, too, a small model then trained at a tenth of the speed.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # For processes that libraries start: none imports from the user's folder.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
-        typer.main.get_command(app).main(
-            args=_normalized(arguments), prog_name="trainkit", obj=tuple(arguments)
-        )
+        words = arguments
+        if not (words and words[0] in COMMANDS and COMMANDS[words[0]].passes_on):
+            words = normalize(words)
+        typer.main.get_command(app).main(args=words, prog_name="trainkit", obj=tuple(arguments))
     except SystemExit as done:
         return done.code if isinstance(done.code, int) else int(done.code is not None)
     except (Exception, KeyboardInterrupt, StoppedError) as error:
@@ -173,17 +176,10 @@ _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 _COMPLETION = ("--show-completion", "--install-completion")
 
 
-def _serve_shell(arguments: Sequence[str]) -> int | None:
-    """``--show-completion zsh``: typer goes by the shell that runs, and passes over the name.
-
-    Returns:
-        The exit code; None where the arguments are something else.
-    """
-    if len(arguments) != 2 or arguments[0] not in _COMPLETION or arguments[1].startswith("-"):
-        return None
+def _serve_shell(option: str, shell: str) -> int:
+    """``--show-completion zsh``: typer goes by the shell that runs, and passes over the name."""
     from typer._completion_shared import get_completion_script, install
 
-    option, shell = arguments
     names = {"prog_name": "trainkit", "complete_var": "_TRAINKIT_COMPLETE"}
     if shell not in _SHELLS:
         echo(f"error: {option}: there is no shell {shell!r}", err=True)
@@ -197,9 +193,183 @@ def _serve_shell(arguments: Sequence[str]) -> int | None:
     return 0
 
 
-def _normalized(arguments: Sequence[str]) -> list[str]:
-    command = COMMANDS.get(arguments[0]) if arguments else None
-    return list(arguments) if command and command.passes_on else normalize(arguments)
+# -- What the command line may look like before click reads it -------------------------------------
+
+
+OPTIONAL_VALUES = {
+    "sft": {"--deepspeed": "zero2", "--resume": "auto", "--allow-changed": "all"},
+}
+"""Per command: options that may be given without a value, and what they mean then."""
+
+
+def normalize(arguments: Sequence[str]) -> list[str]:
+    """Rewrite a command line so that every option is spelled one way and has its value with it.
+
+    Underscores in option names (``--replace_kernel``), options with an optional value (a bare
+    ``--deepspeed``), overrides written as options (``--training.seed=1``), and the argument that
+    old launchers add. What comes after ``--`` stays as it is.
+    """
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    optional, takes_overrides = OPTIONAL_VALUES.get(command, {}), command == "sft"
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    left, words = list(arguments[:end]), []
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            words.append(word)
+        elif takes_overrides and "." in name:  # --training.seed=1 and --training.seed 1
+            value = left.pop(0) if left and not equals else value
+            words.append(f"{name.removeprefix('--')}={value}")
+        else:
+            name = name.replace("_", "-")
+            is_old = takes_overrides and name == "--local-rank"
+            if (is_old or name in optional) and not equals:
+                value = left.pop(0) if left and _is_value(left[0]) else optional.get(name, "")
+                equals = "="
+            words += [] if is_old else [f"{name}{equals}{value}"]
+    return [*words, *arguments[end:]]
+
+
+def _is_value(word: str) -> bool:
+    """Whether a word after an option belongs to it: no other option, no override, no recipe."""
+    if word.startswith("-") or word.endswith((".yaml", ".yml")):
+        return False
+    from trainkit.recipe.document import is_override  # not for help, which needs no recipe
+
+    return not is_override(word)
+
+
+# -- How a failed command ends: one clear message and an exit code, a traceback for a bug only -----
+
+
+INTERRUPTED = 130
+"""What shells give to a process that Ctrl-C ended."""
+
+_OUT_OF_MEMORY = (
+    "the GPU is out of memory. Lower training.per_device_train_batch_size (global_batch_size keeps "
+    "the optimizer's batch) or data.max_length, or set recompute: full, "
+    "deepspeed: zero3, or lora: {quantize: nf4}"
+)
+_NO_NETWORK = (
+    "the model hub cannot be reached. Check the network; set training.push_to_hub: false, or give "
+    "directories for the model and the data, to do without it"
+)
+_NOT_COMPILED = (
+    "torch.compile could not compile the model. Leave out training.torch_compile, or take another "
+    "training.torch_compile_backend"
+)
+_OF_THE_MACHINE = [
+    getattr(errno, name) for name in ["EMFILE", "ENFILE", "ENOSPC", "EDQUOT", "EROFS", "EACCES"]
+]
+# By name: comparing with the classes would import torch or a client of the network.
+_EXPLAINED = {
+    "OutOfMemoryError": _OUT_OF_MEMORY,
+    "ConnectError": _NO_NETWORK,
+    "ConnectTimeout": _NO_NETWORK,
+    "OfflineModeIsEnabled": _NO_NETWORK,
+    "BackendCompilerFailed": _NOT_COMPILED,
+    "InductorError": _NOT_COMPILED,
+    "TorchRuntimeError": _NOT_COMPILED,
+}
+# Where the last lines of ours or transformers' are: what is refused there is a setting.
+_SETTINGS_OF = {
+    "/deepspeed/runtime/config": "deepspeed",
+    "/deepspeed/runtime/zero/config": "deepspeed",
+    "/transformers/integrations/deepspeed": "deepspeed",
+    "/accelerate/utils/deepspeed": "deepspeed",
+}
+_BUG = (
+    "this is a bug in trainkit or in a library below it. Please report it with the lines above and "
+    "the run directory's environment.json"
+)
+
+
+def report_failure(error: BaseException) -> int:
+    """Tell the user on stderr what happened.
+
+    Args:
+        error: what ended the command.
+
+    Returns:
+        The exit code.
+    """
+    dist_rank = os.environ.get("RANK", "0")
+    prefix = "" if dist_rank == "0" else f"rank {dist_rank}: "
+    if isinstance(error, StoppedError):
+        if dist_rank == "0":
+            echo(str(error), err=True)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, TrainkitError):
+        # The recipe is the same on every rank of a host, so each host prints its errors once.
+        is_first = os.environ.get("LOCAL_RANK", dist_rank) == "0"
+        is_known = error.is_told_elsewhere or (isinstance(error, RecipeError) and not is_first)
+        if not is_known:
+            _say(str(error), prefix)
+        return error.exit_code
+    if isinstance(error, ImportError) and "install" in str(error):
+        _say(str(error), prefix)  # transformers names the package that an option needs
+        return 2
+    if isinstance(error, ImportError) and not (error.name or "").startswith("trainkit"):
+        _say(_misfit(error), prefix)
+        return 1
+    settings = _settings_at(error)
+    if settings is not None:
+        _say(f"{settings}: these settings are refused: {error}\n  fix: change them", prefix)
+        return 2
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        _say(f"{error.filename or 'the system'}: {error.strerror}\n  fix: correct that", prefix)
+        return 1
+    traceback.print_exception(error, file=sys.stderr)
+    _say(_EXPLAINED.get(type(error).__name__, _BUG), prefix)
+    return 1
+
+
+def _misfit(error: ImportError) -> str:
+    """What a package that is missing, broken or of the wrong version means for the user."""
+    package = (error.name or "").partition(".")[0]
+    fix = "install trainkit again as before, with --force-reinstall: that brings versions that fit"
+    if isinstance(error, ModuleNotFoundError) and package:
+        return f"the environment lacks the Python package {package}\n  fix: {fix}"
+    named = f" at {package}" if package else ""
+    return f"the installed packages do not fit each other{named}: {error}\n  fix: {fix}"
+
+
+def _settings_at(error: BaseException) -> str | None:
+    """The key whose settings a library was reading when it failed."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    if any("/transformers/integrations/integration_utils" in file for file in files):
+        return "training.report_to"  # a tracker, which may raise anything
+    if not isinstance(error, ValueError | TypeError | AttributeError | AssertionError | KeyError):
+        return None
+    found = [key for part, key in _SETTINGS_OF.items() if any(part in file for file in files)]
+    return found[0] if found else None
+
+
+def _say(message: str, prefix: str) -> None:
+    """Print ``error: message``; on a terminal in colour and wrapped between words.
+
+    The indentation is kept; paths and file:line are not broken.
+    """
+    lines = visible(f"error: {prefix}{message}").splitlines()
+    if not sys.stderr.isatty():
+        typer.echo("\n".join(lines), err=True)
+        return
+    width = shutil.get_terminal_size().columns
+    wrapped = [
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in lines
+    ]
+    lead = typer.style("error:", fg="red", bold=True)
+    typer.echo("\n".join(wrapped).replace("error:", lead, 1), err=True)
 
 
 if __name__ == "__main__":

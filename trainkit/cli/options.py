@@ -1,15 +1,15 @@
-"""Options that several commands share, each group defined once; and what commands print with."""
+"""What commands share: options, each group defined once; what they print; what TAB offers."""
 
 import functools
 import inspect
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainkit.cli.completion import recipe_keys, run_directories
 from trainkit.errors import RecipeError
 from trainkit.terminal import visible
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print a line; words of users and of files may be in it, and none is a terminal's command."""
     typer.echo(visible(text), err=err, nl=nl)
+
+
+def tell(row: Mapping[str, Any], as_json: bool, *lines: str) -> None:
+    """Print a result: an object for programs, or lines for people."""
+    for line in [json.dumps(row, ensure_ascii=False)] if as_json else lines:
+        echo(line)
 
 
 def note(text: str) -> None:
@@ -52,6 +58,55 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = signature.replace(parameters=options)  # type: ignore[attr-defined]
     call.__annotations__ = {option.name: option.annotation for option in options}
     return call
+
+
+# -- What the shell offers after TAB ---------------------------------------------------------------
+
+
+_DEFAULT_PARENT = Path("train_model")
+
+
+def recipe_keys(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Keys as overrides are written, ``training.learning_rate=``, each with its help."""
+    from trainkit.recipe import key_references
+
+    for entry in key_references():
+        if entry.key.startswith(incomplete) and "[]" not in entry.key:
+            yield f"{entry.key}=", entry.help
+
+
+def key_words(incomplete: str) -> Iterator[tuple[str, str]]:
+    """Keys as they are named, ``training.learning_rate``."""
+    for key, text in recipe_keys(incomplete):
+        yield key.removesuffix("="), text
+
+
+def shipped(incomplete: str) -> Iterator[tuple[str, str]]:
+    """The recipes that come with trainkit."""
+    from trainkit.recipe.write import describe_recipe, shipped_recipes
+
+    for name, path in shipped_recipes().items():
+        if name.startswith(incomplete):
+            yield name, describe_recipe(path)
+
+
+def run_directories(incomplete: str) -> Iterator[str]:
+    """Runs in ``train_model`` by the start of their name, or by that of their path."""
+    parent = Path(incomplete).parent if "/" in incomplete else _DEFAULT_PARENT
+    start = Path(incomplete).name if not incomplete.endswith("/") else ""
+    if not parent.is_dir():
+        return
+    for status in sorted(parent.glob("*/status.json")):
+        if status.parent.name.startswith(start):
+            yield str(status.parent)
+
+
+# -- Options ---------------------------------------------------------------------------------------
+
+
+def json_lines(keys: str) -> Any:
+    """``--json`` of a command whose objects have these keys."""
+    return typer.Option("--json", help=f"Print one JSON object {{{keys}}} a line.")
 
 
 JsonObject = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -104,6 +159,13 @@ class RecipeChoice:
 BaseModel = Annotated[
     str | None, typer.Option(help="The base model, where it is not where the adapter says.")
 ]
+AnyBase = Annotated[
+    bool, typer.Option("--any-base", help="Take an adapter over other weights than its own base.")
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Store the weights so; by default as in the source."),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
@@ -151,10 +213,7 @@ class Held:
     device: Annotated[
         str, typer.Option(help="cpu, cuda, cuda:1; by default the GPU if there is one.")
     ] = "auto"
-    any_base: Annotated[
-        bool,
-        typer.Option("--any-base", help="Put the adapter over other weights than its own base."),
-    ] = False
+    any_base: AnyBase = False
     verify: Annotated[
         bool,
         typer.Option(

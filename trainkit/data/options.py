@@ -6,9 +6,6 @@ from pydantic import Field
 
 from trainkit.options.data import SampleOptions
 
-IGNORE_INDEX = -100
-"""The label of a token that is not trained."""
-
 FROZEN_DATE = "2024-07-26"
 """What templates that print today's date print instead, so that the same data gives the same tokens
 on every day. It is the date Llama 3.1's own template falls back to."""

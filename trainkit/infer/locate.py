@@ -14,17 +14,12 @@ from typing import Any
 from trainkit.checkpoint.whole.atomic import newest_valid
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.hub import check_hub
+from trainkit.models.files import PICKLED_WEIGHTS
 from trainkit.options import ModelOptions
-from trainkit.places import local_path, regular, regular_files
+from trainkit.places import WEIGHTS, local_path, regular, regular_files
 from trainkit.run.going_on import resume_command
 
 ADAPTER_CONFIG = "adapter_config.json"
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 @dataclass(frozen=True)
@@ -385,7 +380,7 @@ def _nothing_to_load(directory: Path) -> ModelError:
 
 
 def _has_weights(directory: Path) -> bool:
-    return any((directory / name).exists() for name in _WEIGHTS)
+    return any((directory / name).exists() for name in (*WEIGHTS, *PICKLED_WEIGHTS))
 
 
 def _has_tokenizer(directory: Path) -> bool:

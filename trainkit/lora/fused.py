@@ -18,13 +18,13 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import torch
-from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit import kernels
+from trainkit.auto_class import without_adapters
 from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
 from trainkit.kernels.lora.mlp import lora_mlp
@@ -321,7 +321,7 @@ def _why_experts_stay(layers: Sequence[Any], experts: Any) -> str | None:
 
 def _output_layer(model: nn.Module) -> nn.Module | None:
     """What gives the logits; the loss reads its weight in its own ways."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     return base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
 
 

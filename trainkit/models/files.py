@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
 from trainkit.estimate.context import context_of, learned_positions
+from trainkit.places import WEIGHTS
 
 MOST = 10**6
 """Layers, heads, experts that a configuration may speak of; tokens, where it does not say."""
 
 FETCH = "fetch the file again, or write the model again with save_pretrained"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit

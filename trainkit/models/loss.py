@@ -27,10 +27,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from trainkit.models.swap import KernelForward, plain_class
+from trainkit.options.data import IGNORE_INDEX
 
 logger = logging.getLogger(__name__)
-
-IGNORE_INDEX = -100
 
 _LOSS_INPUTS = ("shift_labels", "num_items_in_batch", "num_trained_tokens", "ignore_index")
 """What only the loss takes, and a model's forward need not know."""

@@ -18,6 +18,7 @@ from trainkit.models.attention.choice import NAME
 from trainkit.models.attention.packable import state_of
 from trainkit.models.attention.proof import allowed, distance, has_experts, rounded, roundings
 from trainkit.models.loss import take_counts
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import RowSplit
 
 _ROWS = 2
@@ -116,7 +117,7 @@ def _batch(split: RowSplit, vocab_size: int) -> dict[str, Tensor]:
     positions = torch.arange(length).expand(tokens.shape)
     return {
         "input_ids": tokens,
-        "labels": torch.where(trained, tokens, -100),
+        "labels": torch.where(trained, tokens, IGNORE_INDEX),
         "position_ids": positions,
         "attention_mask": mask,
     }

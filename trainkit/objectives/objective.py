@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import nn
 
+from trainkit.auto_class import without_adapters
 from trainkit.data.build.datasets import PreparedData
 from trainkit.data.serve.streaming import SampleStream
 from trainkit.options import PreferenceOptions
+from trainkit.options.data import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ class CountingCollator:
         return {
             **batch,
             "num_tokens": self.count_tokens(samples),
-            "num_trained_tokens": int(torch.count_nonzero(labels != -100)),
+            "num_trained_tokens": int(torch.count_nonzero(labels != IGNORE_INDEX)),
             SAMPLE_IDS: list(_ids(samples)),
         }
 
@@ -345,7 +346,7 @@ def count_tokens(items: Sequence[Any]) -> int:
 
 def accepts_num_items(model: nn.Module) -> bool:
     """Whether a model's class divides by a number it is given, as transformers' Trainer decides."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     known = getattr(base, "accepts_loss_kwargs", None)
     if known is not None:
         return bool(known)

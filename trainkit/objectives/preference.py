@@ -22,10 +22,11 @@ from torch.nn.functional import logsigmoid
 from trainkit.data.build.datasets import PreparedData, pack
 from trainkit.errors import RecipeError
 from trainkit.evaluation_mode import evaluation_mode
-from trainkit.models.loss import IGNORE_INDEX, LossOptions, configure, token_losses
+from trainkit.models.loss import LossOptions, configure, token_losses
 from trainkit.objectives.objective import EvaluatedBatch, LossSetup, Objective, RowShape, Step
 from trainkit.objectives.sft import collator
 from trainkit.options import PreferenceOptions
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
 
 # -- The losses of pairs --------------------------------------------------------------------------

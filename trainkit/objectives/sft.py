@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
+from trainkit.auto_class import without_adapters
 from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
 from trainkit.data.serve.collator import PackingCollator, PaddingCollator
 from trainkit.models.loss import (
-    IGNORE_INDEX,
     LossHead,
     LossOptions,
     configure,
@@ -29,6 +28,7 @@ from trainkit.objectives.objective import (
     RowShape,
     Step,
 )
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
 
 
@@ -166,7 +166,7 @@ class TokenMeanLoss:
 
 def _router_coefficient(model: nn.Module) -> float:
     """The factor that the model's forward has for its routers' auxiliary loss."""
-    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapters(model)
     for holder in (base, base.config.get_text_config()):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
             value = getattr(holder, name, None)

@@ -17,8 +17,11 @@ from pydantic import (
 )
 
 from trainkit.errors import RecipeError
-from trainkit.options.section import Section, broken_rule, one_of
+from trainkit.options.section import ACTS, CONSENT, OnResume, Section, broken_rule, one_of
 from trainkit.places import regular
+
+IGNORE_INDEX = -100
+"""The label of a token that is not trained, as torch and transformers have it."""
 
 ROW_FORMATS: dict[str, str] = {
     "messages": "OpenAI's and trl's: {role, content} turns",
@@ -183,6 +186,7 @@ class _Files(Section):
         BeforeValidator(
             _files_or_part, json_schema_input_type=list[Source | str] | Source | str | int | float
         ),
+        OnResume(ACTS),
     ] = Field(
         default_factory=list,
         description="Held-out files, or how much of the training data to hold out: 2%, 0.02, or "
@@ -237,6 +241,7 @@ class SampleOptions(Section):
     max_dropped: Annotated[
         int | float | None,
         BeforeValidator(_count_or_share, json_schema_input_type=int | float | str | None),
+        OnResume(ACTS),
     ] = Field(
         None,
         description="Unusable rows allowed before the run stops: a count, a share (1% or 0.01), "
@@ -251,6 +256,8 @@ class DataSection(SampleOptions, _Files):
     ``training.seed`` and ``training.data_seed``.
     """
 
+    on_resume: ClassVar[str] = CONSENT
+
     packing: bool = Field(
         True, description="Put several complete samples into one row; they do not see each other."
     )
@@ -260,10 +267,10 @@ class DataSection(SampleOptions, _Files):
     chat_template: str | None = Field(
         None, description="A Jinja template, or a file with one, instead of the tokenizer's own."
     )
-    cache_dir: str | None = Field(
+    cache_dir: Annotated[str | None, OnResume(ACTS)] = Field(
         None, description="Where tokenised data is kept; null is the user's cache directory."
     )
-    num_workers: int | None = Field(
+    num_workers: Annotated[int | None, OnResume(ACTS)] = Field(
         None, ge=0, le=1024, description="Processes that tokenise; null is one a core."
     )
     streaming: bool | Annotated[int, Field(ge=1)] = Field(
@@ -271,7 +278,7 @@ class DataSection(SampleOptions, _Files):
         description="Read the training rows as they are needed and keep nothing on disk; a number "
         "is the samples shuffled together, true is 4096. Needs training.max_steps.",
     )
-    per_source_loss: bool | None = Field(
+    per_source_loss: Annotated[bool | None, OnResume(ACTS)] = Field(
         None, description="Log the loss of each source; null does where there are several."
     )
 

@@ -16,7 +16,15 @@ from pydantic import (
 
 from trainkit.errors import RecipeError
 from trainkit.options.data import read_tokens
-from trainkit.options.section import Section, broken_rule, did_you_mean
+from trainkit.options.section import (
+    ACTS,
+    CONSENT,
+    OTHER_STATE,
+    OnResume,
+    Section,
+    broken_rule,
+    did_you_mean,
+)
 
 Names = Annotated[list[str], Field(strict=False)]
 """Python code may give a tuple."""
@@ -109,13 +117,13 @@ class ModelOptions(Section):
 
     at: ClassVar[str] = "model"
 
-    name_or_path: str = Field(
+    name_or_path: Annotated[str, OnResume(CONSENT)] = Field(
         min_length=1, description="A directory, a .gguf file, or a name on the Hugging Face hub."
     )
-    dtype: Dtype = Field(
+    dtype: Annotated[Dtype, OnResume(OTHER_STATE)] = Field(
         "bfloat16", description="Of the weights in memory; auto keeps what the files hold."
     )
-    master_weights: bool = Field(
+    master_weights: Annotated[bool, OnResume(OTHER_STATE)] = Field(
         True,
         description="Keep fp32 copies of trained bf16 weights; false rounds them by chance instead "
         "(stochastic rounding), without the 4 bytes for each.",
@@ -136,7 +144,7 @@ class ModelOptions(Section):
         "auto",
         description="auto picks the fastest that isolates packed samples; or HF's own names.",
     )
-    init: Literal["pretrained", "random"] = Field(
+    init: Annotated[Literal["pretrained", "random"], OnResume(CONSENT)] = Field(
         "pretrained", description="random builds the model from its config.json alone."
     )
     fp8: Annotated[
@@ -153,22 +161,27 @@ class ModelOptions(Section):
     frozen: Annotated[
         list[str],
         BeforeValidator(_patterns, json_schema_input_type=list[str | int] | str | int),
+        OnResume(OTHER_STATE),
     ] = Field(
         default_factory=list,
         description="Weights that do not train, without adapters: layers as 0-11, last-8 or "
         "last-8.mlp, parts of names as embed_tokens, or whole names with *; !NAME behind them "
         "trains it after all.",
     )
-    add_tokens: list[str] | str | None = Field(
+    add_tokens: Annotated[list[str] | str | None, OnResume(OTHER_STATE)] = Field(
         None,
         description="Tokens to add to the vocabulary, a list or a text file with one a line; each "
         "begins as the mean of the pieces that it was cut into, and embedding and head train.",
     )
-    add_special_tokens: list[str] | str | None = Field(
+    add_special_tokens: Annotated[list[str] | str | None, OnResume(OTHER_STATE)] = Field(
         None, description="The same for control tokens, which answers are printed without."
     )
-    revision: str | None = Field(None, description="Branch, tag or commit of a hub repository.")
-    gguf_file: str | None = Field(None, description="The .gguf file inside name_or_path to read.")
+    revision: Annotated[str | None, OnResume(CONSENT)] = Field(
+        None, description="Branch, tag or commit of a hub repository."
+    )
+    gguf_file: Annotated[str | None, OnResume(CONSENT)] = Field(
+        None, description="The .gguf file inside name_or_path to read."
+    )
     trust_remote_code: bool = Field(
         False, description="Run Python code that comes with the model. Off unless you trust it."
     )
@@ -362,6 +375,7 @@ class LoraOptions(Section):
     """Adapters. A recipe without this section trains all weights."""
 
     at: ClassVar[str] = "lora"
+    on_resume: ClassVar[str] = OTHER_STATE
 
     r: int = Field(16, ge=1, le=16_384, description="Rank of each adapter.")
     alpha: float = Field(32, gt=0, description="The adapter is scaled by alpha / r.")
@@ -396,7 +410,7 @@ class LoraOptions(Section):
     lora_plus_ratio: float | None = Field(
         None, gt=0, description="Learning rate of B over that of A (LoRA+, usually 16)."
     )
-    offload_activations: Literal["auto", True, False] = Field(
+    offload_activations: Annotated[Literal["auto", True, False], OnResume(ACTS)] = Field(
         "auto",
         description="Checkpointed activations wait in host memory; auto does on a GPU where the "
         "model is wide enough to hide the copies.",

@@ -28,6 +28,7 @@ class ParallelOptions(Section):
     """How a run is spread over processes."""
 
     at: ClassVar[str] = "parallel"
+    on_resume: ClassVar[str] = "the saved shards fit the engine and the stage that wrote them"
 
     shard: Annotated[
         str,

@@ -3,6 +3,7 @@
 import re
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Union, get_args, get_origin
 
@@ -38,6 +39,22 @@ class _Explained(ModelMetaclass):
             raise _refused(cls, error.errors(include_url=False)[0]) from error
 
 
+ACTS, CONSENT = "acts", "consent"
+OTHER_STATE = "the saved state of the optimizer and the adapters does not fit another one"
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """What a continued run does with another value of a key that is annotated with it.
+
+    Attributes:
+        rule: `ACTS`, `CONSENT` where the rest would be another run (``--allow-changed``), or why it
+            is refused.
+    """
+
+    rule: str
+
+
 UNION_TAGS = frozenset({"bool", "word", "section", "sources", "part"})
 """Names for the forms of a value, which pydantic adds to where an error is."""
 
@@ -47,11 +64,13 @@ class Section(BaseModel, metaclass=_Explained):
 
     Attributes:
         at: the dotted key of the section, for errors; ``[]`` for the item of a list.
+        on_resume: the rule of :class:`OnResume` for its keys that have none of their own.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
     at: ClassVar[str] = ""
+    on_resume: ClassVar[str] = ACTS
 
     def replace(self, **values: Any) -> "Self":
         """The same with other values, held against the rules again.

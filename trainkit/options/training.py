@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from trainkit.options.data import Sources
-from trainkit.options.section import Section, broken_rule, one_of
+from trainkit.options.section import CONSENT, OnResume, Section, broken_rule, one_of
 
 # -- ``objective:`` and ``preference:`` ----------------------------------------------------------
 
@@ -24,6 +24,7 @@ DEFAULT_OBJECTIVE = "sft"
 
 ObjectiveName = Annotated[
     str,
+    OnResume(CONSENT),
     AfterValidator(lambda name: one_of(name, OBJECTIVE_NAMES)),
     WithJsonSchema({"type": "string", "enum": [*OBJECTIVE_NAMES]}),
 ]
@@ -46,6 +47,7 @@ class PreferenceOptions(Section):
     """How two answers are compared."""
 
     at: ClassVar[str] = "preference"
+    on_resume: ClassVar[str] = CONSENT
 
     beta: float | None = Field(
         None,

@@ -23,8 +23,7 @@ from torch import Tensor, distributed
 from torch.nn.functional import pad
 
 from trainkit.errors import ModelError, TrainkitError
-
-IGNORE_INDEX = -100
+from trainkit.options.data import IGNORE_INDEX
 
 _KEPT = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 """What says where documents begin and end in whole rows, as attention sees them."""

@@ -15,8 +15,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from trainkit.errors import TrainkitError
 from trainkit.parallel.parameters import own_part
+from trainkit.places import WEIGHTS
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SINGLE, _INDEX = WEIGHTS
 ATTRIBUTE = "weights_in_files"
 """Of a model whose weights have no memory yet: its `WeightFiles`."""
 

@@ -8,6 +8,7 @@ from trainkit.recipe.keys import (
     default_of,
     find_keys,
     key_references,
+    on_resume,
     recipe_json_schema,
 )
 from trainkit.recipe.load import (
@@ -39,6 +40,7 @@ __all__ = [
     "find_keys",
     "key_references",
     "load_recipe",
+    "on_resume",
     "option_values",
     "read_chat_template",
     "recipe_json_schema",

@@ -21,8 +21,11 @@ from pydantic_core import ErrorDetails
 from trainkit.errors import RecipeError
 from trainkit.options.model import NOT_TAKEN
 from trainkit.options.section import (
+    ACTS,
     UNION_TAGS,
     VERY_CLOSE,
+    OnResume,
+    Section,
     advice_of,
     ask,
     nearest,
@@ -100,20 +103,25 @@ REMOVED: Mapping[str, str] = _ROWS["removed"]
 _MOST_KEYS_LISTED = 30
 
 
+def _walk(
+    model: type[BaseModel], prefix: str = ""
+) -> Iterator[tuple[str, FieldInfo, type[BaseModel]]]:
+    """Every key below a section, dotted, with ``[]`` for the items of a list, and its section."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}.{name}" if prefix else name
+        yield key, field, model
+        if inner := section_in(field.annotation):
+            section, in_list = inner
+            yield from _walk(section, f"{key}[]" if in_list else key)
+
+
 @lru_cache(maxsize=1)
 def sections() -> Mapping[str, tuple[str, ...]]:
     """The keys of each section; the top level is ``""``."""
-    found = {"": ("base",)}
-
-    def collect(model: type[BaseModel], prefix: str) -> None:
-        found[prefix] = (*found.get(prefix, ()), *model.model_fields)
-        for name, field in model.model_fields.items():
-            dotted = f"{prefix}.{name}" if prefix else name
-            if inner := section_in(field.annotation):
-                section, in_list = inner
-                collect(section, f"{dotted}[]" if in_list else dotted)
-
-    collect(Recipe, "")
+    found: dict[str, tuple[str, ...]] = {"": ("base",)}
+    for key, _, _ in _walk(Recipe):
+        section, _, name = key.rpartition(".")
+        found[section] = (*found.get(section, ()), name)
     return {**found, "training": tuple(FIELDS)}
 
 
@@ -135,7 +143,9 @@ def explain_unknown_key(path: KeyPath, value: Any, where: str | None) -> Problem
         where: file and line.
     """
     name, section, dotted = str(path[-1]), section_of(path), dotted_key(path)
-    shown = "..." if isinstance(value, dict | list) else _yaml_word(value)
+    shown = "..." if isinstance(value, dict | list) else str(value)
+    if value is None or isinstance(value, bool):
+        shown = json.dumps(value)
     if section == "training" and name in EVERY:
         fix = EVERY[name].elsewhere.format(value=shown)
         return Problem(f"{dotted} is not set there", where, fix)
@@ -192,12 +202,6 @@ def _nearest_key(path: KeyPath) -> str | None:
     if len(siblings) > _MOST_KEYS_LISTED:
         return "`trainkit config show` lists the keys there are"
     return f"the keys there are: {', '.join(siblings)}"
-
-
-def _yaml_word(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
 
 
 # -- The merged values against the schema ----------------------------------------------------------
@@ -348,6 +352,7 @@ class KeyReference:
         default: its default, in plain values.
         is_required: whether there is no default.
         help: its effect and unit.
+        on_resume: its rule of ``OnResume``.
     """
 
     key: str
@@ -355,47 +360,59 @@ class KeyReference:
     default: Any
     is_required: bool
     help: str
+    on_resume: str = ACTS
 
 
-def key_references() -> list[KeyReference]:
-    """Every key, in the order of the schema."""
-    return [
-        KeyReference("base", "text", None, False, "A recipe to build on, relative to this one."),
-        *_of_section(Recipe, "", set()),
-        *(
-            KeyReference(f"training.{name}", row.rule, row.default, False, row.about)
-            for name, row in FIELDS.items()
-        ),
+@lru_cache(maxsize=1)
+def key_references() -> tuple[KeyReference, ...]:
+    """Every key, in the order of the schema; those of a section that comes again, once."""
+    found = [
+        KeyReference("base", "text", None, False, "A recipe to build on, relative to this one.")
     ]
+    seen, rules = set(), {"": ACTS}
+    for key, field, model in _walk(Recipe):
+        inner, required = section_in(field.annotation), field.is_required()
+        above = key.rpartition(".")[0]
+        rules[key] = rules[above]  # of the section, unless the key has its own
+        if model is Recipe and inner is not None and issubclass(inner[0], Section):
+            rules[key] = inner[0].on_resume
+        for each in field.metadata:
+            rules[key] = each.rule if isinstance(each, OnResume) else rules[key]
+        default = None if required else field.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel):
+            default = default.model_dump()
+        text = field.description or (inner[0].__doc__ or "" if inner else "")
+        about = " ".join(text.partition("\n\n")[0].split())
+        words = _type_words(field.annotation)
+        rules.setdefault(f"{key}[]", rules[key])
+        if (model, key.rpartition(".")[2]) not in seen:
+            seen.add((model, key.rpartition(".")[2]))
+            found.append(KeyReference(key, words, default, required, about, rules[key]))
+    for name, row in FIELDS.items():
+        key = f"training.{name}"
+        found.append(KeyReference(key, row.rule, row.default, False, row.about, row.on_resume))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def _known() -> Mapping[str, KeyReference]:
+    return {entry.key: entry for entry in key_references()}
 
 
 def default_of(key: str) -> Any:
     """The default of a dotted key; None of one that has none, or that is not in the reference."""
-    return next((known.default for known in key_references() if known.key == key), None)
+    return _known()[key].default if key in _known() else None
 
 
-def _of_section(
-    model: type[BaseModel], prefix: str, seen: set[type[BaseModel]]
-) -> Iterator[KeyReference]:
-    """The keys of a section; those of a section inside it once, where it comes first."""
-    seen.add(model)
-    for name, field in model.model_fields.items():
-        key = f"{prefix}.{name}" if prefix else name
-        found = section_in(field.annotation)
-        yield _of_field(key, field)
-        if found is not None and found[0] not in seen:
-            section, in_list = found
-            yield from _of_section(section, f"{key}[]" if in_list else key, seen)
+def on_resume(key: str) -> str:
+    """What a continued run does with another value: ``acts``, ``consent``, or why it is refused.
 
-
-def _of_field(key: str, field: FieldInfo) -> KeyReference:
-    required = field.is_required()
-    default = None if required else field.get_default(call_default_factory=True)
-    if isinstance(default, BaseModel):
-        default = default.model_dump()
-    section = section_in(field.annotation)
-    text = field.description or (section[0].__doc__ or "" if section else "")
-    return KeyReference(key, _type_words(field.annotation), default, required, _one_line(text))
+    Args:
+        key: dotted; a key inside a value goes by the one that has the value.
+    """
+    while key not in _known() and "." in key:
+        key = key.rpartition(".")[0]
+    return _known()[key].on_resume if key in _known() else ACTS
 
 
 def _type_words(annotation: Any) -> str:
@@ -411,11 +428,6 @@ def _type_words(annotation: Any) -> str:
     if origin is list:
         return "list"
     return "mapping" if origin is dict else "section"
-
-
-def _one_line(text: str) -> str:
-    """The first paragraph, on one line."""
-    return " ".join(text.partition("\n\n")[0].split())
 
 
 # -- The recipe as a JSON schema: what editors complete, explain and check while it is written
@@ -457,7 +469,7 @@ def _class_of(section: dict[str, Any]) -> str:
 # -- Looking a key up by any name: a part of ours, or what another tool calls it -------------------
 
 
-def find_keys(words: Sequence[str]) -> tuple[list[KeyReference], list[str], list[str]]:
+def find_keys(words: Sequence[str]) -> tuple[Sequence[KeyReference], list[str], list[str]]:
     """The keys that contain one of the words, and those that others call by one of them.
 
     A word of no key is looked for among values and effects.

@@ -69,6 +69,7 @@ class Field:
         fixed: why it has one value here.
         elsewhere: what to write instead; ``{value}`` stands for what was given.
         since: the first transformers that has it.
+        on_resume: see ``trainkit.options.section.OnResume``.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Field:
     fixed: str = ""
     elsewhere: str = ""
     since: str = "5.0"
+    on_resume: str = "acts"
 
     @property
     def is_ours(self) -> bool:

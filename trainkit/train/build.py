@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from peft import PeftModel
 from transformers import set_seed
 
+from trainkit.auto_class import without_adapters
 from trainkit.errors import CheckpointError, ProofError, StoppedError
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
@@ -292,7 +292,7 @@ def _build(run: Run) -> None:
     if layout.rows is not None:
         from trainkit.models.row_test import refuse_unsplittable
 
-        base = built.model.get_base_model() if isinstance(built.model, PeftModel) else built.model
+        base = without_adapters(built.model)
         takes = accepts_num_items(built.model)
         name = built.attention.name
         refuse_unsplittable(base, layout.rows, attention=name, takes_num_items=takes)

@@ -21,6 +21,7 @@ from trainkit.models.fp8.decide import Fp8Setup
 from trainkit.objectives import OBJECTIVES
 from trainkit.objectives.objective import LossSetup, Objective, Step, accepts_num_items
 from trainkit.options import Fp8Options, PreferenceOptions
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.run import RunDirectory
 from trainkit.run.files import read_json
@@ -161,7 +162,7 @@ def _forward_backward(
         for key, value in batch.values.items()
     }
     loss = objective.loss(setup)
-    num_trained = int(torch.count_nonzero(inputs["labels"][..., 1:] != -100))
+    num_trained = int(torch.count_nonzero(inputs["labels"][..., 1:] != IGNORE_INDEX))
     num_items = torch.tensor(loss.num_items(inputs, num_trained), device=device)
 
     def plain(model: nn.Module, given: dict[str, Any], num: Any) -> tuple[Tensor, Any]:

@@ -17,8 +17,9 @@ import torch
 
 from trainkit.checkpoint.weights.reader import DTYPES, TensorInfo
 from trainkit.errors import CheckpointError
+from trainkit.places import WEIGHTS
 
-INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME = WEIGHTS[1]
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

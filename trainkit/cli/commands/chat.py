@@ -1,6 +1,5 @@
 """``trainkit chat`` and ``generate``: answers in the terminal, or to a file of prompts."""
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,14 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainkit.cli.options import Held, JsonObject, ModelChoice, echo, expanded, note
+from trainkit.cli.options import (
+    Held,
+    JsonObject,
+    ModelChoice,
+    echo,
+    expanded,
+    json_lines,
+    note,
+    tell,
+)
 from trainkit.cli.quick_imports import without_collection
 from trainkit.errors import RecipeError, TrainkitError
 from trainkit.terminal import visible
 
 if TYPE_CHECKING:
     from trainkit.infer.conversation import ChatHistory
-    from trainkit.infer.engine import Answer, Engine
+    from trainkit.infer.engine import Engine
     from trainkit.infer.locate import ModelPaths
     from trainkit.infer.sampling import SamplingOptions
 
@@ -151,11 +159,8 @@ def generate(
     )
     outcome = outcome_of(out)
     row = {"out": str(out), **asdict(outcome), "num_found": before}
-    if as_json:
-        echo(json.dumps(row))
-        return
-    words = [f"{before} of them from an earlier call", *outcome.in_words()]
-    echo(f"{out}: {outcome.num_answers} answers, {', '.join(words)}")
+    words = ", ".join([f"{before} of them from an earlier call", *outcome.in_words()])
+    tell(row, as_json, f"{out}: {outcome.num_answers} answers, {words}")
 
 
 # -- chat ---------------------------------------------------------------------------------------
@@ -185,13 +190,7 @@ def chat(
     show_ids: Annotated[
         bool, typer.Option("--show-ids", help="Print the prompt's token ids on stderr.")
     ] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one JSON object {question, answer, finish, input_ids, output_ids} a line.",
-        ),
-    ] = False,
+    as_json: Annotated[bool, json_lines("question, answer, finish, input_ids, output_ids")] = False,
 ) -> None:
     """Talk to a model, with the template and the stop tokens of its training."""
     options, paths = sampling.options(), source.find()
@@ -207,22 +206,16 @@ def chat(
     Chat(engine, ChatHistory(system), options, show_ids=show_ids, as_json=as_json).run()
 
 
+@dataclass
 class Chat:
     """The loop of a chat: a line in, an answer or a command's effect out."""
 
-    def __init__(
-        self,
-        engine: "Engine",
-        history: "ChatHistory",
-        sampling: "SamplingOptions",
-        *,
-        show_ids: bool = False,
-        as_json: bool = False,
-    ) -> None:
-        self.as_json = as_json
-        self.engine, self.history, self.sampling = engine, history, sampling
-        self.show_ids = show_ids
-        self.last_ids: tuple[int, ...] = ()
+    engine: "Engine"
+    history: "ChatHistory"
+    sampling: "SamplingOptions"
+    show_ids: bool = False
+    as_json: bool = False
+    last_ids: tuple[int, ...] = ()
 
     def run(self) -> None:
         """Read lines until /quit or the end of the input."""
@@ -280,23 +273,18 @@ class Chat:
                 on_text=None if self.as_json else _print,
                 should_stop=should_stop,
             )
-        echo(_object(question, answer) if self.as_json else "")
+        row = {
+            "question": question,
+            "answer": answer.text,
+            "finish": answer.finish,
+            "input_ids": answer.input_ids,
+            "output_ids": answer.output_ids,
+        }
+        tell(row, self.as_json, "")
         self.last_ids = (*answer.input_ids, *answer.output_ids)
         if answer.finish != "stop":
             note(_CUT[answer.finish])
         self.history.add(question, answer.text, is_whole=answer.finish == "stop")
-
-
-def _object(question: str, answer: "Answer") -> str:
-    """A question and its answer for programs."""
-    row = {
-        "question": question,
-        "answer": answer.text,
-        "finish": answer.finish,
-        "input_ids": answer.input_ids,
-        "output_ids": answer.output_ids,
-    }
-    return json.dumps(row, ensure_ascii=False)
 
 
 def _lines() -> Iterator[str]:

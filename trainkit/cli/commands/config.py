@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trainkit.cli.completion import key_words, recipe_keys
-from trainkit.cli.options import JsonObject, RecipeChoice, echo, expanded, note
+from trainkit.cli.options import (
+    JsonObject,
+    RecipeChoice,
+    echo,
+    expanded,
+    json_lines,
+    key_words,
+    note,
+    recipe_keys,
+    tell,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from trainkit.recipe import ResolvedValue
 
-    from trainkit.recipe import KeyReference, ResolvedValue
-
-app = typer.Typer(no_args_is_help=True, help="Show what a recipe means, value by value.")
-
-
-@app.callback()
-def config() -> None:
-    """Show what a recipe means, value by value."""
+app = typer.Typer()
 
 
 @app.command()
@@ -37,9 +39,7 @@ def show(
             autocompletion=recipe_keys,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object {key, value, origin} a line.")
-    ] = False,
+    as_json: Annotated[bool, json_lines("key, value, origin")] = False,
     diff_defaults: Annotated[
         bool, typer.Option("--diff-defaults", help="Leave out values that nobody chose.")
     ] = False,
@@ -54,8 +54,7 @@ def show(
     loaded, machine = load_recipe(file, overrides or ()), this_machine()
     if as_json:
         for value in loaded.values(machine, only_given=diff_defaults):
-            row = {"key": value.key, "value": value.shown, "origin": value.origin}
-            echo(json.dumps(row, ensure_ascii=False))
+            tell({"key": value.key, "value": value.shown, "origin": value.origin}, as_json)
     elif sys.stdout.isatty() or "COLUMNS" in os.environ:
         width = shutil.get_terminal_size().columns
         for line in table(list(loaded.values(machine, only_given=diff_defaults)), width):
@@ -85,46 +84,33 @@ def keys(
             autocompletion=key_words,
         ),
     ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object {key, type, default, help} a line."),
-    ] = False,
+    as_json: Annotated[bool, json_lines("key, type, default, help")] = False,
 ) -> None:
     """List the keys that a recipe can have, with type, default and effect.
 
     Exits with 1 where a word is part of no key and no other tool's name for one.
     """
-    from trainkit.recipe import find_keys
+    from trainkit.recipe import find_keys, yaml_text
 
     entries, notes, unknown = find_keys(words or ())
-    _print_keys(entries, as_json=as_json)
+    width = shutil.get_terminal_size().columns - 4
+    for entry in entries:
+        row = {
+            "key": entry.key,
+            "type": entry.type,
+            "default": entry.default,
+            "required": entry.is_required,
+            "help": entry.help,
+        }
+        default = "required" if entry.is_required else f"default {yaml_text(entry.default)}"
+        about = [f"    {line}" for line in textwrap.wrap(entry.help, width)]
+        tell(row, as_json, f"{entry.key}: {entry.type}; {default}", *about)
     for line in unknown:
         note(line)
     for line in notes:
         echo(line, err=as_json)
     if unknown:
         raise typer.Exit(1)
-
-
-def _print_keys(entries: "Sequence[KeyReference]", *, as_json: bool) -> None:
-    from trainkit.recipe import yaml_text
-
-    width = shutil.get_terminal_size().columns
-    for entry in entries:
-        if as_json:
-            row = {
-                "key": entry.key,
-                "type": entry.type,
-                "default": entry.default,
-                "required": entry.is_required,
-                "help": entry.help,
-            }
-            echo(json.dumps(row, ensure_ascii=False))
-            continue
-        default = "required" if entry.is_required else f"default {yaml_text(entry.default)}"
-        echo(f"{entry.key}: {entry.type}; {default}")
-        for line in textwrap.wrap(entry.help, width - 4):
-            echo(f"    {line}")
 
 
 def table(values: "list[ResolvedValue]", width: int) -> list[str]:
@@ -197,8 +183,4 @@ def estimate(
         notes=notes_of(recipe, plan.shape),
         replan=replanning(loaded, number),
     )
-    if as_json:
-        echo(json.dumps(found.to_dict()))
-        return
-    for line in lines(found):
-        echo(line)
+    tell(found.to_dict(), as_json, *lines(found))

@@ -1,17 +1,16 @@
 """``trainkit data``: look at what will be trained, judge it, measure it."""
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from trainkit.cli.options import JsonLines, RecipeChoice, TrustRemoteCode, expanded
+from trainkit.cli.options import JsonLines, RecipeChoice, TrustRemoteCode, echo, expanded, tell
 from trainkit.errors import DataError, RecipeError
 from trainkit.terminal import visible
 
@@ -19,9 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainkit.data import DataOptions, PreparedData, Source
-    from trainkit.data.look.preview import DroppedRow, View
+    from trainkit.data.look.preview import View
 
-app = typer.Typer(no_args_is_help=True, help="Look at the data, judge it, measure it.")
+app = typer.Typer()
 
 NO_LIMIT = 10**9
 
@@ -48,13 +47,7 @@ class DataChoice(RecipeChoice):
     ] = None
 
 
-@app.callback()
-def data() -> None:
-    """Look at the data, judge it, measure it."""
-
-
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """What a command looks at."""
 
     sources: "tuple[Source, ...]"
@@ -96,11 +89,9 @@ def preview(
             for index, why in chosen
         ]
         bad = dropped_rows(prepared, max_row_bytes=subject.options.max_row_bytes)
-        if as_json:
-            for shown in [each.to_dict() for each in views] + [row.to_dict() for row in bad]:
-                typer.echo(visible(json.dumps(shown, ensure_ascii=False)))
-            if html is None:
-                return
+        found = [*(each.to_dict() for each in views), *(row.to_dict() for row in bad)]
+        for shown in found if as_json else ():
+            tell(shown, as_json)
         roles = authors.table()
         if html is not None:
             from trainkit.data.look.preview import page
@@ -110,10 +101,13 @@ def preview(
             html.write_text(page(views, roles, control, title, bad), encoding="utf-8")
         if not as_json:
             _print_views(views, subject.tokenizer)
-            _print_dropped(bad)
+            for row in bad:
+                head = f"── {visible(row.id)} · not used: {row.reason}"
+                typer.secho(head, fg="red", bold=True)
+                echo(f"{row.detail}\n{row.excerpt}\n")
             _print_roles(roles, prepared)
             if html is not None:
-                typer.echo(f"written: {html}")
+                echo(f"written: {html}")
 
 
 @app.command()
@@ -133,19 +127,18 @@ def check(
         rows = dropped_rows(prepared)
     bad = [finding for finding in findings if finding.status == "error"]
     for finding in findings:
+        is_of_rows = finding.check == "rows"
+        dropped = [f"{row.id}: {row.reason}: {row.detail}" for row in rows if is_of_rows]
         if as_json:
-            found = dataclasses.asdict(finding)
-            if finding.check == "rows":
-                found["dropped"] = [f"{row.id}: {row.reason}: {row.detail}" for row in rows]
-            typer.echo(visible(json.dumps(found, ensure_ascii=False)))
-        else:
-            color = {"ok": "green", "warning": "yellow", "error": "red"}[finding.status]
-            label = typer.style(f"{finding.status:<8}", fg=color, bold=True)
-            typer.echo(f"{label} {finding.check}: {visible(finding.detail)}")
-            if finding.status != "ok" and finding.fix:
-                typer.echo(f"         fix: {finding.fix}")
-            for row in rows if finding.check == "rows" else ():
-                typer.echo(visible(f"         {row.id}: {row.reason}: {row.detail}"))
+            more = {"dropped": dropped} if is_of_rows else {}
+            tell({**dataclasses.asdict(finding), **more}, as_json)
+            continue
+        color = {"ok": "green", "warning": "yellow", "error": "red"}[finding.status]
+        label = typer.style(f"{finding.status:<8}", fg=color, bold=True)
+        typer.echo(f"{label} {finding.check}: {visible(finding.detail)}")
+        fix = [f"fix: {finding.fix}"] if finding.status != "ok" and finding.fix else []
+        for line in [*fix, *dropped]:
+            echo(f"         {line}")
     if bad:
         names = ", ".join(finding.check for finding in bad)
         raise DataError(
@@ -175,9 +168,9 @@ def stats(
         figures = measure(whole)
         if plot is not None:
             draw_histogram(figures, limit if choice.config is not None else None, str(plot))
+    for row in as_rows(figures) if as_json else ():
+        tell(row, as_json)
     if as_json:
-        for row in as_rows(figures):
-            typer.echo(json.dumps(row))
         return
     typer.echo(
         f"{figures.samples:,} samples, {figures.tokens:,} tokens, {figures.trained_tokens:,} "
@@ -267,23 +260,19 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
         if data:
             sources = tuple(Source(path=path) for path in data)
         if choice.columns is not None:
-            renamed = _pairs(choice.columns)
+            pairs = [pair.partition("=") for pair in choice.columns.split(",")]
+            if not all(ours and theirs for ours, _, theirs in pairs):
+                raise RecipeError(
+                    f"{choice.columns!r} is not a list of our columns with the file's",
+                    where="--columns",
+                    fix="write it as in --columns instruction=question,output=reply",
+                )
+            renamed = {ours.strip(): theirs for ours, _, theirs in pairs}
             sources = tuple(each.replace(columns=each.columns | renamed) for each in sources)
         check_exists(source, is_model=model is None)
         changes["stop_token_ids"] = stop_token_ids(source)
         options = options.replace(**changes)
         yield Subject(sources, load_tokenizer(source), options)
-
-
-def _pairs(columns: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in columns.split(",")]
-    if not all(ours and theirs for ours, _, theirs in pairs):
-        raise RecipeError(
-            f"{columns!r} is not a list of our columns with the file's",
-            where="--columns",
-            fix="write it as in --columns instruction=question,output=reply",
-        )
-    return {ours.strip(): theirs for ours, _, theirs in pairs}
 
 
 def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
@@ -339,12 +328,6 @@ def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") 
                 text = text.replace(token, typer.style(token, fg="cyan"))
             typer.echo(text, nl=False)
         typer.echo("\n")
-
-
-def _print_dropped(rows: "Sequence[DroppedRow]") -> None:
-    for row in rows:
-        typer.secho(f"── {visible(row.id)} · not used: {row.reason}", fg="red", bold=True)
-        typer.echo(f"{visible(row.detail)}\n{visible(row.excerpt)}\n")
 
 
 def _print_roles(roles: "Sequence[dict[str, Any]]", prepared: "PreparedData") -> None:

@@ -1,7 +1,6 @@
 """``trainkit eval``: benchmarks of a trained model."""
 
 import functools
-import json
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trainkit.cli.commands.chat import load
-from trainkit.cli.options import Held, ModelChoice, echo, expanded, note
+from trainkit.cli.options import Held, JsonLines, ModelChoice, echo, expanded, note, tell
 from trainkit.cli.quick_imports import without_collection
 from trainkit.errors import RecipeError
 
@@ -88,7 +87,7 @@ def evaluate(
     ] = "transformers",
     source: ModelChoice,
     held: Held,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one a score.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """Ask a model the questions of benchmarks, and keep scores and samples.
 
@@ -150,10 +149,9 @@ def _tell(
     if paths.run is not None and (paths.run / "report.html").is_file():
         write_report(RunDirectory.open(paths.run))
     for score in scores if as_json else ():
-        echo(json.dumps({**asdict(score), "output": str(target)}, ensure_ascii=False))
-    if not as_json:
-        for line in as_lines(scores):
-            echo(line)
+        tell({**asdict(score), "output": str(target)}, as_json)
+    for line in () if as_json else as_lines(scores):
+        echo(line)
     for line in notes:
         note(line)
     if not as_json:

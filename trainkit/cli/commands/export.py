@@ -1,6 +1,5 @@
 """``trainkit export``: a trained model for another program, proved to say the same."""
 
-import json
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -9,20 +8,21 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from trainkit.cli.commands.weights import Dtype
-from trainkit.cli.completion import run_directories
 from trainkit.cli.options import (
+    AnyBase,
     BaseModel,
+    Dtype,
     JsonObject,
     Output,
     TrustRemoteCode,
-    echo,
     expanded,
     note,
+    run_directories,
+    tell,
 )
 from trainkit.errors import RecipeError
 
-app = typer.Typer(no_args_is_help=True, help="Write a trained model for another program.")
+app = typer.Typer()
 
 Source = Annotated[
     str,
@@ -54,10 +54,7 @@ class Shared:
 
     base_model: BaseModel = None
     trust_remote_code: TrustRemoteCode = False
-    any_base: Annotated[
-        bool,
-        typer.Option("--any-base", help="Merge an adapter into other weights than its own base."),
-    ] = False
+    any_base: AnyBase = False
     name: Annotated[str | None, typer.Option(help="What the server calls the model.")] = None
     min_agreement: Annotated[
         float | None,
@@ -70,11 +67,6 @@ class Shared:
         typer.Option("--except", help="Prompts of this kind may differ from training's."),
     ] = None
     as_json: JsonObject = False
-
-
-@app.callback()
-def export() -> None:
-    """Write a trained model for another program, with the proof that it says the same."""
 
 
 @app.command()
@@ -127,9 +119,7 @@ def awq(
     *,
     source: Source,
     output: Output,
-    group_size: Annotated[
-        int, typer.Option(help="Inputs that share a scale: 128, 64 or 32.")
-    ] = 128,
+    group_size: Annotated[int, typer.Option(help="Inputs of a scale: 128, 64 or 32.")] = 128,
     shared: Shared,
 ) -> None:
     """Weights in 4 bits (AWQ), with scales searched over the run's own data."""
@@ -163,7 +153,7 @@ def _export(target: str, source: str, output: Output, shared: Shared, **own: Any
         source, base_model=shared.base_model, trust_remote_code=shared.trust_remote_code
     )
     certificate = export(target, paths, job)
-    echo(json.dumps(certificate) if shared.as_json else _summary(path, certificate))
+    tell(certificate, shared.as_json, *_summary(path, certificate))
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -182,7 +172,7 @@ def _served_name(name: str | None, source: str) -> str:
     return kept[:64] or "model"
 
 
-def _summary(target: Path, certificate: dict[str, Any]) -> str:
+def _summary(target: Path, certificate: dict[str, Any]) -> list[str]:
     prompts, answers = certificate["prompts"], certificate["answers"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in prompts["kinds"].items())
     different = {kind: count for kind, count in prompts["excepted"].items() if count}
@@ -201,4 +191,4 @@ def _summary(target: Path, certificate: dict[str, Any]) -> str:
             f"{adapter['tokens_changed']:.0%} of the tokens away from the base"
         )
     lines += [f"note: {note}" for note in certificate["notes"]]
-    return "\n".join([*lines, f"serve it: {certificate['command']}"])
+    return [*lines, f"serve it: {certificate['command']}"]

@@ -1,13 +1,11 @@
 """``trainkit diagnose`` and ``verify-resume``: why numbers went bad; kill and resume, proved."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trainkit.cli.completion import run_directories
-from trainkit.cli.options import JsonObject, RecipeChoice, echo, expanded, note
+from trainkit.cli.options import JsonObject, RecipeChoice, expanded, note, run_directories, tell
 
 
 @expanded
@@ -46,16 +44,18 @@ def verify_resume(
         parent=parent,
         say=(lambda text: None) if as_json else note,
     )
-    if as_json:
-        echo(json.dumps(verdict.to_dict()))
-    else:
-        for what, is_same in verdict.compared.items():
-            echo(f"{'same' if is_same else 'DIFFERENT':<10}{what}")
-        for line in verdict.differences:
-            echo(f"  {line}")
-        end = "ends with the same bytes" if verdict.is_same else "does NOT end with the same bytes"
-        num_kills = sum(start.what.startswith("killed") for start in verdict.starts)
-        echo(f"killed {num_kills} times and resumed, the run {end}")
+    end = "ends with the same bytes" if verdict.is_same else "does NOT end with the same bytes"
+    num_kills = sum(start.what.startswith("killed") for start in verdict.starts)
+    tell(
+        verdict.to_dict(),
+        as_json,
+        *(
+            f"{'same' if same else 'DIFFERENT':<10}{what}"
+            for what, same in verdict.compared.items()
+        ),
+        *(f"  {line}" for line in verdict.differences),
+        f"killed {num_kills} times and resumed, the run {end}",
+    )
     if not verdict.is_same:
         raise typer.Exit(1)
 
@@ -81,14 +81,15 @@ def diagnose(
 
     quieten_libraries()
     found = find(RunDirectory.open(run), step, (lambda text: None) if as_json else note)
-    if as_json:
-        echo(json.dumps(jsonable(found.to_dict()), ensure_ascii=False))
-    else:
-        culprit = f"{found.culprit}: {found.name}" if found.culprit else "none found"
-        echo(f"step {found.step}  {found.says}")
-        echo(f"weights of {found.weights}")
-        echo(f"culprit  {culprit}")
-        echo(f"because  {found.because}")
-        echo(f"fix      {found.fix}")
+    culprit = f"{found.culprit}: {found.name}" if found.culprit else "none found"
+    tell(
+        jsonable(found.to_dict()),
+        as_json,
+        f"step {found.step}  {found.says}",
+        f"weights of {found.weights}",
+        f"culprit  {culprit}",
+        f"because  {found.because}",
+        f"fix      {found.fix}",
+    )
     if found.culprit is None:
         raise typer.Exit(1)

@@ -10,14 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli.options import TrustRemoteCode, echo
+from trainkit.cli.options import TrustRemoteCode, echo, json_lines, tell
 
 
 def doctor(
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object {check, state, found, fix} a line."),
-    ] = False,
+    as_json: Annotated[bool, json_lines("check, state, found, fix")] = False,
 ) -> None:
     """Check GPUs, packages, communication, disk, limits and the hub; say how to fix each fault.
 
@@ -28,26 +25,18 @@ def doctor(
     failed = False
     for finding in diagnose():
         failed |= finding.state == "error"
-        if as_json:
-            echo(json.dumps(finding.to_dict(), ensure_ascii=False))
-            continue
-        echo(f"{finding.state:<8} {finding.check}: {finding.found}")
-        if finding.fix:
-            echo(f"{'':8}   fix: {finding.fix}")
+        fix = [f"{'':8}   fix: {finding.fix}"] if finding.fix else []
+        said = f"{finding.state:<8} {finding.check}: {finding.found}"
+        tell(finding.to_dict(), as_json, said, *fix)
     if failed:
         raise typer.Exit(1)
 
 
 # -- kernels: what they do to a model, proved ---------------------------------------------------
 
-kernels_app = typer.Typer(no_args_is_help=True, help="Check the kernels against plain torch.")
+kernels_app = typer.Typer()
 
 _NUM_TOKENS = 512
-
-
-@kernels_app.callback()
-def kernels() -> None:
-    """Check the kernels against plain torch."""
 
 
 @kernels_app.command()
@@ -56,12 +45,7 @@ def check(
         Path, typer.Option(help="A model directory, or a .gguf file.", show_default=False)
     ],
     as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print one JSON object {op, family, max_error, reference_error, speedup, status, "
-            "...} a line.",
-        ),
+        bool, json_lines("op, family, max_error, reference_error, speedup, status, ...")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="cuda, cpu, ...; by default a GPU if there is one.")
@@ -109,34 +93,25 @@ def _checked(model: Path, device: str | None, trusted: bool) -> list[dict[str, A
 
 
 def _show_checks(rows: list[dict[str, Any]], *, as_json: bool) -> None:
-    if as_json:
-        for row in rows:
-            echo(json.dumps(row))
-        return
-    echo(f"{'op':<22}{'status':<11}{'error':>9}{'plain':>9}{'speedup':>9}  where")
+    styles = {"max_error": ".1e", "reference_error": ".1e", "speedup": ".2f"}
+    if not as_json:
+        echo(f"{'op':<22}{'status':<11}{'error':>9}{'plain':>9}{'speedup':>9}  where")
     for row in rows:
         numbers = "".join(
             f"{'' if row[key] is None else format(row[key], style):>9}"
-            for key, style in (
-                ("max_error", ".1e"),
-                ("reference_error", ".1e"),
-                ("speedup", ".2f"),
-            )
+            for key, style in styles.items()
         )
-        echo(f"{row['op']:<22}{row['status']:<11}{numbers}  {row['detail']}".rstrip())
+        said = f"{row['op']:<22}{row['status']:<11}{numbers}  {row['detail']}".rstrip()
+        tell(row, as_json, said)
 
 
 # -- bench: trainkit and its peers side by side -------------------------------------------------
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure trainkit and its peers side by side.")
+bench_app = typer.Typer()
 
 AsJson = Annotated[
     bool,
-    typer.Option(
-        "--json",
-        help="Print one JSON object {bench, case, provider, metric, value, unit, gpu, versions, "
-        "commit, ...} a line.",
-    ),
+    json_lines("bench, case, provider, metric, value, unit, gpu, versions, commit, ..."),
 ]
 Output = Annotated[
     Path | None,

@@ -1,15 +1,15 @@
 """``trainkit new``: a recipe to start from."""
 
-import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from trainkit.cli.completion import shipped
-from trainkit.cli.options import echo
+from trainkit.cli.options import JsonLines, echo, note, shipped, tell
+from trainkit.errors import RecipeError
 
 QUICKSTART = "quickstart"
 
@@ -61,31 +61,29 @@ def new(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The file to write; NAME.yaml here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object a line.")] = False,
+    as_json: JsonLines = False,
 ) -> None:
     """List the recipes that come with trainkit, or write one here to be edited.
 
     ``trainkit new quickstart`` also makes the tiny model and the conversations of the quickstart.
     ``--model`` fills a recipe in for a model, data and a GPU, ``--from`` translates another tool's.
     """
-    from trainkit.errors import RecipeError
-
     given = [each for each in (name, model, origin) if each is not None]
     if len(given) > 1:
         raise RecipeError(
             "a recipe comes from one place", where="new", fix="give a NAME, --model or --from"
         )
-    _refuse_idle(
-        {
-            "--data": (data, name or model, "a NAME or --model"),
-            "--method": (method, model, "--model"),
-            "--gpu": (gpu, model, "--model"),
-            "--gpus": (gpus, model, "--model"),
-            "--tool": (tool, origin, "--from"),
-            "--lossy": (lossy or None, origin, "--from"),
-            "--output": (output, name or model or origin, "a NAME, --model or --from"),
-        }
-    )
+    for option, value, companion, words in (  # an option would be passed over
+        ("--data", data, name or model, "a NAME or --model"),
+        ("--method", method, model, "--model"),
+        ("--gpu", gpu, model, "--model"),
+        ("--gpus", gpus, model, "--model"),
+        ("--tool", tool, origin, "--from"),
+        ("--lossy", lossy, origin, "--from"),
+        ("--output", output, name or model or origin, "a NAME, --model or --from"),
+    ):
+        if value and companion is None:
+            raise RecipeError(f"{option} goes with {words}", where=option)
     if origin is not None:
         _translate(origin, tool, lossy, output, as_json)
     elif model is not None:
@@ -106,15 +104,6 @@ def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> N
 
         make_assets(Path(QUICKSTART))
     _say(target, {"recipe": str(target)}, as_json)
-
-
-def _refuse_idle(options: Mapping[str, tuple[object, object, str]]) -> None:
-    """An option would be passed over: (its value, what it goes with, that in words)."""
-    from trainkit.errors import RecipeError
-
-    for option, (value, companion, words) in options.items():
-        if value is not None and value != [] and companion is None:
-            raise RecipeError(f"{option} goes with {words}", where=option)
 
 
 def _list(as_json: bool) -> None:
@@ -138,11 +127,9 @@ def _list(as_json: bool) -> None:
             "one_gpu_gib": memory,
             "about": describe_recipe(path),
         }
-        if as_json:
-            echo(json.dumps(row))
-            continue
         size = "" if memory is None else f"{memory:.0f} GiB"
-        echo(f"{each:<{max(map(len, recipes))}}  {method:<5}  {size:>7}  {row['about']}")
+        width = max(map(len, recipes))
+        tell(row, as_json, f"{each:<{width}}  {method:<5}  {size:>7}  {row['about']}")
     if not as_json:
         echo("GiB: memory that one GPU needs when it trains alone", err=True)
 
@@ -156,7 +143,6 @@ def _fill_in(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    from trainkit.errors import RecipeError
     from trainkit.estimate.estimate import host_gib
     from trainkit.estimate.fitted import METHODS, fitted_recipe
     from trainkit.estimate.gpus import gpu_of, this_gpu
@@ -263,11 +249,8 @@ def _is_absent(data: str) -> bool:
 def _translate(
     origin: Path, tool: str | None, lossy: bool, output: Path | None, as_json: bool
 ) -> None:
-    from dataclasses import asdict
-
-    from trainkit.errors import RecipeError
+    from trainkit.recipe.translate.draft import TOOLS
     from trainkit.recipe.translate.engine import translate
-    from trainkit.recipe.translate.tables import TOOLS
     from trainkit.recipe.write import write_text
 
     if tool is not None and tool not in TOOLS:
@@ -289,9 +272,7 @@ def _translate(
 
 
 def _say(target: Path, row: Mapping[str, object], as_json: bool, gpus: int = 1) -> None:
-    if as_json:
-        echo(json.dumps(row))
-        return
-    echo(str(target))
+    tell(row, as_json, str(target))
     command = "sft" if gpus == 1 else f"launch --nproc_per_node {gpus}"
-    echo(f"train with: trainkit {command} --config {shlex.quote(str(target))}", err=True)
+    if not as_json:
+        note(f"train with: trainkit {command} --config {shlex.quote(str(target))}")

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainkit.cli.completion import run_directories
-from trainkit.cli.options import JsonLines, echo, note
+from trainkit.cli.options import JsonLines, echo, note, run_directories, tell
 from trainkit.terminal import visible
 
 if TYPE_CHECKING:
@@ -30,14 +29,11 @@ def runs(
     from trainkit.run.listing import find_runs
 
     found = list(find_runs(directory))
-    if as_json:
-        for run in found:
-            echo(json.dumps(run.to_dict(), ensure_ascii=False))
-        return
-    if not found:
+    for run in found if as_json else ():
+        tell(run.to_dict(), as_json)
+    if not found and not as_json:
         note(f"no runs in {directory}")
-        return
-    for line in _table(found, shutil.get_terminal_size().columns):
+    for line in _table(found, shutil.get_terminal_size().columns) if found and not as_json else ():
         echo(line)
 
 
@@ -46,11 +42,7 @@ def show(run: Run, as_json: JsonLines = False) -> None:
     from trainkit.run.listing import summarize
 
     summary = summarize(run)
-    if as_json:
-        echo(json.dumps(summary.to_dict(), ensure_ascii=False))
-        return
-    for name, value in _facts(summary):
-        echo(f"{name:<15}{value}")
+    tell(summary.to_dict(), as_json, *(f"{name:<15}{value}" for name, value in _facts(summary)))
 
 
 def watch(
@@ -70,7 +62,7 @@ def watch(
     while True:
         summary = summarize(run)  # before the rows: a run that has ended has written them all
         for row in _new_rows(run, shown):
-            echo(json.dumps(row) if as_json else _row_line(row, summary.total_steps))
+            tell(row, as_json, _row_line(row, summary.total_steps))
         if summary.state in _ENDED:
             break
         time.sleep(every)
@@ -229,9 +221,8 @@ def compare(
         rows += [{"key": key, "values": values} for key, values in keys.items()]
         rows += [verdict.to_dict() for verdict in found]
         for row in rows:
-            echo(json.dumps(row, ensure_ascii=False))
-        return
-    for line in as_text(read, keys, found):
+            tell(row, as_json)
+    for line in () if as_json else as_text(read, keys, found):
         echo(line)
 
 
@@ -266,4 +257,4 @@ def plot(
     from trainkit.run.report.plot import draw_comparison
 
     for path in draw_comparison(runs, output):
-        echo(json.dumps({"picture": str(path)}) if as_json else str(path))
+        tell({"picture": str(path)}, as_json, str(path))

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from trainkit.cli.completion import run_directories
-from trainkit.cli.options import RecipeChoice, echo, expanded, note
+from trainkit.cli.options import RecipeChoice, expanded, note, run_directories, tell
 from trainkit.terminal import lasting
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def sft(
     if given.is_done and not dry_run:
         if os.environ.get("RANK", "0") == "0":
             note("the run is done; nothing of it was touched")
-            _say_run(given.resume, as_json)
+            tell({"run": str(given.resume)}, as_json, str(given.resume))
         return
     check_files(given.loaded)
     chosen_dir = given.loaded.recipe.training.get("output_dir")
@@ -140,10 +139,6 @@ def sft(
         ),
         as_json=as_json,
     )
-
-
-def _say_run(run: "Path | str | None", as_json: bool) -> None:
-    echo(json.dumps({"run": str(run)}, ensure_ascii=False) if as_json else str(run))
 
 
 def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> None:
@@ -172,7 +167,7 @@ def _train(loaded: "LoadedRecipe", options: "SftOptions", *, as_json: bool) -> N
             directory = run_sft(loaded, options)
     if directory is not None:
         with contextlib.redirect_stdout(ours):
-            _say_run(directory, as_json)
+            tell({"run": str(directory)}, as_json, str(directory))
 
 
 def _write_row(stream: TextIO, row: Mapping[str, object]) -> None:

@@ -1,22 +1,25 @@
 """``trainkit merge``, ``convert`` and ``checkpoint``: other weights, proved."""
 
-import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainkit.cli.completion import run_directories
 from trainkit.cli.options import (
+    AnyBase,
     BaseModel,
+    Dtype,
     JsonObject,
     Output,
     TrustRemoteCode,
-    echo,
     expanded,
+    json_lines,
     note,
+    run_directories,
+    tell,
 )
 from trainkit.errors import CheckpointError, ModelError, RecipeError
 
@@ -24,10 +27,6 @@ if TYPE_CHECKING:
     from trainkit.checkpoint.merge.merge import MergeOptions
     from trainkit.options import ModelOptions
 
-Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="Store the weights so; by default as in the source."),
-]
 ShardSize = Annotated[
     str, typer.Option(metavar="SIZE", help="Largest weights file, such as 5GB or 500MB.")
 ]
@@ -64,15 +63,11 @@ def merge(
             help="Compare the result with base and adapter on a few prompts; loads both.",
         ),
     ] = True,
-    any_base: Annotated[
-        bool,
-        typer.Option("--any-base", help="Merge into other weights than the adapter's own base."),
-    ] = False,
+    any_base: AnyBase = False,
     as_json: JsonObject = False,
 ) -> None:
     """Write one plain model: base and adapter merged, or ZeRO shards put together."""
-    target = output.place()
-    size = _bytes(shard_size)
+    target, size = output.place(), _bytes(shard_size)
     if not source.is_dir():
         raise ModelError("there is no such directory", where=str(source))
     from trainkit.checkpoint.merge.merge import MergeOptions, own_base
@@ -103,14 +98,14 @@ def merge(
         any_base=any_base,
         trust_remote_code=trust_remote_code,
     )
-    row = _written(directory, model, target, options)
-    echo(json.dumps(row) if as_json else _merge_summary(row))
+    row = _merged(directory, model, target, options)
+    tell(row, as_json, *([] if as_json else _merge_summary(row)))
 
 
-def _written(
+def _merged(
     directory: Path, model: "ModelOptions", target: Path, options: "MergeOptions"
 ) -> dict[str, Any]:
-    """The merged model, and what is said of it."""
+    """Write the merged model; what is said of it."""
     from trainkit.checkpoint.zero.zero import (
         export_zero,
         extract_adapter,
@@ -119,26 +114,28 @@ def _written(
     )
 
     folder, is_adapter = find_zero_folder(directory), (directory / "adapter_config.json").exists()
-    if folder is not None and needs_adapter_from_shards(directory):
-        with tempfile.TemporaryDirectory() as temporary:
-            adapter = extract_adapter(folder, directory, Path(temporary))
-            return _merge_adapter(adapter, model, target, options, origin=directory)
-    if is_adapter:
-        return _merge_adapter(directory, model, target, options, origin=directory)
-    if folder is not None:
-        number = export_zero(
-            folder,
-            directory,
-            target,
-            dtype=options.dtype,
-            max_shard_bytes=options.max_shard_bytes,
-            with_code=options.trust_remote_code,
+    if folder is None and not is_adapter:
+        raise ModelError(
+            "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
+            where=str(directory),
         )
-        return {"target": str(target), "num_tensors": number}
-    raise ModelError(
-        "there is nothing to merge: it holds neither an adapter nor DeepSpeed shards",
-        where=str(directory),
+    with ExitStack() as opened:
+        adapter = directory if is_adapter else None
+        if folder is not None and needs_adapter_from_shards(directory):
+            temporary = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+            adapter = extract_adapter(folder, directory, temporary)
+        if adapter is not None:
+            return _merge_adapter(adapter, model, target, options, origin=directory)
+    assert folder is not None
+    number = export_zero(
+        folder,
+        directory,
+        target,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_bytes,
+        with_code=options.trust_remote_code,
     )
+    return {"target": str(target), "num_tensors": number}
 
 
 def _merge_adapter(
@@ -153,39 +150,34 @@ def _merge_adapter(
     taken = read_adapter(adapter, with_peft=True)
     with plain_base(model, base, options.compute_dtype, target, note) as plain:
         done = merge_adapter(taken, plain, target, options, note, origin=origin, stored=base)
-    updates = [change.relative_update for change in done.changes]
     row: dict[str, Any] = {
         "target": str(target),
         "num_merged": len(done.changes),
-        "max_relative_update": max(updates),
+        "max_relative_update": max(change.relative_update for change in done.changes),
         "merged_into": options.base if options.quantize else "original",
     }
-    pairs = [
-        (change.error_dequantized, change.error_original)
-        for change in done.changes
-        if change.error_dequantized is not None and change.error_original is not None
-    ]
-    if pairs:
-        row["weight_error_dequantized"] = sum(pair[0] for pair in pairs) / len(pairs)
-        row["weight_error_original"] = sum(pair[1] for pair in pairs) / len(pairs)
-    if done.parity is not None:
-        row["divergence"] = done.parity.divergence
-        row["other_divergence"] = done.parity.other_divergence
-        row["adapter_effect"] = done.parity.effect
-        is_rounding = options.base == own_base(options.quantize)
-        row["is_rounded_away"] = (
-            is_rounding
-            and options.dtype != "float32"
-            and done.parity.divergence > _LARGE_SHARE * done.parity.effect
-        )
-        row["num_same_continuations"] = done.parity.num_same
-        row["num_prompts"] = len(done.parity.prompts)
+    pairs = [(change.error_dequantized, change.error_original) for change in done.changes]
+    known = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+    if known:
+        row["weight_error_dequantized"] = sum(pair[0] for pair in known) / len(known)
+        row["weight_error_original"] = sum(pair[1] for pair in known) / len(known)
+    if (parity := done.parity) is not None:
+        is_large = parity.divergence > _LARGE_SHARE * parity.effect
+        is_rounding = options.base == own_base(options.quantize) and options.dtype != "float32"
+        row |= {
+            "divergence": parity.divergence,
+            "other_divergence": parity.other_divergence,
+            "adapter_effect": parity.effect,
+            "is_rounded_away": is_rounding and is_large,
+            "num_same_continuations": parity.num_same,
+            "num_prompts": len(parity.prompts),
+        }
     return row
 
 
-def _merge_summary(row: dict[str, Any]) -> str:
+def _merge_summary(row: dict[str, Any]) -> list[str]:
     if "num_tensors" in row:
-        return f"{row['target']}: {row['num_tensors']} tensors put together"
+        return [f"{row['target']}: {row['num_tensors']} tensors put together"]
     lines = [
         f"{row['target']}: {row['num_merged']} tensors changed, by up to "
         f"{row['max_relative_update']:.1%} of their size"
@@ -202,18 +194,32 @@ def _merge_summary(row: dict[str, Any]) -> str:
             f"the adapter's; {row['divergence']:.1e} nats a token from it (the adapter itself is "
             f"{row['adapter_effect']:.1e} from the base)"
         )
-        if row["is_rounded_away"]:
-            lines.append(
-                "that is a large part of what the adapter does; --dtype float32 keeps all of it"
-            )
+    if row.get("is_rounded_away"):
+        lines.append(
+            "that is a large part of what the adapter does; --dtype float32 keeps all of it"
+        )
     if row.get("other_divergence") is not None:
         lines.append(f"merged into the other base: {row['other_divergence']:.1e} nats a token")
-    return "\n".join(lines)
+    return lines
+
+
+def _bytes(shard_size: str) -> int:
+    """Bytes of ``--shard-size``.
+
+    Raises:
+        RecipeError: it is not a size.
+    """
+    from trainkit.checkpoint.weights.writer import parse_size
+
+    try:
+        return parse_size(shard_size)
+    except ValueError as error:
+        raise RecipeError(str(error), where="--shard-size") from None
 
 
 # -- convert: one layout into another, proved to be the same function ---------------------------
 
-convert_app = typer.Typer(no_args_is_help=True, help="Convert checkpoints between layouts.")
+convert_app = typer.Typer()
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="Model or adapter directory.")]
 
@@ -235,11 +241,6 @@ class Conversion:
         typer.Option(help="For an adapter: the model directory that it belongs to."),
     ] = None
     as_json: JsonObject = False
-
-
-@convert_app.callback()
-def convert() -> None:
-    """Convert checkpoints between layouts."""
 
 
 @convert_app.command("glm4-to-qwen2")
@@ -271,6 +272,7 @@ def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> Non
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
+    row: dict[str, Any] = {"target": str(target)}
     if is_adapter(source):
         from trainkit.checkpoint.convert.convert_adapter import convert_adapter
 
@@ -280,55 +282,28 @@ def _convert(source: Path, target: Path, layout: str, wanted: Conversion) -> Non
                 where=str(source),
                 fix="give that model's directory with --base-model",
             )
-        number = convert_adapter(source, target, wanted.base_model, layout)
-        row: dict[str, Any] = {"target": str(target), "num_modules": number}
-    else:
-        from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
+        row["num_modules"] = convert_adapter(source, target, wanted.base_model, layout)
+        tell(row, wanted.as_json, f"{target}: {row['num_modules']} adapted modules")
+        return
+    from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
 
-        options = ConvertOptions(wanted.dtype, size, wanted.verify)
-        done = convert_model(source, target, layout, options, progress=note)
-        row = {"target": str(target), "num_tensors": done.num_tensors}
-        if done.proof is not None:
-            row["max_logit_error"] = done.proof.max_logit_error
-            row["max_logit"] = done.proof.max_logit
-            row["max_position"] = done.proof.positions[-1]
-    echo(json.dumps(row) if wanted.as_json else _convert_summary(row))
-
-
-def _bytes(shard_size: str) -> int:
-    """Bytes of ``--shard-size``.
-
-    Raises:
-        RecipeError: it is not a size.
-    """
-    from trainkit.checkpoint.weights.writer import parse_size
-
-    try:
-        return parse_size(shard_size)
-    except ValueError as error:
-        raise RecipeError(str(error), where="--shard-size") from None
-
-
-def _convert_summary(row: dict[str, Any]) -> str:
-    if "num_modules" in row:
-        return f"{row['target']}: {row['num_modules']} adapted modules"
-    text = f"{row['target']}: {row['num_tensors']} tensors"
-    if "max_logit_error" in row:
+    options = ConvertOptions(wanted.dtype, size, wanted.verify)
+    done = convert_model(source, target, layout, options, progress=note)
+    row["num_tensors"] = done.num_tensors
+    text = f"{target}: {done.num_tensors} tensors"
+    if (proof := done.proof) is not None:
+        row["max_logit_error"], row["max_logit"] = proof.max_logit_error, proof.max_logit
+        row["max_position"] = proof.positions[-1]
         text += (
-            f"; logits differ by at most {row['max_logit_error']:.1e} of {row['max_logit']:.3g} "
-            f"up to position {row['max_position']}"
+            f"; logits differ by at most {proof.max_logit_error:.1e} of {proof.max_logit:.3g} "
+            f"up to position {proof.positions[-1]}"
         )
-    return text
+    tell(row, wanted.as_json, text)
 
 
 # -- checkpoint: whether it is as it was written ------------------------------------------------
 
-checkpoint_app = typer.Typer(no_args_is_help=True, help="Check checkpoints.")
-
-
-@checkpoint_app.callback()
-def checkpoint() -> None:
-    """Check checkpoints."""
+checkpoint_app = typer.Typer()
 
 
 @checkpoint_app.command()
@@ -337,52 +312,32 @@ def verify(
         list[Path],
         typer.Argument(metavar="DIR...", help="Runs, checkpoints, final models, merged models."),
     ],
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object {path, status, reason} a line.")
-    ] = False,
+    as_json: Annotated[bool, json_lines("path, status, reason")] = False,
 ) -> None:
-    """Compare every byte with the manifest; the exit code is 1 if any directory is damaged."""
-    from trainkit.checkpoint.whole.manifest import verify_directory
+    """Compare every byte with the manifest; the exit code is 1 if any directory is damaged.
 
-    is_damaged = False
-    for directory in _parts(directories):
-        reason = None
-        try:
-            manifest = verify_directory(directory)
-        except CheckpointError as error:
-            is_damaged, reason = True, error.what
-        row = {
-            "path": str(directory),
-            "status": "damaged" if reason else "whole",  # programs read it: it stays
-            "reason": reason,
-        }
-        if as_json:
-            echo(json.dumps(row))
-        elif reason:
-            echo(f"{directory}: damaged: {reason}")
-        else:
-            echo(f"{directory}: complete, {len(manifest.files)} files")
-    if is_damaged:
-        raise typer.Exit(1)
-
-
-def _parts(directories: list[Path]) -> list[Path]:
-    """The directories, and instead of a run its checkpoints and its final model.
-
-    Raises:
-        CheckpointError: a run has neither.
+    Of a run its checkpoints and its final model are compared.
     """
+    from trainkit.checkpoint.whole.manifest import verify_directory
     from trainkit.places import checkpoints_in
 
-    found: list[Path] = []
+    parts: list[Path] = []
     for directory in directories:
-        if not (directory / "status.json").is_file():
-            found.append(directory)
-            continue
-        inside = [*checkpoints_in(directory), *directory.glob("final")]
+        is_run = (directory / "status.json").is_file()
+        inside = [*checkpoints_in(directory), *directory.glob("final")] if is_run else [directory]
         if not inside:
             raise CheckpointError(
                 "this run holds neither a checkpoint nor a final model", where=str(directory)
             )
-        found += inside
-    return found
+        parts += inside
+    is_damaged = False
+    for directory in parts:
+        row = {"path": str(directory), "status": "whole", "reason": None}  # read by programs
+        try:
+            said = f"{directory}: complete, {len(verify_directory(directory).files)} files"
+        except CheckpointError as error:
+            is_damaged, said = True, f"{directory}: damaged: {error.what}"
+            row |= {"status": "damaged", "reason": error.what}
+        tell(row, as_json, said)
+    if is_damaged:
+        raise typer.Exit(1)

@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.build.builder import SampleBuilder
 from trainkit.data.build.datasets import PreparedData
 from trainkit.data.build.ledger import LEDGER, read_ledger
-from trainkit.data.options import IGNORE_INDEX, DataOptions
+from trainkit.data.options import DataOptions
 from trainkit.data.read.formats import parse_row
 from trainkit.data.read.messages import Comparison, Conversation, RowError, TextRow
 from trainkit.data.read.reading import RawRow, decode, read_rows
 from trainkit.options import Source
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.terminal import visible
 
 PER_REASON = 3

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.data.options import IGNORE_INDEX
+from trainkit.options.data import IGNORE_INDEX
 
-__all__ = ["IGNORE_INDEX", "PackingCollator", "PaddingCollator"]
+__all__ = ["PackingCollator", "PaddingCollator"]
 
 LONGEST_PADDED = 1 << 17
 """Beyond it rows are only as long as what is in them: an absurd ``max_length`` costs nothing."""

@@ -39,6 +39,7 @@ from trainkit.models.fp8.savings import Saving
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.linears import ROUTERS
 from trainkit.models.swap import Swaps, plain_class, subclass_of
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import ALL, Fp8Options
 from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import whole_shape
@@ -581,7 +582,7 @@ def probe_batches(
     return [
         {
             "input_ids": _padded([ids for ids, _ in rows], 0).to(device),
-            "labels": _padded([labels for _, labels in rows], -100).to(device),
+            "labels": _padded([labels for _, labels in rows], IGNORE_INDEX).to(device),
         }
         for rows in passes
     ]

@@ -33,6 +33,7 @@ from trainkit.models.proof.replica import (
 from trainkit.models.proof.rewritten import JoinedNorm, Rewritten, find_turn, turning_functions
 from trainkit.models.proof.source import methods, names_in, redirected
 from trainkit.models.swap import KernelForward, Swaps, plain_class, subclass_of
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import OPS
 
 logger = logging.getLogger(__name__)
@@ -265,7 +266,7 @@ def _batch(replica: Any) -> dict[str, Tensor]:
     size = replica.config.get_text_config().vocab_size
     ids = torch.randint(min(3, size - 1), size, _TOKENS, generator=generator)
     labels = ids.clone()
-    labels[0, :4] = -100
+    labels[0, :4] = IGNORE_INDEX
     device = next(replica.parameters()).device
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 

@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.engine import Batch, Engine, LoadPart, Saving, Training, autocast_of
 from trainkit.parallel.fsdp import (
@@ -63,6 +64,7 @@ from trainkit.parallel.pipeline.stage import (
     whole_skeleton,
 )
 from trainkit.parallel.process import ProcessRank
+from trainkit.places import WEIGHTS
 
 
 def shard_over(
@@ -118,9 +120,6 @@ def whole(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return converted.full_tensor()
 
 
-INDEX = "model.safetensors.index.json"
-
-
 def write_shards(
     weights: Mapping[str, torch.Tensor] | None, folder: Path, *, group: Any, rank: int, size: int
 ) -> None:
@@ -163,7 +162,7 @@ def write_shards(
             "total_size": sum(each["bytes"] for each in parts),
         }
         index = {"metadata": metadata, "weight_map": dict(sorted(files.items()))}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / WEIGHTS[1]).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 _BUCKET = 1 << 26
@@ -562,7 +561,7 @@ class Pipeline(Engine):
 
 def without_labels(batch: Batch) -> Batch:
     """A batch as it is, of which nothing is trained."""
-    labels = torch.full_like(batch["labels"], -100)
+    labels = torch.full_like(batch["labels"], IGNORE_INDEX)
     return {**batch, "labels": labels, "num_trained_tokens": 0}
 
 

@@ -1,12 +1,74 @@
-"""A recipe in the making, and what became of each setting of the other tool's."""
+"""What another tool's file says, the tables it is read by, and the recipe in the making."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from trainkit.recipe.keys import default_of
 from trainkit.redact import REDACTED, is_secret_name
+
+TOOLS = ("axolotl", "llamafactory", "llamafactory_v1", "swift", "unsloth", "trl")
+
+
+@functools.cache
+def table(name: str) -> dict[str, Any]:
+    """A data file of this folder."""
+    text = (Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8")
+    return dict(yaml.safe_load(text))
+
+
+@functools.cache
+def tool_table(name: str) -> dict[str, Any]:
+    """A tool's settings: its own rows over those of the tools that it is built on."""
+    own = table(f"tools/{name}")
+    for base in own.get("based_on", ()):
+        under = tool_table(base)
+        for part in ("keys", "defaults", "expected", "row_formats"):
+            own[part] = {**under.get(part, {}), **own.get(part, {})}
+        for part in ("idle", "refused"):
+            both = [*under[part].items(), *own[part].items()]
+            own[part] = {why: [] for why, _ in both}
+            for why, keys in both:
+                own[part][why] += keys
+        own = {**under, **own}
+    return own
+
+
+def known_keys(name: str) -> set[str]:
+    """Every key that a tool's table speaks of."""
+    rows = tool_table(name)
+    listed = [key for part in ("idle", "refused") for keys in rows[part].values() for key in keys]
+    return {*rows["keys"], *rows.get("training", ()), *rows.get("expected", ()), *listed}
+
+
+@dataclass
+class Theirs:
+    """What a file says.
+
+    Attributes:
+        path: the file.
+        values: its keys.
+        program: the program and subcommand of a command line, such as ``swift sft``.
+        launcher: options of the launcher before it, such as ``config_file``.
+        unclear: keys whose value only running it could tell, with the expression.
+        lost: what a script does to the model or the rows that has no counterpart: (what, why).
+        noted: what it does that changes nothing here: (what, why).
+        tool: whose a script is.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    program: str = ""
+    launcher: dict[str, Any] = field(default_factory=dict)
+    unclear: dict[str, str] = field(default_factory=dict)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    noted: list[tuple[str, str]] = field(default_factory=list)
+    tool: str | None = None
+
 
 Kind = Literal["lost", "changed", "taken", "added", "left out"]
 """Changes the result and is not here; here in another way; the same here; a default of theirs
@@ -79,7 +141,7 @@ class Draft:
         new = {
             key: value
             for key, value in ours.items()
-            if is_given or key in self.ours or value != _default(key)
+            if is_given or key in self.ours or value != default_of(key)
         }
         for key, value in new.items():
             self.ours[key] = value
@@ -116,13 +178,6 @@ class Draft:
                 value = REDACTED if is_secret_name(key) else shown(self.theirs.get(key))
                 names.append(f"{key}: {value}" if key in self.theirs else key)
         return ", ".join(dict.fromkeys(names)) or words, is_given
-
-
-def _default(key: str) -> Any:
-    try:
-        return default_of(key)
-    except KeyError:
-        return None
 
 
 def words(value: Any) -> list[str]:

@@ -11,11 +11,18 @@ from trainkit.errors import RecipeError
 from trainkit.recipe.keys import InvalidRecipe
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.training import FIELDS
-from trainkit.recipe.translate.draft import OFF, Draft, Line
+from trainkit.recipe.translate.draft import (
+    OFF,
+    TOOLS,
+    Draft,
+    Line,
+    Theirs,
+    known_keys,
+    table,
+    tool_table,
+)
 from trainkit.recipe.translate.meaning import STEPS
 from trainkit.recipe.translate.read import read_theirs
-from trainkit.recipe.translate.tables import TOOLS, known_keys, table, tool_table
-from trainkit.recipe.translate.theirs import Theirs
 from trainkit.recipe.write import recipe_text
 
 NEEDED = ("model.name_or_path", "data.train")

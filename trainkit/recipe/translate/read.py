@@ -9,8 +9,8 @@ from typing import Any
 
 from trainkit.errors import RecipeError
 from trainkit.recipe.document import parse_value, read_document
+from trainkit.recipe.translate.draft import Theirs
 from trainkit.recipe.translate.script import read_script
-from trainkit.recipe.translate.theirs import Theirs
 
 _LARGEST = 2**24
 _TOOLS = ("axolotl", "llamafactory-cli", "lmf", "swift", "megatron", "trl", "unsloth")

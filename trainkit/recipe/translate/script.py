@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.translate.tables import table
-from trainkit.recipe.translate.theirs import Theirs
+from trainkit.recipe.translate.draft import Theirs, table
 
 KINDS = {
     "online": r"GRPO|RLOO|PPO|Reinforce|OnlineDPO|NashMD|XPO|SDPO|GSPO",

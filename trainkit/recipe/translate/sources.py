@@ -7,9 +7,8 @@ from typing import Any
 
 import yaml
 
-from trainkit.recipe.translate.draft import OFF, Draft, words
+from trainkit.recipe.translate.draft import OFF, Draft, table, words
 from trainkit.recipe.translate.read import beside
-from trainkit.recipe.translate.tables import table
 
 Rows = Mapping[str, Any]
 _BUILT_IN = ("json", "csv", "parquet", "text", "arrow")

@@ -13,15 +13,14 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainkit.errors import ResumeRefusedError
-from trainkit.recipe import default_of
+from trainkit.options.section import ACTS, CONSENT, OTHER_STATE
+from trainkit.recipe import default_of, on_resume
 from trainkit.train.checkpoints import BASE, ResumePoint
 
 ANY = "all"
 """What a bare ``--allow-changed`` accepts."""
 
-_OTHER_STATE = "the saved state of the optimizer and the adapters does not fit another one"
 _OTHER_RANKS = "the saved shards fit the number of processes that wrote them"
-_OTHER_SHAPE = "it is another schedule, which has no place to go on from"
 
 
 def _own_schedule(change: "Change", settings: Mapping[str, Any]) -> str | None:
@@ -43,54 +42,17 @@ _SAME_STATE = ("adamw_torch", "adamw_torch_fused", "flat_adamw")
 
 
 def _other_optimizer(change: "Change", settings: Mapping[str, Any]) -> str | None:
-    return None if {change.before, change.now} <= set(_SAME_STATE) else _OTHER_STATE
+    return None if {change.before, change.now} <= set(_SAME_STATE) else OTHER_STATE
 
 
 Reason = Callable[["Change", Mapping[str, Any]], str | None]
 
-REFUSED: Mapping[str, str | Reason] = {
-    "model.dtype": _OTHER_STATE,
-    "model.master_weights": _OTHER_STATE,
+SOMETIMES: Mapping[str, Reason] = {
     "lora.lora_plus_ratio": _other_groups,
-    "lora": _OTHER_STATE,
-    "parallel": "the saved shards fit the engine and the stage that wrote them",
-    "training.bf16": "it follows the dtype that the saved state was trained in",
-    "training.fp16": "it follows the dtype that the saved state was trained in",
     "training.optim": _other_optimizer,
-    "training.optim_args": _OTHER_STATE,
-    "model.frozen": _OTHER_STATE,
-    "model.add_tokens": _OTHER_STATE,
-    "model.add_special_tokens": _OTHER_STATE,
-    "training.optim_target_modules": _OTHER_STATE,
-    "training.lr_scheduler_type": _OTHER_SHAPE,
     "training.lr_scheduler_kwargs": _own_schedule,
 }
-"""Keys (or sections) that a continued run cannot change, and why; some only at times."""
-
-NEEDS_CONSENT = (
-    "model.name_or_path",
-    "model.revision",
-    "model.gguf_file",
-    "model.init",
-    "objective",
-    "preference",
-    "data",
-    "training.seed",
-    "training.data_seed",
-    "training.train_sampling_strategy",
-    "training.dataloader_drop_last",
-)
-"""Keys (or sections) that decide what is trained in which order: the rest of the run is another."""
-
-ACTS = (
-    "lora.offload_activations",
-    "data.eval",
-    "data.num_workers",
-    "data.cache_dir",
-    "data.max_dropped",
-    "data.per_source_loss",
-)
-"""Keys of the sections above that may change like any other key."""
+"""Keys that a continued run refuses to change at times; of others the definition says it always."""
 
 PARTS = "data_parts"
 """What the fingerprint of the data is made of: named where it differs, not compared itself."""
@@ -179,7 +141,7 @@ def review(
     refused = {change.key: _reason(change, settings) for change in changes}
     if sharded:
         refused |= {change.key: _OTHER_RANKS for change in around if change.key == "num_ranks"}
-    needing = [*around, *(c for c in changes if _rule(c.key, NEEDS_CONSENT) is not None)]
+    needing = [*around, *(change for change in changes if on_resume(change.key) == CONSENT)]
     unrefused = [change for change in needing if not refused.get(change.key)]
     needed = _without_consent(unrefused, allowed, accepted_before)
     if needed or any(refused.values()):
@@ -359,18 +321,13 @@ def _was_written(section: str, settings: Mapping[str, Any]) -> bool:
     return any(key.startswith(f"{section}." if section else "") for key in settings)
 
 
-def _rule(key: str, rules: Iterable[str]) -> str | None:
-    """The rule that a key falls under: its own, or that of a section above it."""
-    if key in ACTS:
-        return None
-    return next((rule for rule in rules if key == rule or key.startswith(f"{rule}.")), None)
-
-
 def _reason(change: Change, settings: Mapping[str, Any]) -> str | None:
     """Why a value cannot change; None where it can."""
-    rule = _rule(change.key, REFUSED)
-    reason = None if rule is None else REFUSED[rule]
-    return reason(change, settings) if callable(reason) else reason
+    for key, reason in SOMETIMES.items():
+        if f"{change.key}.".startswith(f"{key}."):
+            return reason(change, settings)
+    rule = on_resume(change.key)
+    return None if rule in (ACTS, CONSENT) else rule
 
 
 def _is_allowed(key: str, allowed: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from trainkit.models.attention import Attention
-from trainkit.models.loss import IGNORE_INDEX
+from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel import Machine
 from trainkit.recipe import Derived, LoadedRecipe, dump_resolved
 from trainkit.redact import redact_text
