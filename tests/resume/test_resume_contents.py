@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from project import RECIPE
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from trainkit.checkpoint.whole.manifest import (
     MANIFEST_NAME,
@@ -22,11 +24,13 @@ LORA = "lora: {r: 4, alpha: 8}\n"
 @pytest.fixture
 def begun(project, request):
     """A run of two steps, saved in the middle of what is logged."""
-    text = RECIPE if request.param == "lora" else RECIPE.replace(LORA, "")
+    adapters, _, shard = request.param.partition(" ")
+    text = RECIPE if adapters == "lora" else RECIPE.replace(LORA, "")
     (project.root / "r.yaml").write_text(
         text.replace("save_steps: 2", "save_steps: 1, logging_steps: 4")
     )
-    said = project.sft("--config", "r.yaml", "--output-dir", "run", "training.max_steps=2")
+    given = ["training.max_steps=2", *([f"parallel.shard={shard}"] if shard else [])]
+    said = project.sft("--config", "r.yaml", "--output-dir", "run", *given)
     assert said.code == 0, said.err
     return project
 
@@ -154,3 +158,121 @@ def test_a_record_that_is_not_the_runs_is_named(begun):
         said = damaged(begun, pickled("rng_state.pth", lambda held, key=key: dropped(held, key)))
         assert "rng_state.pth" in said
     assert "scheduler.pt" in damaged(begun, pickled("scheduler.pt", lambda _: [1]))
+
+
+def without(*keys):
+    """Take an entry out."""
+
+    def change(held):
+        for key in keys[:-1]:
+            held = held[key]
+        del held[keys[-1]]
+
+    return change
+
+
+def put(value, *keys):
+    """Put ``value`` where an entry is, or what it makes of the entry."""
+
+    def change(held):
+        for key in keys[:-1]:
+            held = held[key]
+        held[keys[-1]] = value(held[keys[-1]]) if callable(value) else value
+
+    return change
+
+
+def one(tensor):
+    return tensor.flatten()[:1].clone()
+
+
+@pytest.mark.parametrize("begun", ["full"], indirect=True)
+def test_masters_counts_and_options_that_are_not_the_runs_are_named(begun):
+    """Each was taken up without a word: cast, broadcast, or begun at nothing."""
+    group = ("param_groups", 0)
+    damages = {
+        "masters": without("masters"),
+        "masters.0": put(one, "masters", 0),
+        "masters.1": put(torch.Tensor.half, "masters", 1),
+        "step": put(torch.tensor(float("nan")), "state", 0, "step"),
+        " step": put(torch.tensor(7.0), "state", 0, "step"),
+        "state": without("state", 3),
+        "exp_avg_sq": without("state", 1, "exp_avg_sq"),
+        "state.99": put(lambda state: {**state, 99: state[0]}, "state"),
+        "maximize": put(True, *group, "maximize"),
+        "param_groups": put(lambda groups: groups[:1], "param_groups"),
+        "masters ": put(lambda masters: masters[:-1], "masters"),
+    }
+    for named, change in damages.items():
+        said = damaged(begun, pickled("optimizer.pt", change))
+        assert named.strip() in said, named
+        assert "optimizer.pt" in said
+        assert "in the run" in said, named
+    for file in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        said = damaged(begun, lambda checkpoint, file=file: (checkpoint / file).unlink())
+        assert f"{file} is missing" in said
+    for change in (put(1000, "last_epoch"), put(float("nan"), "base_lrs", 0), without("base_lrs")):
+        assert "scheduler.pt" in damaged(begun, pickled("scheduler.pt", change))
+
+
+SHARDS = {
+    "zero1": ("single_partition_of_fp32_groups", "base_optimizer_state"),
+    "zero3": ("fp32_flat_groups", "optimizer_state_dict"),
+}
+
+
+@pytest.mark.parametrize("begun", ["full zero1", "full zero3"], indirect=True)
+def test_shards_that_are_not_the_runs_are_named(begun, request):
+    """DeepSpeed copies what it finds: one value into all, halves into singles."""
+    masters, states = SHARDS[request.node.callspec.params["begun"].partition(" ")[2]]
+    shard = "global_step1/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    if not (begun.root / "run/checkpoint-1" / shard).exists():
+        shard = "global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    place = "optimizer_state_dict"
+    damages = {
+        masters: put(one, place, masters, 0),
+        f"{masters}.0": put(torch.Tensor.half, place, masters, 0),
+        f"{masters} ": put(lambda groups: groups[:-1], place, masters),
+        "exp_avg": put(one, place, states, "state", 0, "exp_avg"),
+        "step": put(float("inf"), place, states, "state", 0, "step"),
+        "the state": without(place, states, "state", 0),
+        "exp_avg_sq": without(place, states, "state", 0, "exp_avg_sq"),
+        "maximize": put(True, place, states, "param_groups", 0, "maximize"),
+    }
+    for named, change in damages.items():
+        said = damaged(begun, pickled(shard, change))
+        assert named.strip() in said, named
+        assert "optim_states.pt" in said
+        assert "in the run" in said, named
+
+
+@pytest.mark.parametrize("begun", ["full fsdp2"], indirect=True)
+def test_parts_that_are_not_the_runs_are_named(begun):
+    """Of torch's own format; pipelines have the same."""
+
+    def parts(change):
+        def damage(checkpoint):
+            folder, plain = checkpoint / "sharded_state", checkpoint / "plain"
+            dcp_to_torch_save(folder, plain)
+            held = torch.load(plain, weights_only=False)
+            plain.unlink()
+            name = next(name for name in held["optimizer"]["state"] if "q_proj" in name)
+            change(held["optimizer"], name)
+            shutil.rmtree(folder)
+            dcp.save(held, checkpoint_id=folder, no_dist=True)
+
+        return damage
+
+    damages = {
+        "exp_avg": lambda held, name: put(one, "state", name, "exp_avg")(held),
+        "exp_avg_sq": lambda held, name: put(torch.Tensor.half, "state", name, "exp_avg_sq")(held),
+        "step": lambda held, name: put(torch.tensor(float("nan")), "state", name, "step")(held),
+        "the state": lambda held, name: without("state", name)(held),
+        " exp_avg": lambda held, name: without("state", name, "exp_avg")(held),
+        "maximize": lambda held, name: put(True, "groups", 0, "maximize")(held),
+    }
+    for named, change in damages.items():
+        said = damaged(begun, parts(change))
+        assert named.strip() in said, named
+        assert "sharded_state" in said
+        assert "in the run" in said, named

@@ -21,9 +21,15 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.checkpoint.weights.contents import saved_by_torch, taking_up
 from trainkit.parallel.parameters import all_ranks
-from trainkit.parallel.part_files import refuse_unfit_state
+from trainkit.parallel.part_files import (
+    WITHOUT,
+    by_name,
+    refuse_other,
+    refuse_unfit_state,
+    without_state,
+)
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.snapshot import tensors_of
 
@@ -419,7 +425,9 @@ class Engine:
         if not self.args.should_save:
             return
         path = save.directory / OPTIMIZER
-        save.defer(path, partial(torch.save, save.copied(self._optimizer.state_dict()), path))
+        state = save.copied(self._optimizer.state_dict())
+        state[WITHOUT] = without_state(self.model, self._optimizer)
+        save.defer(path, partial(torch.save, state, path))
         if self.scaler is not None:
             state = self.scaler.state_dict()
             save.attempt(partial(torch.save, state, save.directory / SCALER))
@@ -430,20 +438,27 @@ class Engine:
             return []
         return [*tensors_of(self._saved_weights()), *tensors_of(self._optimizer.state_dict())]
 
-    def load_state(self, folder: Path) -> None:
-        """Behind `set_up`: what `save_state` wrote."""
+    def load_state(self, folder: Path, step: int) -> None:
+        """Behind `set_up`: what `save_state` wrote at a step.
+
+        Raises:
+            CheckpointError: it is not what this run's optimizer has.
+        """
+        # Of one process through the host, whose memory is the larger one.
+        is_alone = self.ranks.num_processes == 1 or self.args.device.type == "cpu"
         path = folder / OPTIMIZER
-        if path.is_file():
-            # Of one process through the host, whose memory is the larger one.
-            is_alone = self.ranks.num_processes == 1 or self.args.device.type == "cpu"
-            place = "cpu" if is_alone else self.args.device
-            saved = torch.load(path, map_location=place, weights_only=True)
+        saved = saved_by_torch(path, "cpu" if is_alone else self.args.device)
+        with taking_up(path):
+            named = by_name(self.model, self._optimizer, saved, path)
+            refuse_unfit_state(self.model, self._optimizer, named, path, step)
+            saved.pop(WITHOUT, None)
+            self._optimizer.load_state_dict(saved)
+        if self.scaler is not None:
+            path = folder / SCALER
+            state = saved_by_torch(path)
             with taking_up(path):
-                refuse_unfit_state(self.model, self._optimizer, saved, path)
-                self._optimizer.load_state_dict(saved)
-        if self.scaler is not None and (folder / SCALER).is_file():
-            with taking_up(folder / SCALER):
-                self.scaler.load_state_dict(torch.load(folder / SCALER, weights_only=True))
+                refuse_other(path, state, self.scaler.state_dict())
+                self.scaler.load_state_dict(state)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """The weights of another checkpoint of the run; ``read`` reads them from whole files."""

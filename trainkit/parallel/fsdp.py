@@ -153,12 +153,12 @@ class Fsdp2(Engine):
     def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
         """With the state."""
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, step: int) -> None:
         """Take both up again; any number of ranks may have written them."""
-        saved = empty_state(self.model, self.optimizer, folder)
+        saved = empty_state(self.model, self.optimizer, folder, step)
         load_parts({"model": dict(_trained(self.model)), KEY: saved}, folder)
         with taking_up(folder):
-            take_up(self.model, self.optimizer, saved)
+            take_up(self.model, self.optimizer, saved, folder, step)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """The trained weights alone."""

@@ -7,8 +7,11 @@ is made of, and values are read by torch's weights-only unpickler.
 
 from __future__ import annotations
 
+import inspect
 import io
+import math
 import pickle
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,86 +160,240 @@ def load_parts(state: dict[str, Any], checkpoint: Path) -> None:
 
 KEY = "optimizer"
 """Where the parts of a checkpoint keep it."""
+WITHOUT = "without_state"
+"""Beside it, whose state was not there yet when it was saved, since no gradient had come. A
+checkpoint without this entry is of a version that did not say."""
 
 
 def optimizer_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """State by parameter name, and each group's options."""
-    inner, names = innermost(optimizer), _names(model, optimizer)
+    """State by parameter name, each group's options, and the parameters that have no state."""
+    state, own = innermost(optimizer).state, trained_by(model, optimizer)
     return {
-        "state": {names[parameter]: dict(values) for parameter, values in inner.state.items()},
-        "groups": _options(inner),
+        "state": {name: dict(state[each]) for name, each in own.items() if each in state},
+        "groups": _options(innermost(optimizer).param_groups),
+        # Ranks of a pipeline have other parameters, and so an entry each.
+        WITHOUT: {name: without_state(model, optimizer) for name in [*own][:1]},
     }
 
 
-def empty_state(model: nn.Module, optimizer: Any, checkpoint: Path) -> dict[str, Any]:
+def without_state(model: nn.Module, optimizer: Any) -> list[str]:
+    """The parameters that an optimizer keeps nothing of so far."""
+    state = innermost(optimizer).state
+    return [name for name, each in trained_by(model, optimizer).items() if each not in state]
+
+
+def empty_state(model: nn.Module, optimizer: Any, checkpoint: Path, step: int) -> dict[str, Any]:
     """As `optimizer_state`, with room for the values that a checkpoint has.
 
     Raises:
-        CheckpointError: its table of contents is damaged.
+        CheckpointError: its table of contents is damaged, or of another optimizer.
     """
-    table = read_table(checkpoint / FOLDER)
-    parameters = dict(model.named_parameters())
+    folder = checkpoint / FOLDER
+    table, own = read_table(folder), trained_by(model, optimizer)
     state: dict[str, dict[str, Any]] = {}
+    bare: dict[str, Any] = {}
     for entry, path in (table.planner_data or {}).items():
-        if path[:2] != (KEY, "state") or path[2] not in parameters:
-            continue
-        parameter, about = parameters[path[2]].detach(), table.state_dict_metadata[entry]
-        room: Any = None
-        if isinstance(about, TensorStorageMetadata):
-            dtype = about.properties.dtype
-            if about.size == parameter.shape:
-                room = torch.zeros_like(parameter, dtype=dtype)
-            else:
-                room = torch.zeros(about.size, dtype=dtype)
-        state.setdefault(path[2], {})[path[3]] = room
-    return {"state": state, "groups": _options(innermost(optimizer))}
+        about = table.state_dict_metadata[entry]
+        if path[:2] == (KEY, WITHOUT):
+            bare[path[2]] = None
+        elif path[:2] == (KEY, "state") and path[2] in own:
+            room = None
+            if isinstance(about, TensorStorageMetadata):
+                room = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+            state.setdefault(path[2], {})[path[3]] = room
+    saved = {"state": state, "groups": _options(innermost(optimizer).param_groups)}
+    refuse_unfit_state(model, optimizer, saved, folder, step)
+    for name, entries in state.items():
+        parameter = own[name].detach()
+        for key, about in entries.items():
+            if about is not None and about.shape == parameter.shape:
+                entries[key] = torch.zeros_like(parameter, dtype=about.dtype)
+            elif about is not None:
+                entries[key] = torch.zeros(about.shape, dtype=about.dtype)
+    return {**saved, WITHOUT: bare} if bare else saved
 
 
-def take_up(model: nn.Module, optimizer: Any, saved: dict[str, Any]) -> None:
+def take_up(
+    model: nn.Module, optimizer: Any, saved: dict[str, Any], checkpoint: Path, step: int
+) -> None:
     """Have an optimizer go on with what `empty_state` was filled with."""
-    inner, names = innermost(optimizer), _names(model, optimizer)
-    parameters = [each for group in inner.param_groups for each in group["params"]]
-    numbers = {names[each]: number for number, each in enumerate(parameters)}
+    refuse_unfit_state(model, optimizer, saved, checkpoint / FOLDER, step)
+    inner = innermost(optimizer)
+    numbers = {name: number for number, name in enumerate(trained_by(model, optimizer))}
     groups, first = [], 0
     for group, options in zip(inner.param_groups, saved["groups"], strict=True):
         last = first + len(group["params"])
         groups.append({**options, "params": list(range(first, last))})
         first = last
-    state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
+    state = {numbers[name]: values for name, values in saved["state"].items()}
     inner.load_state_dict({"state": state, "param_groups": groups})
 
 
+# What a checkpoint has of an optimizer is held against the run's own before it is loaded: torch
+# casts it, copies broadcast it, and what is missing would begin at nothing.
+
 _LIKE_THE_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+_FREE = ("foreach", "fused", "capturable", "differentiable", "train_mode")
+"""Options that change no number, or that change while it trains."""
 
 
-def refuse_unfit_state(model: nn.Module, optimizer: Any, saved: Any, path: Path) -> None:
-    """Before ``load_state_dict``, which casts what it is given, and looks at no shape.
-
-    States that are smaller than their parameter (projected, factored, 8 bits) have other entries
-    besides, and those torch's optimizers make are all as their parameter is.
+def by_name(model: nn.Module, optimizer: Any, saved: Any, path: Path) -> dict[str, Any]:
+    """What ``state_dict`` gave, as `optimizer_state` has it.
 
     Raises:
-        CheckpointError: naming the parameter and its entry.
+        CheckpointError: it is of other parameters, or of an optimizer that keeps something else.
     """
-    inner, names = innermost(optimizer), _names(model, optimizer)
-    own = [each for group in inner.param_groups for each in group["params"]]
+    own = optimizer.state_dict()
+    refuse_other(path, {**saved, "state": {}}, {**own, "state": {}}, free=(WITHOUT,))
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    is_torchs = type(getattr(inner, "inner", inner)).__module__.startswith("torch.optim")
-    found, wanted = {}, {}
-    for number, parameter in zip(numbers, own, strict=True):
-        entries = saved["state"].get(number, {})
-        if not entries.keys() <= {"step", *_LIKE_THE_PARAMETER}:
+    names = dict(zip(numbers, trained_by(model, optimizer), strict=True))
+    state = {names.get(number, f"state.{number}"): v for number, v in saved["state"].items()}
+    found = {"state": state, "groups": _options(saved["param_groups"])}
+    return {**found, WITHOUT: {"": saved[WITHOUT]}} if WITHOUT in saved else found
+
+
+def refuse_unfit_state(
+    model: nn.Module, optimizer: Any, saved: Mapping[str, Any], path: Path, step: int
+) -> None:
+    """Hold a saved state against the run's own optimizer, before it is loaded.
+
+    States that are smaller than their parameter (projected, factored, 8 bits) are held against one
+    another: those of parameters of one shape are alike.
+
+    Args:
+        model: placed.
+        optimizer: of the run.
+        saved: as `optimizer_state` gives it; of tensors on the meta device only what they are.
+        path: the file or folder.
+        step: of the checkpoint: no parameter has taken more.
+
+    Raises:
+        CheckpointError: naming the parameter and its entry, what it is and what the run has.
+    """
+    inner, own, state = innermost(optimizer), trained_by(model, optimizer), saved["state"]
+    refuse_other(path, saved["groups"], _options(inner.param_groups), "param_groups")
+    for name in state.keys() - own.keys():
+        raise _other(path, name, "there", "not trained")
+    usual = _usual_entries(inner)
+    alike: dict[Any, Any] = {}
+    bare = saved.get(WITHOUT)
+    excused = [
+        name for names in (bare or {}).values() for name in (own if names is None else names)
+    ]
+    group_of = {each: n for n, group in enumerate(inner.param_groups) for each in group["params"]}
+    for name, parameter in own.items():
+        entries = state.get(name)
+        if entries is None:
+            is_missed = bare is not None and name not in excused and usual != {}
+            if parameter in inner.state or is_missed:
+                raise _other(path, f"{name}: the state", "missing", "there")
             continue
-        for key in entries.keys() - {"step"}:
-            like = inner.state.get(parameter, {}).get(key, parameter)
-            of_dtype = like.dtype if is_torchs or like is not parameter else entries[key].dtype
-            name = f"{names.get(parameter, number)}: {key}"
-            found[name] = entries[key]
-            wanted[name] = torch.empty(parameter.shape, dtype=of_dtype, device="meta")
-    for number, master in enumerate(saved.get("masters", ())):
-        found[f"masters.{number}"] = master
-        wanted[f"masters.{number}"] = torch.empty_like(master, dtype=torch.float32, device="meta")
-    refuse_unfit(path, found, wanted)
+        if parameter in inner.state:
+            wanted = inner.state[parameter]
+        elif usual is not None:
+            room = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            wanted = {key: room if value.dim() else value for key, value in usual.items()}
+        else:
+            kind = group_of[parameter], parameter.shape, frozenset(entries)
+            wanted = alike.setdefault(kind, entries)
+            for key in _LIKE_THE_PARAMETER & entries.keys():
+                room = torch.empty(parameter.shape, dtype=entries[key].dtype, device="meta")
+                refuse_other(path, entries[key], room, f"{name}: {key}")
+        refuse_other(path, entries, wanted, name)
+        if "step" in entries:
+            refuse_steps(path, entries["step"], step, f"{name}: step")
+
+
+def _usual_entries(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor] | None:
+    """What one of torch's optimizers keeps of a parameter of one number; None of another one."""
+    kind = type(getattr(optimizer, "inner", optimizer))
+    kind = torch.optim.AdamW if kind.__name__ == "DeepSpeedCPUAdam" else kind
+    of_torch = (
+        *(torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD),
+        *(torch.optim.Adagrad, torch.optim.RMSprop),
+    )
+    if kind not in of_torch:
+        return None
+    taken = inspect.signature(kind).parameters.keys() - {*_FREE}
+    options = {key: value for key, value in optimizer.defaults.items() if key in taken}
+    one = nn.Parameter(torch.zeros(1))
+    one.grad = torch.zeros(1)
+    trial = kind([one], **options)
+    trial.step()
+    return {key: value for key, value in trial.state[one].items() if value is not None}
+
+
+def refuse_steps(path: Path, found: Any, step: int, name: str) -> None:
+    """A count of steps is a whole number, up to the checkpoint's own.
+
+    DeepSpeed takes one before the first.
+    """
+    if isinstance(found, torch.Tensor) and found.is_meta:
+        return
+    count = float(found)
+    if not (0 <= count <= step + 1 and count == int(count)):
+        raise _other(path, name, f"{count:g}", f"at most {step}")
+
+
+def refuse_other(
+    path: Path, found: Any, wanted: Any, name: str = "", free: Sequence[str] = _FREE
+) -> None:
+    """Hold a saved structure against the run's own: names, lengths, shapes, dtypes, finite numbers.
+
+    Options that a torch of another version does not know are let pass, and so are plain numbers
+    that are others: the recipe's win.
+
+    Raises:
+        CheckpointError: naming the first difference.
+    """
+    if isinstance(wanted, torch.Tensor) and wanted.dim():
+        if _described(found) != _described(wanted):
+            raise _other(path, name, _described(found), _described(wanted))
+    elif isinstance(wanted, dict):
+        if not isinstance(found, dict):
+            raise _other(path, name, _described(found), _described(wanted))
+        is_group = "params" in wanted or "lr" in wanted
+        keys = wanted.keys() & found.keys() if is_group else {**wanted, **found}.keys()
+        for key in sorted(keys - {*free}, key=str):
+            below = f"{name}: {key}" if name else str(key)
+            if key not in found or key not in wanted:
+                ours, theirs = ("there" if key in each else "missing" for each in (wanted, found))
+                raise _other(path, below, theirs, ours)
+            refuse_other(path, found[key], wanted[key], below, free)
+    elif isinstance(wanted, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(wanted):
+            raise _other(path, name, _described(found), _described(wanted))
+        for number, (theirs, ours) in enumerate(zip(found, wanted, strict=True)):
+            refuse_other(path, theirs, ours, f"{name}.{number}", free)
+    elif _is_number(wanted):
+        if not (_is_number(found) and (_is_meta(found) or math.isfinite(found))):
+            raise _other(path, name, _described(found), "a finite number")
+    elif isinstance(wanted, bool | str | None) and found != wanted:
+        raise _other(path, name, _described(found), _described(wanted))
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.dim()
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {[*value.shape]}"
+    if isinstance(value, list | tuple | dict):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r:.80}"
+
+
+def _other(path: Path, name: str, found: str, wanted: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is {found} in it, and {wanted} in the run", where=str(path), fix=_FIX
+    )
 
 
 def innermost(optimizer: Any) -> torch.optim.Optimizer:
@@ -247,14 +404,14 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _names(model: nn.Module, optimizer: Any) -> dict[torch.Tensor, str]:
-    """Of what the optimizer trains: parameters, or their fp32 masters."""
-    masters = getattr(innermost(optimizer), "masters", {})
-    return {masters.get(each, each): name for name, each in model.named_parameters()}
+def trained_by(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """What the optimizer trains, in its order: parameters, or their fp32 masters, by name."""
+    inner = innermost(optimizer)
+    masters = getattr(inner, "masters", {})
+    names = {masters.get(each, each): name for name, each in model.named_parameters()}
+    every = [each for group in inner.param_groups for each in group["params"]]
+    return {names.get(each, f"part {number}"): each for number, each in enumerate(every)}
 
 
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+def _options(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in each.items() if key != "params"} for each in groups]

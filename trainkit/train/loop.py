@@ -19,17 +19,16 @@ import torch
 from torch import nn
 from transformers import TrainerState, get_scheduler
 
-from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.objectives.objective import BatchCounts, Step, take_counts, take_sample_ids
 from trainkit.parallel.engine import Training
-from trainkit.train.checkpoints import SCHEDULER, TRAINER_STATE, read_weights
+from trainkit.train.checkpoints import TRAINER_STATE, read_weights
 from trainkit.train.data import EpochPlan, train_loader
 from trainkit.train.faults.numbers import hold_back
 from trainkit.train.hooks import LoopState
 from trainkit.train.model import prepare_to_train
 from trainkit.train.optimizer import averages_gradients, make_optimizer
 from trainkit.train.prepare import settings_refused_by
-from trainkit.train.saves import load_random_state
+from trainkit.train.saves import load_random_state, load_schedule
 
 
 class Loop(LoopState):
@@ -56,7 +55,7 @@ class Loop(LoopState):
         self.tell("begin", checkpoint)
         self.wrapped.train()
         if checkpoint is not None:  # last: what is proved before the first step may have drawn some
-            load_random_state(checkpoint, self.args)
+            load_random_state(checkpoint, self.args, self.run.point)
         for epoch in range(first, self.epochs.num_epochs):
             if self.control.should_training_stop:
                 break
@@ -222,11 +221,8 @@ class Loop(LoopState):
         self.state = self.new_state()
         if checkpoint is not None:
             self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE))
-            engine.load_state(checkpoint)
-            if (checkpoint / SCHEDULER).is_file():
-                schedule = torch.load(checkpoint / SCHEDULER, weights_only=True)
-                with taking_up(checkpoint / SCHEDULER):
-                    self.scheduler.load_state_dict(schedule)
+            engine.load_state(checkpoint, self.state.global_step)
+            load_schedule(self.scheduler, checkpoint, self.state.global_step, args)
         self.state.compute_steps(args, max_steps)  # the recipe's intervals, not the checkpoint's
         self.state.max_steps, self.state.num_train_epochs = max_steps, self.epochs.num_epochs
         self.state.is_world_process_zero = self.ranks.is_main_process

@@ -20,20 +20,23 @@ import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from trainkit.checkpoint.weights.contents import taking_up
+from trainkit.checkpoint.weights.contents import ANOTHER, saved_by_torch, taking_up
 from trainkit.checkpoint.whole.atomic import readable
 from trainkit.errors import CheckpointError
 from trainkit.models.linears import is_packed
 from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel.engine import Ranks
 from trainkit.parallel.parameters import num_elements, own_part
+from trainkit.parallel.part_files import refuse_other
 from trainkit.parallel.snapshot import is_composed, pin_ahead, snapshot
 from trainkit.train.background import Save
 from trainkit.train.checkpoints import (
     BASE,
     SCHEDULER,
     TRAINER_STATE,
+    ResumePoint,
     folder_name,
     read_weights,
     remember_origin,
@@ -65,16 +68,21 @@ def random_file(folder: Path, args: Any) -> Path:
     return folder / f"rng_state{'' if args.world_size <= 1 else f'_{args.process_index}'}.pth"
 
 
-def load_random_state(folder: Path, args: Any) -> None:
-    """Go on drawing where a checkpoint left off; one without its states leaves all as it is."""
+def load_random_state(folder: Path, args: Any, point: ResumePoint | None) -> None:
+    """Go on drawing where a checkpoint left off; one of other ranks leaves all as it is.
+
+    Raises:
+        CheckpointError: this rank's states are missing, or are none.
+    """
     path = random_file(folder, args)
-    if not path.is_file():
+    ranks = None if point is None else point.fingerprint.get("num_ranks")
+    if not path.is_file() and ranks not in (None, args.world_size):
         return
     # What numpy's arrays name in a pickle, wherever this numpy keeps it.
     rebuild: Any = np.zeros(0).__reduce__()[0]
     numpy_state = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), rebuild]
     with torch.serialization.safe_globals(numpy_state):
-        saved = torch.load(path, weights_only=True)
+        saved = saved_by_torch(path)
     with taking_up(path):
         random.setstate(saved["python"])
         np.random.set_state(saved["numpy"])
@@ -82,6 +90,28 @@ def load_random_state(folder: Path, args: Any) -> None:
         if torch.cuda.is_available() and "cuda" in saved:
             of_all = args.world_size > 1
             (torch.cuda.set_rng_state_all if of_all else torch.cuda.set_rng_state)(saved["cuda"])
+
+
+def load_schedule(scheduler: Any, folder: Path, step: int, args: Any) -> None:
+    """Have a schedule go on behind a step.
+
+    Raises:
+        CheckpointError: its state is missing, is of another schedule or of another step.
+    """
+    path = folder / SCHEDULER
+    saved, own = saved_by_torch(path), scheduler.state_dict()
+    with taking_up(path):
+        refuse_other(path, dict.fromkeys(saved), dict.fromkeys(own))
+        if isinstance(scheduler, LambdaLR):  # it follows the step; fp16's scaler leaves some out
+            refuse_other(path, saved, own, free=("_is_initial", "_get_lr_called_within_step"))
+            count = saved["last_epoch"]
+            if type(count) is not int or not (0 <= count <= step if args.fp16 else count == step):
+                raise CheckpointError(
+                    f"last_epoch is {count!r:.40} in it, and {step} in the run",
+                    where=str(path),
+                    fix=ANOTHER,
+                )
+        scheduler.load_state_dict(saved)
 
 
 class Saves(Hook):

@@ -19,6 +19,6 @@ def start(cwd, words, environment, forgets=False):
 
     trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
     if forgets:
-        trainkit.train.loop.load_random_state = lambda checkpoint, args: None
+        trainkit.train.loop.load_random_state = lambda *_: None
     sys.argv = ["trainkit", *words]
     return main()

@@ -141,6 +141,21 @@ def open_pickle(path: Path) -> Any:
         ) from None
 
 
+def saved_by_torch(path: Path, place: Any = "cpu") -> Any:
+    """A file that every checkpoint of such a run has: numbers and plain values.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path.name} is missing: what follows would not be the run that was begun",
+            where=str(path.parent),
+            fix=ANOTHER,
+        )
+    return torch.load(path, map_location=place, weights_only=True)
+
+
 def _check_archive(path: Path) -> None:
     """Torch stores without compression; a small file that unfolds to a huge one is none of its."""
     with zipfile.ZipFile(path) as archive:

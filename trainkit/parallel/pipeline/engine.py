@@ -538,14 +538,14 @@ class Pipeline(Engine):
     def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
         """With the state."""
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, step: int) -> None:
         """Take both up again."""
-        saved = empty_state(self.model, self.optimizer, folder)
+        saved = empty_state(self.model, self.optimizer, folder, step)
         weights = _trained(self.model, self.optimizer)
         load_parts({"model": weights, KEY: saved}, folder)
         _round(self.model, weights)
         with taking_up(folder):
-            take_up(self.model, self.optimizer, saved)
+            take_up(self.model, self.optimizer, saved, folder, step)
 
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """The trained weights alone."""

@@ -16,6 +16,14 @@ from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, RecipeError
 from trainkit.parallel.engine import Engine, Saving, Training
 from trainkit.parallel.launch import free_port
+from trainkit.parallel.part_files import (
+    WITHOUT,
+    by_name,
+    innermost,
+    refuse_other,
+    refuse_steps,
+    refuse_unfit_state,
+)
 from trainkit.parallel.process import ProcessRank
 from trainkit.parallel.snapshot import tensors_of
 from trainkit.parallel.zero.lint import RECIPES_KEYS, lint_file, refuse_contradictions
@@ -26,6 +34,11 @@ if TYPE_CHECKING:
 
 
 _GATHERS = "stage3_gather_16bit_weights_on_model_save"
+_PARTS = (
+    ("single_partition_of_fp32_groups", "base_optimizer_state"),
+    ("fp32_flat_groups", "optimizer_state_dict"),
+)
+"""Where a shard of ZeRO-1 and 2, and one of ZeRO-3, has masters and the optimizer's states."""
 _GATHERED_AT_ONCE = 500_000_000
 """Numbers of a layer at most; experts may have more."""
 
@@ -210,16 +223,19 @@ class DeepSpeed(Engine):
     def load_weights(self, model: nn.Module, read: Callable[[], None]) -> None:
         """With the state."""
 
-    def load_state(self, folder: Path) -> None:
+    def load_state(self, folder: Path, step: int) -> None:
         """From DeepSpeed's own files, weights and all.
 
         Raises:
-            CheckpointError: there are none.
+            CheckpointError: there are none, or they are not what this run has.
         """
         from peft import PeftModel
 
+        from trainkit.parallel.zero.shard_files import ShardFiles
+
         strict = not isinstance(self.model, PeftModel)
-        with taking_up(folder):
+        refuse = partial(self._refuse_unfit, step=step)
+        with taking_up(folder), ShardFiles.judging(refuse):
             read, _ = self.wrapped.load_checkpoint(str(folder), load_module_strict=strict)
         if read is None:
             raise CheckpointError(
@@ -228,9 +244,34 @@ class DeepSpeed(Engine):
                 fix="continue it with the parallel.shard that the run had",
             )
 
+    def _refuse_unfit(self, path: Path, saved: Any, step: int) -> None:
+        """Hold a file of DeepSpeed's against the run, before it is copied over what is there."""
+        if "module" in saved:
+            only_trained = not set(saved["module"]) >= set(self.wrapped.module_state_dict())
+            own = self.wrapped.module_state_dict(exclude_frozen_parameters=only_trained)
+            refuse_other(path, saved["module"], own, "module")
+            for key in ("global_steps", "skipped_steps"):
+                refuse_steps(path, saved[key], step, key)
+            return
+        zero, held = self.wrapped.optimizer, saved["optimizer_state_dict"]
+        own = zero.state_dict()
+        weights, states = next(each for each in _PARTS if each[0] in own)
+        refuse_other(path, held[weights], own[weights], weights)
+        if self.shards_weights:  # else the optimizer has them at all times
+            zero._set_fp32_optimizer_param_groups()
+        base = innermost(zero)
+        named = by_name(self.model, base, held[states], path)
+        if step > 0 and not self.args.fp16:  # whose first steps may all be skipped
+            named[WITHOUT] = {"": []}
+        refuse_unfit_state(self.model, base, named, path, step)
+        if self.shards_weights:
+            zero._clear_fp32_optimizer_param_groups()
+        scale = getattr(held.get("loss_scaler"), "cur_scale", 1.0)
+        refuse_other(path, scale, 1.0, "loss_scaler: cur_scale")
+
     def load_best(self, folder: Path, read: Callable[[], None]) -> None:
         """Likewise."""
-        self.load_state(folder)
+        self.load_state(folder, self.wrapped.global_steps)
 
     def place(self, model: nn.Module, device: torch.device) -> None:
         """Under ZeRO-3 a layer is gathered at once, not matrix by matrix.

@@ -38,6 +38,7 @@ class ShardFiles(TorchCheckpointEngine):
     """
 
     _take: ClassVar[Take | None] = None
+    _refuse: ClassVar[Callable[[Path, Any], None] | None] = None
 
     @classmethod
     @contextmanager
@@ -48,6 +49,16 @@ class ShardFiles(TorchCheckpointEngine):
             yield
         finally:
             cls._take = None
+
+    @classmethod
+    @contextmanager
+    def judging(cls, refuse: Callable[[Path, Any], None]) -> Iterator[None]:
+        """Within, give each file that was read to ``refuse``, before anything is made of it."""
+        cls._refuse = staticmethod(refuse)
+        try:
+            yield
+        finally:
+            cls._refuse = None
 
     @classmethod
     def write(cls, path: Path, job: Callable[[], None]) -> None:
@@ -75,7 +86,7 @@ class ShardFiles(TorchCheckpointEngine):
         """
         try:
             with torch.serialization.safe_globals([*NEEDED, (member, GETATTR)]):
-                return torch.load(path, map_location=map_location, weights_only=True)
+                saved = torch.load(path, map_location=map_location, weights_only=True)
         except (OSError, MemoryError):
             raise
         except Exception as error:  # the unpickler raises nearly anything on damage
@@ -85,6 +96,9 @@ class ShardFiles(TorchCheckpointEngine):
                 where=path,
                 fix="continue from another checkpoint of the run",
             ) from None
+        if self._refuse is not None:
+            self._refuse(Path(path), saved)
+        return saved
 
 
 def use_shard_files() -> None:
