@@ -9,7 +9,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from trainkit.errors import CheckpointError
-from trainkit.parallel.part_files import FOLDER, check_parts, load_parts, read_table
+from trainkit.parallel.part_files import (
+    FOLDER,
+    KEY,
+    WITHOUT,
+    check_parts,
+    empty_state,
+    load_parts,
+    optimizer_state,
+    read_table,
+    take_up,
+)
 
 
 class Hostile:
@@ -77,3 +87,71 @@ def test_a_value_that_is_code_is_refused(checkpoint):
     with pytest.raises((CheckpointError, dcp.api.CheckpointException), match="damaged or hostile"):
         load_parts(state, checkpoint)
     assert not (checkpoint / "hostile-code-ran").exists()
+
+
+@pytest.fixture
+def trained():
+    """A model and an optimizer with a state of all but the bias, and a fresh pair."""
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+        groups = [{"params": [each], "lr": 0.1} for each in model.parameters()]
+        return model, torch.optim.AdamW(groups, weight_decay=0.1)
+
+    model, optimizer = made()
+    for parameter in [*model.parameters()][:-1]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer, made
+
+
+def loaded(model, optimizer, checkpoint):
+    room = empty_state(model, optimizer, checkpoint, step=1)
+    load_parts({"model": {}, KEY: room}, checkpoint)
+    take_up(model, optimizer, room, checkpoint, step=1)
+
+
+def test_an_optimizers_parts_are_taken_up_whoever_had_no_state(trained, tmp_path):
+    model, optimizer, made = trained
+    saved = optimizer_state(model, optimizer)
+    dcp.save({KEY: saved}, checkpoint_id=tmp_path / FOLDER, no_dist=True)
+    other, fresh = made()
+    loaded(other, fresh, tmp_path)
+    again = optimizer_state(other, fresh)
+    assert again["groups"] == saved["groups"]
+    assert again[WITHOUT] == saved[WITHOUT] == {"0.weight": ["1.bias"]}
+    assert again["state"].keys() == saved["state"].keys() == {"0.weight", "0.bias", "1.weight"}
+    for name, entries in saved["state"].items():
+        assert all(torch.equal(again["state"][name][key], entries[key]) for key in entries)
+
+
+def test_parts_of_a_version_that_did_not_say_who_had_no_state_are_taken_up(trained, tmp_path):
+    model, optimizer, made = trained
+    saved = {k: v for k, v in optimizer_state(model, optimizer).items() if k != WITHOUT}
+    dcp.save({KEY: saved}, checkpoint_id=tmp_path / FOLDER, no_dist=True)
+    other, fresh = made()
+    loaded(other, fresh, tmp_path)
+    assert len(fresh.state) == 3
+
+
+DAMAGES = {
+    "missing": lambda state: state["0.bias"].pop("exp_avg"),
+    r"0\.bias: the state is missing": lambda state: state.pop("0.bias"),
+    r"of shape \[1\]": lambda state: state["0.bias"].update(exp_avg=torch.ones(1)),
+    "float16": lambda state: state["0.bias"].update(exp_avg=torch.ones(2).half()),
+    "finite": lambda state: state["0.bias"].update(step=torch.tensor(float("nan"))),
+    "at most 1": lambda state: state["0.bias"].update(step=torch.tensor(9.0)),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_another_optimizers_parts_are_refused(said, trained, tmp_path):
+    model, optimizer, made = trained
+    saved = optimizer_state(model, optimizer)
+    DAMAGES[said](saved["state"])
+    dcp.save({KEY: saved}, checkpoint_id=tmp_path / FOLDER, no_dist=True)
+    other, fresh = made()
+    with pytest.raises(CheckpointError, match=said):
+        loaded(other, fresh, tmp_path)
+    assert not fresh.state

@@ -242,6 +242,8 @@ class StopEarly(Hook):
                 self._see(loop.args, row)
         else:
             self._best, self._num_worse = kept["best"], kept["num_worse"]
+        # Killed behind the checkpoint of its last step, a run has nothing left to train.
+        loop.control.should_training_stop |= self._num_worse >= self._patience
 
     def on_evaluate(self, loop: LoopState, row: dict[str, float]) -> None:
         """End the run where patience is over."""

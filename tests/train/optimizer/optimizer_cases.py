@@ -1,12 +1,19 @@
 """A model with weights of every kind, and its optimizer, driven as the Trainer drives them."""
 
 import io
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from trainkit.options.optimizers import DEFAULT, OPTIMIZERS, OURS
+from trainkit.parallel.part_files import (
+    WITHOUT,
+    by_name,
+    refuse_unfit_state,
+    without_state,
+)
 from trainkit.train.optimizer import make_optimizer
 
 
@@ -83,11 +90,18 @@ class Run:
         """Through bytes, read as a checkpoint is: nothing in it can run."""
         file = io.BytesIO()
         parts = (self.model, self.optimizer, self.schedule)
-        torch.save([part.state_dict() for part in parts], file)
+        states = [part.state_dict() for part in parts]
+        states[1][WITHOUT] = without_state(self.model, self.optimizer)
+        torch.save(states, file)
         file.seek(0)
         return torch.load(file, weights_only=True)
 
     def resumed(self, saved):
+        """As a strategy does: what it holds against the run's own first is always let pass."""
+        file = Path("optimizer.pt")
+        named = by_name(self.model, self.optimizer, saved[1], file)
+        refuse_unfit_state(self.model, self.optimizer, named, file, step=3)
+        saved[1].pop(WITHOUT)
         for part, state in zip((self.model, self.optimizer, self.schedule), saved, strict=True):
             part.load_state_dict(state)
         return self
