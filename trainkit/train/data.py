@@ -585,8 +585,15 @@ def prepare_run_data(
     entries = Ledger(ledger)
     kept_back: PreparedData | None = None
 
-    def prepared(sources: Sequence[Source]) -> PreparedData:
-        return prepare(sources, tokenizer, options, ledger=entries, progress=progress)
+    def prepared(sources: Sequence[Source], *, is_evaluation: bool = False) -> PreparedData:
+        return prepare(
+            sources,
+            tokenizer,
+            options,
+            ledger=entries,
+            progress=progress,
+            is_evaluation=is_evaluation,
+        )
 
     def shape(length: int, names: Sequence[str]) -> RowShape:
         wanted = len(names) > 1 if per_source_loss is None else per_source_loss
@@ -621,7 +628,7 @@ def prepare_run_data(
         parts = parts_of(data, packing=packing, shuffle=shuffle)
     refuse_unfit(summary)
     if evaluation:
-        kept_back = prepared(evaluation)
+        kept_back = prepared(evaluation, is_evaluation=True)
         about = kept_back.summary
         notes += [*notes_of(about, "evaluation data"), *about["listed_twice"]]
     entries.close()

@@ -242,8 +242,7 @@ class StopEarly(Hook):
                 self._see(loop.args, row)
         else:
             self._best, self._num_worse = kept["best"], kept["num_worse"]
-        # Killed behind the checkpoint of its last step, a run has nothing left to train.
-        loop.control.should_training_stop |= self._num_worse >= self._patience
+        self._end(loop)  # killed behind the checkpoint of its last step, nothing is left to train
 
     def on_evaluate(self, loop: LoopState, row: dict[str, float]) -> None:
         """End the run where patience is over."""
@@ -251,6 +250,10 @@ class StopEarly(Hook):
         if not self._see(args, row):
             return
         state.stateful_callbacks[_EARLY] = {"best": self._best, "num_worse": self._num_worse}
+        self._end(loop)
+
+    def _end(self, loop: LoopState) -> None:
+        args, state = loop.args, loop.state
         if self._num_worse >= self._patience:
             loop.control.should_training_stop = loop.control.should_log = True
             name = str(args.metric_for_best_model or "loss").removeprefix("eval_")

@@ -305,6 +305,7 @@ def prepare(
     *,
     ledger: Ledger,
     progress: Callable[[Progress], None] | None = None,
+    is_evaluation: bool = False,
 ) -> PreparedData:
     """Turn sources into samples, or open what an earlier call has made of the same.
 
@@ -317,6 +318,7 @@ def prepare(
         options: how rows become samples.
         ledger: gets an entry for every row that is dropped, cut or repaired.
         progress: called now and then while samples are built.
+        is_evaluation: what is drawn is drawn apart from training's sources of the same names.
 
     Raises:
         DataError: a source is missing, unreadable, empty, has nothing to train on, or more rows
@@ -333,7 +335,7 @@ def prepare(
     preparation = _Preparation(tokenizer, options, ledger, progress)
     labels, paths = [source.label for source in sources], [source.path for source in sources]
     for source, stream in zip(sources, stream_names(labels, paths), strict=True):
-        preparation.add(source, stream)
+        preparation.add(source, f"eval/{stream}" if is_evaluation else stream)
     check_dropped(preparation.file_rows, options)
     return preparation.result()
 
