@@ -38,6 +38,11 @@ METRIC_KEYS = (
 
 _MOST_NAMED = 5
 
+_NUMBERS = (float, int, type(None))
+_WORDS = ("NaN", "Infinity", "-Infinity")
+_LONGEST = 1e12
+"""Seconds: of a step that is a damaged row, and not so slow."""
+
 _scan = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 
 
@@ -148,7 +153,15 @@ def decode_row(line: str) -> dict[str, Any] | None:
         return None
     is_row = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
     is_flat = is_row and not any(isinstance(value, dict | list) for value in row.values())
-    return row if is_flat and not line[end:].strip() else None
+    if not is_flat or line[end:].strip():
+        return None
+    # Its own figures are numbers, or the words for those that JSON has not; a finite time is summed.
+    are_numbers = all(
+        type(row.get(key)) in _NUMBERS or row[key] in _WORDS for key in METRIC_KEYS[1:]
+    )
+    seconds = row.get("step_seconds") or 0
+    is_time = isinstance(seconds, int | float) and 0 <= seconds < _LONGEST
+    return row if are_numbers and is_time else None
 
 
 def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import TrainerControl, TrainerState
 
-from trainkit.train.hooks import LoopState
 from trainkit.train.evaluations import StopEarly
+from trainkit.train.hooks import LoopState
 
 STEPS, EVERY, PATIENCE, END = 3000, 300, 8, 2700
 

@@ -54,7 +54,7 @@ class ShardFiles(TorchCheckpointEngine):
     @contextmanager
     def judging(cls, refuse: Callable[[Path, Any], None]) -> Iterator[None]:
         """Within, give each file that was read to ``refuse``, before anything is made of it."""
-        cls._refuse = staticmethod(refuse)
+        cls._refuse = refuse
         try:
             yield
         finally:
@@ -96,8 +96,9 @@ class ShardFiles(TorchCheckpointEngine):
                 where=path,
                 fix="continue from another checkpoint of the run",
             ) from None
-        if self._refuse is not None:
-            self._refuse(Path(path), saved)
+        refuse = type(self)._refuse
+        if refuse is not None:
+            refuse(Path(path), saved)
         return saved
 
 
