@@ -155,7 +155,7 @@ def decode_row(line: str) -> dict[str, Any] | None:
     is_flat = is_row and not any(isinstance(value, dict | list) for value in row.values())
     if not is_flat or line[end:].strip():
         return None
-    # Its own figures are numbers, or the words for those that JSON has not; a finite time is summed.
+    # Its figures are numbers, or the words for those that JSON has not; its time is summed.
     are_numbers = all(
         type(row.get(key)) in _NUMBERS or row[key] in _WORDS for key in METRIC_KEYS[1:]
     )
