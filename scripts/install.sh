@@ -20,12 +20,12 @@ install_trainkit() { # install_trainkit EXTRAS
   build=cpu
   if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then build=cuda; fi
   stamp=$environment/.trainkit-$(cat "$repository/constraints.txt" "$repository/pyproject.toml" |
-    "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read() + sys.argv[1].encode()).hexdigest()[:16])' \
+    "$python" -I -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read() + sys.argv[1].encode()).hexdigest()[:16])' \
       "$repository $extras $build")
   [ ! -e "$stamp" ] || return 0
   echo "installing trainkit [$extras] for $build into $environment" >&2
   install_torch "$build"
-  "$python" -m pip install --quiet --disable-pip-version-check --constraint "$repository/constraints.txt" \
+  "$python" -I -m pip install --quiet --disable-pip-version-check --constraint "$repository/constraints.txt" \
     --editable "$repository[$extras]"
   touch "$stamp"
 }
@@ -33,8 +33,8 @@ install_trainkit() { # install_trainkit EXTRAS
 make_environment() { # make_environment DIRECTORY
   local candidate
   for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-      "$candidate" -m venv "$1"
+    if "$candidate" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+      "$candidate" -I -m venv "$1"
       return
     fi
   done
@@ -45,9 +45,9 @@ make_environment() { # make_environment DIRECTORY
 # A plain torch from PyPI drags in gigabytes of CUDA. Where there is no GPU the CPU build is named: from
 # the configured indexes if they have it, else from PyTorch's own.
 install_torch() { # install_torch cpu|cuda
-  local version pip=("$python" -m pip install --quiet --disable-pip-version-check)
+  local version pip=("$python" -I -m pip install --quiet --disable-pip-version-check)
   version=$(sed -n 's/^torch==\([0-9.]*\).*/\1/p' "$repository/constraints.txt")
-  if "$python" -c "import sys, importlib.metadata as m; sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then
+  if "$python" -I -c "import sys, importlib.metadata as m; sys.exit(m.version('torch').split('+')[0] != '$version')" 2>/dev/null; then
     return
   fi
   if [ "$1" = cuda ] || [ "$(uname -s)" = Darwin ]; then

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.bench import record
+from trainkit.bench import cells
 from trainkit.run.git import repository_state
 
 NAMED = """
@@ -121,8 +121,8 @@ def test_what_changed_is_told_and_nothing_is_run(repository, monkeypatch):
 
 def test_a_measurement_names_its_commit_and_runs_nothing(repository, monkeypatch):
     outer, marker = repository
-    monkeypatch.setattr(record, "__file__", str(outer / "sub" / "record.py"))
-    commit = record._git_commit()
+    monkeypatch.setattr(cells, "__file__", str(outer / "sub" / "record.py"))
+    commit = cells._git_commit()
     assert commit.endswith("-dirty")
     assert repository_state(outer)["commit"].startswith(commit.removesuffix("-dirty"))
     assert not marker.exists()
@@ -197,6 +197,115 @@ def test_a_git_that_does_not_answer_is_left(tmp_path, monkeypatch):
     found = repository_state(tmp_path)
     assert time.monotonic() - started < 10
     assert found["dirty"] is None
+
+
+def _worktree_config(outer, program, monkeypatch):
+    git(outer, "config", "extensions.worktreeConfig", "true")
+    (outer / ".git" / "config.worktree").write_text(f"[core]\n\tfsmonitor = {program}\n")
+
+
+def _conditional_include(outer, program, monkeypatch):
+    (outer / ".git" / "more").write_text(f"[core]\n\tfsmonitor = {program}\n\tpager = {program}\n")
+    config = outer / ".git" / "config"
+    config.write_text(f'{config.read_text()}[includeIf "gitdir:**"]\n\tpath = more\n')
+
+
+def _daemon(outer, program, monkeypatch):
+    git(outer, "config", "core.fsmonitor", "true")
+    git(outer, "config", "core.untrackedCache", "true")
+
+
+def _attributes_of_the_repository(outer, program, monkeypatch):
+    (outer / ".git" / "info" / "attributes").write_text("* filter=named diff=named merge=named\n")
+
+
+def _home(outer, program, monkeypatch):
+    home = outer.parent / "home"
+    (home / ".config" / "git").mkdir(parents=True)
+    text = f"[core]\n\tfsmonitor = {program}\n[diff]\n\texternal = {program}\n"
+    text += f'[filter "named"]\n\tclean = {program}\n[core]\n\tattributesFile = {home}/attributes\n'
+    (home / ".gitconfig").write_text(text)
+    (home / ".config" / "git" / "config").write_text(text)
+    (home / "attributes").write_text("* filter=named\n")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
+
+
+def _parameters(outer, program, monkeypatch):
+    monkeypatch.setenv("GIT_CONFIG_PARAMETERS", f"'core.fsmonitor={program}'")
+
+
+def _files_of_the_environment(outer, program, monkeypatch):
+    config = outer.parent / "elsewhere"
+    config.write_text(f"[core]\n\tfsmonitor = {program}\n[diff]\n\texternal = {program}\n")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(config))
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", str(config))
+
+
+def _programs_of_git(outer, program, monkeypatch):
+    folder = outer.parent / "core"
+    folder.mkdir()
+    for name in ("git-status", "git-diff", "git-rev-parse", "git-config", "git-submodule"):
+        (folder / name).symlink_to(program)
+    monkeypatch.setenv("GIT_EXEC_PATH", str(folder))
+
+
+def _traces(outer, program, monkeypatch):
+    for name in ("GIT_TRACE2", "GIT_TRACE2_EVENT", "GIT_TRACE_SETUP", "GIT_TRACE_PACK_ACCESS"):
+        monkeypatch.setenv(name, str(outer.parent / "MARKER"))
+    for name in ("GIT_EDITOR", "GIT_SEQUENCE_EDITOR", "GIT_PROXY_COMMAND", "GIT_SSH"):
+        monkeypatch.setenv(name, str(program))
+
+
+def _submodule_updates(outer, program, monkeypatch):
+    modules = outer / ".gitmodules"
+    modules.write_text(f"{modules.read_text()}\tupdate = !{program}\n\tignore = none\n")
+    git(outer, "config", "submodule.module.update", f"!{program}")
+
+
+def _objects_of_others(outer, program, monkeypatch):
+    other = outer.parent / "other" / "objects"
+    other.mkdir(parents=True)
+    (other.parent / "config").write_text(f"[core]\n\tfsmonitor = {program}\n")
+    (outer / ".git" / "objects" / "info" / "alternates").write_text(f"{other}\n")
+
+
+def _linked_directory(outer, program, monkeypatch):
+    (outer / ".git").rename(outer.parent / "moved")
+    (outer / ".git").write_text(f"gitdir: {outer.parent / 'moved'}\n")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        _worktree_config, _conditional_include, _daemon, _attributes_of_the_repository, _home,
+        _parameters, _files_of_the_environment, _programs_of_git, _traces, _submodule_updates,
+        _objects_of_others, _linked_directory,
+    ],
+    ids=lambda name: name.__name__[1:],
+)  # fmt: skip
+def test_wherever_a_program_is_named_it_is_not_run(name, repository, monkeypatch):
+    outer, marker = repository
+    name(outer, outer.parent / "program", monkeypatch)
+    marker.unlink(missing_ok=True)
+    found = repository_state(outer)
+    assert not marker.exists(), marker.read_text()
+    assert not (outer / ".git" / "fsmonitor--daemon.ipc").exists()
+    assert found["dirty"]
+    assert found["diff"].count("-one\n+two\n") == 2
+
+
+@pytest.mark.parametrize("file", [".git/HEAD", ".git/config", ".git/index", ".git/info/exclude"])
+def test_a_file_of_git_that_never_ends_is_left(file, tmp_path, monkeypatch):
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-qm", "first", "--allow-empty")
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    monkeypatch.setattr("trainkit.run.git._SECONDS", 1)
+    started = time.monotonic()
+    found = repository_state(tmp_path)
+    assert time.monotonic() - started < 10
+    assert found is None or found["dirty"] is None or file.endswith("index")
 
 
 def test_git_is_run_in_one_place():

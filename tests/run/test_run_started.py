@@ -13,7 +13,10 @@ from trainkit.parallel.launch import Hosts, launch_command
 from trainkit.processes import STARTER, module_command
 
 ROOT = Path(trainkit.__file__).parent
-NAMES = ("json", "torch", "trainkit", "runpy", "pathlib", "typing", "yaml", "module", "resource")
+NAMES = (
+    "json", "torch", "trainkit", "runpy", "pathlib", "typing", "yaml", "module", "resource", "re",
+    "sitecustomize", "usercustomize", "transformers", "signal", "threading", "numpy",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -51,6 +54,19 @@ def test_trainkit_itself_run_by_python_m(canary):
     assert (done.stderr.count("\n"), done.returncode) == (1, 0), done.stderr
     assert "qlora" in done.stdout
     assert not canary.exists()
+
+
+def test_the_command_and_train_sh_run_nothing_of_here(canary, monkeypatch):
+    monkeypatch.setenv("TRAINKIT_PYTHON", sys.executable)
+    script = Path(sys.executable).with_name("trainkit")
+    commands = [["bash", str(ROOT.parent / "train.sh"), "--help"], [str(script), "new"]]
+    for command in commands if script.exists() else commands[:1]:
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "torchrun" in done.stdout or "qlora" in done.stdout
+        assert not canary.exists()
+    install = (ROOT.parent / "scripts" / "install.sh").read_text()
+    assert not re.search(r'"\$(python|candidate)" -[cm] ', install)  # they look here first
 
 
 def test_the_processes_of_torchrun_import_nothing_from_here(canary):
