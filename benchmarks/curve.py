@@ -16,7 +16,7 @@ import torch
 
 from trainkit.bench.cells import Cell
 from trainkit.bench.providers import attention_of, provide
-from trainkit.data.serve.collator import PaddingCollator
+from trainkit.data.collator import PaddingCollator
 from trainkit.train.masters import MasterWeightOptimizer
 
 RUNS = ("hf_cudnn", "hf_efficient", "hf_math", "trainkit")

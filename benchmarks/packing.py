@@ -15,8 +15,8 @@ import torch
 from trainkit.bench.cells import Cell
 from trainkit.bench.measure import peak_gib, timed, warm_up
 from trainkit.bench.providers import Provided, Shape, attention_of, provide
-from trainkit.data.build.datasets import pack
-from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.data.collator import PackingCollator, PaddingCollator
+from trainkit.data.datasets import pack
 
 LAYOUTS = ("max", "batch", "packed")
 TRAINED_SHARE = 0.6

@@ -208,8 +208,7 @@ def prepare(folder: Path) -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     import trainkit.cli.commands.sft
-    import trainkit.run.report.html
-    import trainkit.run.report.redraw
+    import trainkit.run.report
     import trainkit.train.build
 
     torch.set_num_threads(1)
@@ -217,8 +216,8 @@ def prepare(folder: Path) -> None:
     get_checkpoint_conversion_mapping("qwen2")  # 400 patterns
     gc.freeze()  # what is imported stays: no start walks over it, or copies it, again
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its build takes a minute
-    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
-    trainkit.run.report.redraw.CurveRefresher.refresh = lambda self, **_: False
+    trainkit.run.report.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
+    trainkit.run.report.CurveRefresher.refresh = lambda self, **_: False
     maker = os.fork()  # threads of torch's must not be there when a start is forked
     if maker == 0:
         from tiny import make_qwen2, make_tokenizer

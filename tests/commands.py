@@ -179,7 +179,7 @@ def _spoil(factors):
 
 
 def _draw_nothing():
-    import trainkit.run.report.html
+    import trainkit.run.report
     import trainkit.train.build
 
-    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
+    trainkit.run.report.draw_plots = trainkit.run.report.svg_plots = lambda *_: []

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.data.read import formats, row_fields
-from trainkit.data.read.formats import read_row
-from trainkit.data.read.messages import Conversation, Message
+from trainkit.data import fields, formats
+from trainkit.data.formats import read_row
+from trainkit.data.messages import Conversation, Message
 from trainkit.models import linears
 from trainkit.options import Source
 from trainkit.options.data import ROW_FORMATS
@@ -34,7 +34,7 @@ def parse_faq(row):
 
 def test_a_format_is_a_function_and_a_row(monkeypatch):
     monkeypatch.setitem(formats.FORMATS, "faq", parse_faq)
-    monkeypatch.setitem(row_fields.READS, "faq", ("question", "reply"))
+    monkeypatch.setitem(fields.READS, "faq", ("question", "reply"))
     monkeypatch.setitem(ROW_FORMATS, "faq", "a question and its reply")
     assert Source(path="a.jsonl", format="faq").format == "faq"
     parsed = read_row({"question": "2 + 2?", "reply": "4", "note": "easy"}, "faq")

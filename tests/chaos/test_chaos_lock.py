@@ -11,8 +11,7 @@ import pytest
 
 from trainkit.errors import RunDirectoryError
 from trainkit.processes import Process
-from trainkit.run.directory import RunDirectory
-from trainkit.run.lock import locked
+from trainkit.run.directory import RunDirectory, locked
 
 
 @pytest.fixture

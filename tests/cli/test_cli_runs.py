@@ -11,7 +11,7 @@ import pytest
 from trainkit.cli.app import main
 from trainkit.cli.commands import runs
 from trainkit.run.directory import RunDirectory
-from trainkit.run.stages import Stages, now, process_began
+from trainkit.run.starts import Stages, now, process_began
 
 
 def make_run(parent, name, state, steps=3, **more):
@@ -90,7 +90,7 @@ def test_show_says_where_the_time_to_the_first_step_went(tmp_path, capsys):
 
 def test_a_process_knows_when_it_began():
     told = subprocess.run(
-        [sys.executable, "-c", "from trainkit.run import stages as s; print(s.process_began())"],
+        [sys.executable, "-c", "from trainkit.run import starts as s; print(s.process_began())"],
         capture_output=True,
         text=True,
         check=True,

@@ -6,7 +6,7 @@ import pytest
 from tiny import train_bpe
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from trainkit.data.render.encode import PATTERNS, Encoder, find_ascii_bpe
+from trainkit.data.encode import PATTERNS, Encoder, find_ascii_bpe
 
 TEXT = [
     "The quick brown fox, aged 42, isn't lazy; it's 2026 and they're THERE.\n\nIs it?  No!",
@@ -134,7 +134,7 @@ def test_an_answer_after_line_breaks_takes_the_fast_way_whatever_is_in_it():
 
 
 def test_the_memory_of_words_is_bounded(monkeypatch):
-    from trainkit.data.render import encode
+    from trainkit.data import encode
 
     core = trained(KNOWN["gpt2"])
     fast = find_ascii_bpe(core)

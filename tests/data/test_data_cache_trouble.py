@@ -14,10 +14,9 @@ import pytest
 from conftest import chat
 
 import trainkit.data
-from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.build import prepare as preparing
-from trainkit.data.build import store
-from trainkit.data.build.store import ARRAYS
+from trainkit.data import DataOptions, Ledger, Source, prepare, store
+from trainkit.data import sources as preparing
+from trainkit.data.store import ARRAYS
 from trainkit.errors import DataError
 
 SCRIPT = """

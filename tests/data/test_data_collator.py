@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.options.data import IGNORE_INDEX
 
 

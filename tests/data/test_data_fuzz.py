@@ -11,11 +11,11 @@ import random
 import pytest
 from conftest import chat
 
-from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.build.ledger import Ledger
-from trainkit.data.build.prepare import prepare
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.files import read_rows
 from trainkit.data.options import DataOptions
-from trainkit.data.read.reading import read_rows
+from trainkit.data.sources import prepare
+from trainkit.data.store import Ledger
 from trainkit.errors import DataError
 from trainkit.options import Source
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.data import PackedDataset, SampleDataset, pack
-from trainkit.data.build.datasets import efficiency
+from trainkit.data.datasets import efficiency
 
 LENGTHS = np.random.default_rng(0)
 

@@ -15,7 +15,7 @@ from conftest import chat
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.build.store import sha256_of
+from trainkit.data.store import sha256_of
 from trainkit.errors import DataError, RecipeError
 from trainkit.quickstart import CHAT_TEMPLATE
 
@@ -226,7 +226,7 @@ class TestCache:
         assert sha256_of(file, tmp_path / "memo") != one
 
     def test_a_crash_half_way_leaves_nothing_that_counts(self, write, tmp_path, monkeypatch):
-        from trainkit.data.build import builder
+        from trainkit.data import builder
 
         path = write(ROWS * 20)
         build, calls = builder.SampleBuilder.build, []
@@ -329,8 +329,8 @@ def _die(rows, source):
 
 
 def test_a_dead_worker_is_an_error_that_says_so(write, ready, monkeypatch):
-    from trainkit.data.build import prepare
+    from trainkit.data import sources
 
-    monkeypatch.setattr(prepare, "_build", _die)
+    monkeypatch.setattr(sources, "_build", _die)
     with pytest.raises(DataError, match="process died"):
         ready(write(ROWS * 30), num_workers=2)

@@ -9,8 +9,7 @@ from tiny import make_qwen2, make_tokenizer
 
 from trainkit.cli.app import main
 from trainkit.data import DataOptions
-from trainkit.data.look.check import measure
-from trainkit.data.look.preview import Authors, choose, view
+from trainkit.data.preview import Authors, choose, measure, view
 
 END = "<|im_end|>"
 ROWS = [chat(f"question {n}", f"answer {n}" * (n % 5 + 1), system="sys") for n in range(30)]

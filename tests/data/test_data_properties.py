@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.build.datasets import hold_out
-from trainkit.data.build.store import store_key, tokenizer_digest
+from trainkit.data.datasets import hold_out
+from trainkit.data.store import store_key, tokenizer_digest
 
 QUICK = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

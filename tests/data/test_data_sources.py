@@ -6,9 +6,9 @@ import pytest
 from conftest import chat
 
 from trainkit.data import DataOptions, PackedDataset, SampleDataset, Source
-from trainkit.data.build.datasets import stream_names
-from trainkit.data.look.check import verdict
-from trainkit.data.serve.streaming import SampleStream, first_look
+from trainkit.data.datasets import stream_names
+from trainkit.data.streaming import SampleStream, first_look
+from trainkit.data.summary import verdict
 from trainkit.train.data import parts_of
 
 ROWS = [chat(f"ask {n}", f"say {n}") for n in range(40)]

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 from conftest import chat
 
-from trainkit.data import Source
-from trainkit.data.build import store
-from trainkit.data.build.datasets import PackedDataset, hold_out
-from trainkit.data.render import encode
+from trainkit.data import Source, encode, store
+from trainkit.data.datasets import PackedDataset, hold_out
 from trainkit.errors import DataError, RecipeError
 from trainkit.options import DataSection
 

@@ -8,7 +8,7 @@ import pytest
 from conftest import chat
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.serve.streaming import Position, SampleStream, first_look, sampled_digest
+from trainkit.data.streaming import Position, SampleStream, first_look, sampled_digest
 from trainkit.errors import DataError
 
 ROWS = [chat(f"q{n}", f"a{n}" * (n % 7 + 1)) for n in range(700)]
@@ -167,7 +167,7 @@ def test_sources_are_read_side_by_side(write, tiny_tokenizer):
 
 
 def test_memory_is_two_blocks(write, tiny_tokenizer, monkeypatch):
-    from trainkit.data.serve import streaming
+    from trainkit.data import streaming
 
     alive = []
     make = streaming.Block.__init__

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainkit.data import DataOptions, Ledger, Source, prepare
-from trainkit.data.look.check import measure
-from trainkit.data.look.preview import Authors
+from trainkit.data.preview import Authors, measure
 
 TURN = st.fixed_dictionaries(
     {"role": st.sampled_from(["system", "user", "assistant", "tool"])},

@@ -51,7 +51,7 @@ def test_report_and_comparison_have_the_scores(run, evaluated, tmp_path):
     from trainkit.compare.verdicts import verdicts
     from trainkit.run import RunDirectory
     from trainkit.run.metrics import read_scores, read_verdicts
-    from trainkit.run.report.html import render_report
+    from trainkit.run.report import render_report
 
     assert "LLaMA-7B 0.742" in render_report(RunDirectory.open(run))
     scores = {f"{row['task']}/{row['metric']}": row for row in read_scores(run)}

@@ -4,7 +4,7 @@ import pytest
 from tiny import make_tokenizer
 
 from trainkit.data import DataOptions
-from trainkit.data.render.prompt import PromptRenderer, conversation_of
+from trainkit.data.prompt import PromptRenderer, conversation_of
 from trainkit.errors import ModelError
 from trainkit.evals.answers import after_thinking
 from trainkit.evals.model import PromptRecord, PromptStyle

@@ -8,8 +8,8 @@ import torch
 
 from trainkit.checkpoint.weights.adapter import Adapter, ModuleAdapter
 from trainkit.cli.app import main
-from trainkit.data import DataOptions, PromptRenderer
-from trainkit.data.render.prompt import conversation_of
+from trainkit.data import DataOptions
+from trainkit.data.prompt import PromptRenderer, conversation_of
 from trainkit.errors import CheckpointError
 from trainkit.export.certificate import Answer, Reference, certify
 from trainkit.export.conversations import Prompt

@@ -6,7 +6,7 @@ import pytest
 from train.router_cases import make_moe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainkit.data.read.questions import QuestionOptions, read_questions
+from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
 from trainkit.infer.batch import BatchOptions, generate_file
 from trainkit.infer.engine import Engine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.data.read.questions import QuestionOptions, read_questions
+from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
 from trainkit.infer.batch import BatchOptions, generate_file
 from trainkit.infer.conversation import ChatHistory
@@ -244,8 +244,7 @@ NO_JSON_LINES = {
     "models/proof/plan.py",
     "recipe/document.py",
     "run/environment.py",
-    "run/git.py",
-    "run/report/html.py",
+    "run/report.py",
     "train/rehearse.py",
     "parallel/launch.py",
     "models/loading.py",

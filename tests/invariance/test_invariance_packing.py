@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny import make_qwen2
 
-from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.models import attention
 from trainkit.patching import patch
 

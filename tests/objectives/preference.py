@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainkit.data.read import fields
-from trainkit.data.read.messages import Comparison, Conversation
-from trainkit.data.read.row_fields import TALK
-from trainkit.data.read.turns import parse_turn
-from trainkit.data.serve.collator import PaddingCollator
+from trainkit.data import fields
+from trainkit.data.collator import PaddingCollator
+from trainkit.data.fields import TALK
+from trainkit.data.formats import parse_turn
+from trainkit.data.messages import Comparison, Conversation
 from trainkit.errors import RecipeError
 from trainkit.models.loss import token_losses
 from trainkit.objectives.objective import EvaluatedBatch, Objective

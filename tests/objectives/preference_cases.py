@@ -11,7 +11,7 @@ import torch
 from objectives import preference
 from objectives.preference import BETA, PREFERENCE
 
-from trainkit.data.read import formats, row_fields
+from trainkit.data import fields, formats
 from trainkit.objectives.table import OBJECTIVES
 from trainkit.options.data import ROW_FORMATS
 from trainkit.options.training import OBJECTIVE_NAMES
@@ -24,7 +24,7 @@ def register(patch_item):
     patch_item(OBJECTIVES, "preference", PREFERENCE)
     patch_item(OBJECTIVE_NAMES, "preference", "the odds of the better of two answers")
     patch_item(formats.FORMATS, "pairs", preference.parse_pairs)
-    patch_item(row_fields.READS, "pairs", preference.READS)
+    patch_item(fields.READS, "pairs", preference.READS)
     patch_item(ROW_FORMATS, "pairs", "two answers to one prompt")
 
 
@@ -122,7 +122,7 @@ def train(root, *, stage=0, **options):
     from distributed.zero_cases import zero_file
 
     shard = zero_file(root, stage) if stage else "none"
-    tables = (OBJECTIVES, formats.FORMATS, row_fields.READS, ROW_FORMATS)
+    tables = (OBJECTIVES, formats.FORMATS, fields.READS, ROW_FORMATS)
     with contextlib.ExitStack() as stack:
         for table in tables:
             stack.enter_context(mock.patch.dict(table))

@@ -7,8 +7,8 @@ from commands import trainkit
 from objectives.pair_cases import fp64_step, pair, step_of, train
 from ranks import run_ranks
 
-from trainkit.data.read.formats import read_row
-from trainkit.data.read.messages import RowError, TextRow
+from trainkit.data.formats import read_row
+from trainkit.data.messages import RowError, TextRow
 from trainkit.errors import RecipeError
 from trainkit.recipe import Recipe
 

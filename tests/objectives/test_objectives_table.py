@@ -17,7 +17,7 @@ from objectives.preference_cases import (
 )
 from ranks import run_ranks
 
-from trainkit.data.read.formats import FORMATS
+from trainkit.data.formats import FORMATS
 from trainkit.errors import DataError, RecipeError
 from trainkit.objectives.objective import Step
 from trainkit.objectives.table import OBJECTIVES, SFT, formats_of

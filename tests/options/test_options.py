@@ -48,8 +48,8 @@ def test_no_class_elsewhere_repeats_a_section():
 def test_names_are_those_of_the_tables():
     import torch
 
-    from trainkit.data.read.formats import FORMATS
-    from trainkit.data.read.messages import ROLES as KNOWN_ROLES
+    from trainkit.data.formats import FORMATS
+    from trainkit.data.messages import ROLES as KNOWN_ROLES
     from trainkit.lora.fused import OPS as FUSED
     from trainkit.models.linears import LINEARS
     from trainkit.models.loading import TORCH_DTYPES

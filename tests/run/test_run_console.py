@@ -6,7 +6,7 @@ import rich.console
 
 from trainkit.run import Console
 from trainkit.run.console import _can_be_live, sparkline
-from trainkit.run.format import format_count, format_duration, format_loss, format_number
+from trainkit.run.metrics import format_count, format_duration, format_loss, format_number
 
 ROW = {
     "loss": 1.23456,

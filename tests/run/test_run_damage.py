@@ -6,8 +6,7 @@ from trainkit.cli.app import main
 from trainkit.compare.runs import read_run
 from trainkit.errors import RunDirectoryError
 from trainkit.run.metrics import read_scores, say_damaged
-from trainkit.run.model_card import model_card
-from trainkit.run.report.html import render_report
+from trainkit.run.report import model_card, render_report
 
 RECORDS = ("data.json", "samples.json", "environment.json", "kernels.json", "memory.json")
 

@@ -9,7 +9,7 @@ import pytest
 
 import trainkit
 from trainkit.bench import cells
-from trainkit.run.git import repository_state
+from trainkit.run.environment import repository_state
 
 NAMED = """
 [core]
@@ -192,7 +192,7 @@ def test_a_git_that_does_not_answer_is_left(tmp_path, monkeypatch):
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-qm", "first", "--allow-empty")
     os.mkfifo(tmp_path / ".gitignore")
-    monkeypatch.setattr("trainkit.run.git._SECONDS", 1)
+    monkeypatch.setattr("trainkit.run.environment._SECONDS", 1)
     started = time.monotonic()
     found = repository_state(tmp_path)
     assert time.monotonic() - started < 10
@@ -301,7 +301,7 @@ def test_a_file_of_git_that_never_ends_is_left(file, tmp_path, monkeypatch):
     git(tmp_path, "commit", "-qm", "first", "--allow-empty")
     (tmp_path / file).unlink(missing_ok=True)
     os.mkfifo(tmp_path / file)
-    monkeypatch.setattr("trainkit.run.git._SECONDS", 1)
+    monkeypatch.setattr("trainkit.run.environment._SECONDS", 1)
     started = time.monotonic()
     found = repository_state(tmp_path)
     assert time.monotonic() - started < 10

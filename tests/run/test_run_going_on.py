@@ -9,7 +9,7 @@ import pytest
 import trainkit
 from trainkit.cli.app import COMMANDS
 from trainkit.run import RunDirectory
-from trainkit.run.going_on import resume_command
+from trainkit.run.status import resume_command
 
 TWO_HOSTS = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
 

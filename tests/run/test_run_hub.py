@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 from trainkit import hub
-from trainkit.data.read.finding import fetch
+from trainkit.data.files import fetch
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.shape import find_config
 from trainkit.infer.engine import load_engine

@@ -7,10 +7,8 @@ import pytest
 from trainkit.compare.runs import group_by_recipe, one_of_each, read_run
 from trainkit.run import RunDirectory
 from trainkit.run.listing import summarize
-from trainkit.run.model_card import model_card
-from trainkit.run.report.curves import Columns, History, by_minutes, read_rows
-from trainkit.run.report.html import headline_figures
-from trainkit.run.report.plot import measured_keys
+from trainkit.run.plot import MEASURED, History, by_minutes, read_rows
+from trainkit.run.report import headline_figures, model_card
 
 NUM_STEPS = 757
 
@@ -90,4 +88,4 @@ def test_counts_of_tokens_are_no_curve():
     rows = [
         {"step": step, "eval_num_trained_tokens/en": 5, "eval_boolq/acc": step} for step in (1, 2)
     ]
-    assert measured_keys(Columns(rows)) == ["eval_boolq/acc"]
+    assert History(rows).lines(MEASURED) == ["eval_boolq/acc"]

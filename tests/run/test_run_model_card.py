@@ -7,8 +7,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from trainkit.run.directory import RunDirectory
-from trainkit.run.model_card import model_card, write_model_card
+from trainkit.run.report import model_card, write_model_card
 
 HOSTILE = (
     "plain",
@@ -37,9 +36,9 @@ def fill(run, path):
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "adapter"])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_card_reads_a_user_s_text_as_text(name, adapter, trained_run, monkeypatch):
+def test_the_card_reads_a_user_s_text_as_text(name, adapter, trained_run):
     fill(trained_run, name)
-    monkeypatch.setattr(RunDirectory, "name", name)
+    trained_run.name = name
     text = model_card(trained_run, base_model=name, adapter=adapter)
     card = ModelCard(text)
     assert card.data.library_name == ("peft" if adapter else "transformers")

@@ -9,17 +9,19 @@ from matplotlib.image import imread
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run import RunDirectory
-from trainkit.run.report.curves import (
+from trainkit.run.plot import (
+    History,
     Series,
     by_minutes,
+    distinct_names,
+    draw_comparison,
+    draw_plots,
     read_rows,
-    series,
     smoothed,
     thinned,
     warmup_end,
 )
-from trainkit.run.report.html import SAMPLES, render_report, write_report
-from trainkit.run.report.plot import distinct_names, draw_comparison, draw_plots
+from trainkit.run.report import SAMPLES, render_report, write_report
 
 
 def test_smoothing_follows_a_falling_curve_and_takes_the_noise_out():
@@ -46,7 +48,8 @@ def test_thinning_keeps_the_spikes():
 
 def test_broken_values_are_counted_not_drawn():
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": "NaN"}, {"step": 3, "loss": math.inf}]
-    assert series(rows, "loss") == Series([1.0], [1.0], [2.0, 3.0])
+    found = History(rows).series("loss")
+    assert [*map(list, (found.steps, found.values, found.broken_steps))] == [[1], [1], [2, 3]]
 
 
 def test_warmup_is_read_from_the_learning_rate():

@@ -25,7 +25,7 @@ from trainkit.run.directory import RunDirectory
 from trainkit.run.files import read_json
 from trainkit.run.listing import summarize
 from trainkit.run.metrics import read_metrics
-from trainkit.run.report.curves import History
+from trainkit.run.plot import History
 
 
 def a_pipe(path):

@@ -1,6 +1,6 @@
 import time
 
-from trainkit.run.report.redraw import CurveRefresher
+from trainkit.run.report import CurveRefresher
 
 
 def test_a_drawing_is_rare_and_never_doubled(trained_run):

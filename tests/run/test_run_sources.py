@@ -3,8 +3,7 @@
 import io
 
 from trainkit.run import Console
-from trainkit.run.report.curves import Columns
-from trainkit.run.report.plot import draw_plots, source_keys, svg_plots
+from trainkit.run.plot import BY_SOURCE, History, draw_plots, svg_plots
 
 
 def rows_of_sources():
@@ -35,7 +34,7 @@ def test_a_picture_and_the_report_tell_the_sources_apart(run):
     with run.open_metrics() as metrics:
         for row in rows_of_sources():
             metrics.append(row)
-    assert source_keys(Columns(rows_of_sources())) == ["loss/chat", "loss/rare"]
+    assert History(rows_of_sources()).lines(BY_SOURCE) == ["loss/chat", "loss/rare"]
     assert "loss_by_source.png" in {path.name for path in draw_plots(run)}
     pictures = dict(svg_plots(run))
     assert ">chat<" in pictures["Loss by source"]

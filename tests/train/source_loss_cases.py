@@ -41,7 +41,7 @@ class Rows:
 
 
 def make_data(*, packed, sources=NAMES):
-    from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+    from trainkit.data.collator import PackingCollator, PaddingCollator
     from trainkit.objectives.objective import CountingCollator, TrainingData
 
     def untrained(sample):

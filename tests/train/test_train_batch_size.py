@@ -18,8 +18,8 @@ FIND = ("training.auto_find_batch_size=true", "training.gradient_accumulation_st
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    monkeypatch.setattr("trainkit.run.report.redraw.draw_plots", lambda *_: [])
-    monkeypatch.setattr("trainkit.run.report.html.svg_plots", lambda *_: [])
+    monkeypatch.setattr("trainkit.run.report.draw_plots", lambda *_: [])
+    monkeypatch.setattr("trainkit.run.report.svg_plots", lambda *_: [])
 
 
 def curve(project, run):

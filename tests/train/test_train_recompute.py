@@ -42,8 +42,8 @@ def folder(tmp_path_factory, tiny_tokenizer):
 @pytest.fixture(autouse=True)
 def inside(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("trainkit.run.report.redraw.draw_plots", lambda *_: [])
-    monkeypatch.setattr("trainkit.run.report.html.svg_plots", lambda *_: [])
+    monkeypatch.setattr("trainkit.run.report.draw_plots", lambda *_: [])
+    monkeypatch.setattr("trainkit.run.report.svg_plots", lambda *_: [])
 
 
 def train(folder, name, *words):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainkit.run.stages import Stages
+from trainkit.run.starts import Stages
 from trainkit.train.callbacks import RunRecorder
 
 

@@ -19,7 +19,7 @@ import torch
 
 from trainkit.bench.providers import MODELS, Shape
 from trainkit.processes import module_command
-from trainkit.run.git import repository_state
+from trainkit.run.environment import repository_state
 
 FIRST_IMPORT = "TRAINKIT_BENCH_FIRST_IMPORT"
 """The variable that names what a process imports before anything else."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from trainkit.compare.runs import ComparedRun
 from trainkit.compare.verdicts import Verdict
-from trainkit.run.format import format_count, format_duration, format_loss
-from trainkit.run.report.page import curves, page, paragraph, section, table
+from trainkit.run.metrics import format_count, format_duration, format_loss
+from trainkit.run.report import parts
 from trainkit.terminal import visible
 
 _HEAD = ("run", "steps", "loss", "eval loss", "exact", "tok/s", "GiB", "time")
@@ -88,35 +87,24 @@ def as_page(
         pictures: title and ``<svg>`` element of each curve.
     """
     names = [run.name for run in runs]
-    said = [paragraph(f"{each.quantity}: {_difference(each)}: {each.words}") for each in found]
-    parts = [
-        section("Runs", f"<div class='wide'>{table(_HEAD, map(figures, runs))}</div>"),
-        section("Benchmarks", _wide(("benchmark", *names), benchmarks(runs))),
-        section("Differences", "".join(said)),
-        section("Curves", curves(pictures)),
-        section("Recipes", _wide(("key", *names), [(key, *row) for key, row in keys.items()])),
-        section("Answers side by side", _answers(runs)),
-    ]
-    body = f"<h1>{escape(' | '.join(names))}</h1>" + "".join(parts)
-    return page("Comparison", body)
-
-
-def _wide(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    return f"<div class='wide'>{table(head, rows)}</div>" if rows else ""
-
-
-def _answers(runs: Sequence[ComparedRun]) -> str:
-    """Questions that not all runs answer alike, the first of them."""
+    page = parts()
     shared = [each for each in runs[0].texts if all(each in run.texts for run in runs)]
     unlike = [each for each in shared if len({run.texts[each] for run in runs}) > 1]
-    rows = [
+    answers = [
         (question.partition(" ")[2], *(run.texts[question] for run in runs))
         for question in unlike[:_MOST_ANSWERS]
     ]
-    if not shared:
-        return ""
-    note = paragraph(f"{len(unlike)} of {len(shared)} answers differ.")
-    return note + _wide(("question", *(run.name for run in runs)), rows)
+    body = page.comparison(
+        names,
+        page.table(_HEAD, map(figures, runs)),
+        benchmarks(runs),
+        [f"{each.quantity}: {_difference(each)}: {each.words}" for each in found],
+        pictures,
+        [(key, *row) for key, row in keys.items()],
+        f"{len(unlike)} of {len(shared)} answers differ." if shared else "",
+        answers,
+    )
+    return str(page.page("Comparison", body))
 
 
 def _difference(verdict: Verdict) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run.files import read_record
-from trainkit.run.format import as_float
-from trainkit.run.metrics import read_scores
-from trainkit.run.report.curves import read_rows, seconds_spent
+from trainkit.run.metrics import as_float, read_scores
+from trainkit.run.plot import read_rows, seconds_spent
 from trainkit.run.status import read_status
 
 SEED_KEYS = ("training.seed", "training.data_seed")

@@ -1,13 +1,12 @@
 """From files to packed batches: messages, templates, masks, truncation, packing.
 
-The collators live in ``trainkit.data.serve.collator``, the only module here that imports torch.
+The collators live in ``trainkit.data.collator``, the only module here that imports torch.
 """
 
-from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset, pack
-from trainkit.data.build.ledger import Entry, Ledger
-from trainkit.data.build.prepare import Progress, prepare
+from trainkit.data.datasets import PackedDataset, PreparedData, SampleDataset, pack
 from trainkit.data.options import DataOptions
-from trainkit.data.render.prompt import PromptRenderer, render_prompt
+from trainkit.data.sources import Progress, prepare
+from trainkit.data.store import Entry, Ledger
 from trainkit.options import Source
 
 __all__ = [
@@ -17,10 +16,8 @@ __all__ = [
     "PackedDataset",
     "PreparedData",
     "Progress",
-    "PromptRenderer",
     "SampleDataset",
     "Source",
     "pack",
     "prepare",
-    "render_prompt",
 ]

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from trainkit.options.data import SampleOptions
 
+BUFFER = 4096
+"""Samples of a block of a stream, by default."""
+
 FROZEN_DATE = "2024-07-26"
 """What templates that print today's date print instead, so that the same data gives the same tokens
 on every day. It is the date Llama 3.1's own template falls back to."""

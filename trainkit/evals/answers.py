@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from trainkit.data.render.template import THINK_CLOSE, THINK_OPEN
+from trainkit.data.template import THINK_CLOSE, THINK_OPEN
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.encode import Encoder, threads_of_tokenizers
 from trainkit.data.options import DataOptions
-from trainkit.data.render.encode import Encoder, threads_of_tokenizers
-from trainkit.data.render.prompt import PromptRenderer, conversation_of
-from trainkit.data.render.template import THINK_CLOSE, THINK_OPEN, own_template
+from trainkit.data.prompt import PromptRenderer, conversation_of
+from trainkit.data.template import THINK_CLOSE, THINK_OPEN, own_template
 from trainkit.errors import DataError, ModelError
 from trainkit.evals.answers import Prompt, Writer, room_for
 from trainkit.evals.likelihood import Pair, Scorer

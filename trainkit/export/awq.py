@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from trainkit.checkpoint.weights.export import CastWeights, write_weights
 from trainkit.checkpoint.weights.reader import WeightsReader
 from trainkit.data import DataOptions
-from trainkit.data.render.prompt import PromptRenderer
+from trainkit.data.prompt import PromptRenderer
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.export.certificate import TransformersServed, answered, mean_divergence, released
 from trainkit.export.conversations import trained_rows

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trainkit.data import DataOptions
-from trainkit.data.read.messages import Conversation, TextRow
-from trainkit.data.render.template import ChatTemplate
+from trainkit.data.messages import Conversation, TextRow
+from trainkit.data.template import ChatTemplate
 from trainkit.errors import CheckpointError
 from trainkit.export.conversations import Prompt
 from trainkit.infer.engine import Engine, own_attention, with_adapter

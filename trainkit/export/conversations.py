@@ -8,13 +8,12 @@ from itertools import islice
 from pathlib import Path
 
 from trainkit.data import DataOptions
-from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import decode_row, parse_row
-from trainkit.data.read.messages import Comparison, Conversation, Message, Row, RowError, TextRow
-from trainkit.data.read.questions import QuestionOptions, read_question
-from trainkit.data.read.reading import RawRow, read_rows
-from trainkit.data.render.prompt import conversation_of
-from trainkit.data.render.template import ChatTemplate, join_reasoning
+from trainkit.data.files import RawRow, read_rows, resolve_files
+from trainkit.data.formats import decode_row, parse_row
+from trainkit.data.messages import Comparison, Conversation, Message, Row, RowError, TextRow
+from trainkit.data.prompt import conversation_of
+from trainkit.data.questions import QuestionOptions, read_question
+from trainkit.data.template import ChatTemplate, join_reasoning
 from trainkit.errors import DataError
 from trainkit.infer.engine import Engine
 from trainkit.recipe import load_recipe

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.weights.plain_files import read_config
-from trainkit.data.read.messages import Conversation, TextRow
+from trainkit.data.messages import Conversation, TextRow
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.export.llama_cpp import DIRECT, LlamaServer, check_llama_cpp, convert, quantize
 from trainkit.export.plain import weights_directory, write_plain

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.data.read.messages import Conversation, Message
+from trainkit.data.messages import Conversation, Message
 from trainkit.errors import CheckpointError, ModelError
 from trainkit.processes import module_command
 

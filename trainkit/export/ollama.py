@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from trainkit.data.read.messages import Conversation, TextRow
+from trainkit.data.messages import Conversation, TextRow
 from trainkit.errors import ModelError
 from trainkit.estimate.context import context_of
 from trainkit.export.gguf import (

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from trainkit.checkpoint.whole.manifest import MANIFEST_NAME, verify_directory
 from trainkit.data import DataOptions
-from trainkit.data.read.messages import Conversation
-from trainkit.data.render.template import ChatTemplate, freeze_dates
+from trainkit.data.messages import Conversation
+from trainkit.data.template import ChatTemplate, freeze_dates
 from trainkit.errors import ModelError
 from trainkit.export.certificate import (
     MIN_AGREEMENT,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from trainkit.data.read.messages import Conversation, Message
-from trainkit.data.read.questions import Question
+from trainkit.data.messages import Conversation, Message
+from trainkit.data.questions import Question
 from trainkit.errors import DataError
 from trainkit.infer.engine import Answer, Engine, PromptTooLongError
 from trainkit.infer.sampling import SamplingOptions

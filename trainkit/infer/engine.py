@@ -21,11 +21,11 @@ from trainkit.checkpoint.weights.adapter import vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk
 from trainkit.checkpoint.weights.reader import refuse_not_finite
 from trainkit.checkpoint.whole.manifest import UNPROVED, verify_model
-from trainkit.data import DataOptions, PromptRenderer
-from trainkit.data.read.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
-from trainkit.data.render.masking import MaskFinder
-from trainkit.data.render.prompt import conversation_of
-from trainkit.data.render.template import ChatTemplate
+from trainkit.data import DataOptions
+from trainkit.data.masking import MaskFinder
+from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
+from trainkit.data.prompt import PromptRenderer, conversation_of
+from trainkit.data.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.estimate.context import context_of
 from trainkit.infer.base import pack, prove_base

@@ -17,7 +17,7 @@ from trainkit.hub import check_hub
 from trainkit.models.files import PICKLED_WEIGHTS
 from trainkit.options import ModelOptions
 from trainkit.places import WEIGHTS, local_path, regular, regular_files
-from trainkit.run.going_on import resume_command
+from trainkit.run.status import resume_command
 
 ADAPTER_CONFIG = "adapter_config.json"
 

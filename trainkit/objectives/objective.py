@@ -8,17 +8,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from trainkit.auto_class import without_adapters
-from trainkit.data.build.datasets import PreparedData
-from trainkit.data.serve.streaming import SampleStream
+from trainkit.data.datasets import PreparedData
 from trainkit.options import PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from trainkit.data.streaming import SampleStream
 
 
 @dataclass(frozen=True)

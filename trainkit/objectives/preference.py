@@ -19,7 +19,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
-from trainkit.data.build.datasets import PreparedData, pack
+from trainkit.data.datasets import PreparedData, pack
 from trainkit.errors import RecipeError
 from trainkit.evaluation_mode import evaluation_mode
 from trainkit.models.loss import LossOptions, configure, token_losses

@@ -10,8 +10,8 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from trainkit.auto_class import without_adapters
-from trainkit.data.build.datasets import PackedDataset, PreparedData, SampleDataset
-from trainkit.data.serve.collator import PackingCollator, PaddingCollator
+from trainkit.data.collator import PackingCollator, PaddingCollator
+from trainkit.data.datasets import PackedDataset, PreparedData, SampleDataset
 from trainkit.models.loss import (
     LossHead,
     LossOptions,

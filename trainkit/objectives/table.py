@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from trainkit.data.read.formats import FORMATS
+from trainkit.data.formats import FORMATS
 from trainkit.errors import RecipeError
 from trainkit.objectives.objective import Objective
 from trainkit.objectives.preference import DPO, ORPO, SIMPO

@@ -36,7 +36,7 @@ ROW_FORMATS: dict[str, str] = {
     "template": "any columns: Jinja templates in `columns` make prompt and completion of them",
     "preference": "two answers to one prompt, the better one as `chosen`",
 }
-"""The names of ``trainkit.data.read.formats.FORMATS``, with what a row holds."""
+"""The names of ``trainkit.data.formats.FORMATS``, with what a row holds."""
 
 
 RowFormat = Annotated[

@@ -426,7 +426,7 @@ class SftOptions:
         force: train although the estimate says that the memory is not enough.
         rows: takes each row of the log, and the summary at the end; what people read stays on
             standard error.
-        began: when the command was given, on the clock of ``trainkit.run.stages``; None is now.
+        began: when the command was given, on the clock of ``trainkit.run.starts``; None is now.
     """
 
     resume: Path | None = None

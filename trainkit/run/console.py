@@ -5,6 +5,8 @@ Everything goes to standard error; standard output is for programs. Only the mai
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import os
 import re
@@ -12,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -22,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainkit.redact import redact_text
-from trainkit.run.format import format_count, format_duration, format_loss, format_number
+from trainkit.run.files import explain_os_errors
+from trainkit.run.metrics import format_count, format_duration, format_loss, format_number
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _REFRESH_PER_SECOND = 4
@@ -309,3 +313,68 @@ def _can_be_live(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "") in {"dumb", ""}:
         return False
     return stream.isatty()
+
+
+# These libraries keep their records from the root logger, so each needs the handler itself.
+_LIBRARIES = ("transformers", "datasets", "accelerate", "DeepSpeed", "peft")
+
+
+class RankLogHandler(logging.FileHandler):
+    """Appends redacted records to ``logs/rank<N>.log``.
+
+    A record that arrives twice (from a library's logger and from the root) is written once, and a
+    full disk costs the record, not the run.
+    """
+
+    def __init__(self, path: Path, dist_rank: int) -> None:
+        with explain_os_errors(path):
+            super().__init__(path, encoding="utf-8", errors="backslashreplace")
+        self.setLevel(logging.INFO)
+        layout = f"%(asctime)s rank{dist_rank} %(levelname)s %(name)s: %(message)s"
+        self.setFormatter(logging.Formatter(layout))
+        self._last_record: logging.LogRecord | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        if record is self._last_record:
+            return
+        self._last_record = record
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record's line, traceback included, without secrets."""
+        return redact_text(super().format(record))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop a record that cannot be written."""
+        with contextlib.suppress(OSError, ValueError):
+            self.flush()
+
+
+def start_rank_log(path: Path, dist_rank: int) -> RankLogHandler:
+    """Send this process's log records and warnings to ``path``.
+
+    Returns:
+        The handler, for ``stop_rank_log``.
+    """
+    handler = RankLogHandler(path, dist_rank)
+    root = logging.getLogger()
+    if root.level > logging.INFO or root.level == logging.NOTSET:
+        # The console must stay as quiet as it was: handlers that took their calm from the root's
+        # level get it themselves.
+        for other in root.handlers:
+            other.setLevel(max(other.level, root.level))
+        root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    for name in _LIBRARIES:
+        logging.getLogger(name).addHandler(handler)
+    logging.captureWarnings(True)
+    return handler
+
+
+def stop_rank_log(handler: RankLogHandler) -> None:
+    """Undo ``start_rank_log`` and close the file."""
+    logging.captureWarnings(False)
+    for name in ("", *_LIBRARIES):
+        logging.getLogger(name).removeHandler(handler)
+    handler.close()

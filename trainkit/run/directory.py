@@ -7,6 +7,8 @@ complete or not at all (``trainkit.run.files``) and goes through ``trainkit.reda
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import re
 import shlex
@@ -14,12 +16,14 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
 from trainkit.errors import ResumeRefusedError, RunDirectoryError, StoppedError, TrainkitError
 from trainkit.places import checkpoints_in, regular_files, step_of
+from trainkit.processes import Process
 from trainkit.redact import redact, redact_text
 from trainkit.run.files import (
     RunGoneError,
@@ -45,6 +49,46 @@ class RunDirectory:
         self._last_heartbeat = 0.0
         self._step: int | None = None
         self._held: int | None = None
+        self.name = root.name
+        """The directory's own name, which is the run's."""
+        self.recipe = root / "recipe.yaml"
+        """The recipe as the user gave it."""
+        self.resolved = root / "resolved.yaml"
+        """Every recipe value in force and where it came from."""
+        self.command = root / "command.sh"
+        """A script that runs the same command again."""
+        self.environment = root / "environment.json"
+        """Packages, machine, GPU, git state."""
+        self.data = root / "data.json"
+        """What became of every data file: rows, kept, dropped, truncated, tokens."""
+        self.dropped = root / "dropped.jsonl"
+        """One line for each row that could not be used, with file, line and reason."""
+        self.changed = root / "changed.jsonl"
+        """One line for each row that was cut or repaired."""
+        self.changes = root / "changes.jsonl"
+        """One line for each start of the run: overrides, and what they changed."""
+        self.kernels = root / "kernels.json"
+        """Which kernels are on, and their self-check."""
+        self.memory = root / "memory.json"
+        """Memory and time: what was estimated, and what was measured."""
+        self.metrics = root / "metrics.jsonl"
+        """One flat line a step."""
+        self.log_history = root / "log_history.json"
+        """Transformers' ``TrainerState.log_history``."""
+        self.generation_eval = root / "generation_eval.json"
+        """The answers generated on held-out conversations, and how many are exact."""
+        self.logs = root / "logs"
+        """Folder of the per-process logs."""
+        self.plots = root / "plots"
+        """Folder of the PNG curves."""
+        self.report = root / "report.html"
+        """The complete record as one self-contained page."""
+        self.final = root / "final"
+        """The trained model, loadable with transformers alone."""
+        self.model_card = root / "README.md"
+        """What was trained, on what, with what result."""
+        self.status_file = root / "status.json"
+        """running, done, failed or interrupted, and why."""
 
     # -- making and opening -------------------------------------------------------------------
 
@@ -72,7 +116,7 @@ class RunDirectory:
                 # mkdir is the lock: of two runs started in one second, one gets the next number.
                 with contextlib.suppress(FileExistsError):
                     root.mkdir()
-                    return cls(root.resolve())._made()
+                    return cls(root.resolve())._begun()
         raise RunDirectoryError(f"a thousand runs named {base} exist", where=str(parent))
 
     @staticmethod
@@ -109,7 +153,7 @@ class RunDirectory:
         root = Path(path).expanduser()
         with explain_os_errors(root):
             root.mkdir(parents=True, exist_ok=True)
-        return cls(root.resolve())._made()
+        return cls(root.resolve())._begun()
 
     @classmethod
     def open(cls, path: Path | str) -> RunDirectory:
@@ -132,69 +176,20 @@ class RunDirectory:
     @classmethod
     def adopt(cls, path: Path | str) -> RunDirectory:
         """Begin a run in a directory that exists and that the caller knows to be one."""
-        return cls(Path(path).expanduser().resolve())._prepare()
+        return cls(Path(path).expanduser().resolve())._begun(is_new=False)
 
-    def _made(self) -> RunDirectory:
-        """Begin in a new directory; where that fails, it must not be in the way of the next try."""
+    def _begun(self, *, is_new: bool = True) -> RunDirectory:
+        """Begin; where that fails, a new directory must not be in the way of the next try."""
         try:
-            return self._prepare()
+            with explain_os_errors(self.root):
+                self.logs.mkdir(exist_ok=True)
+                self.plots.mkdir(exist_ok=True)
+            self.write_status("running")
         except BaseException:
-            shutil.rmtree(self.root, ignore_errors=True)
+            if is_new:
+                shutil.rmtree(self.root, ignore_errors=True)
             raise
-
-    def _prepare(self) -> RunDirectory:
-        with explain_os_errors(self.root):
-            self.logs.mkdir(exist_ok=True)
-            self.plots.mkdir(exist_ok=True)
-        self.write_status("running")
         return self
-
-    # -- typed paths --------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """The directory's own name, which is the run's."""
-        return self.root.name
-
-    @property
-    def recipe(self) -> Path:
-        """The recipe as the user gave it."""
-        return self.root / "recipe.yaml"
-
-    @property
-    def resolved(self) -> Path:
-        """Every recipe value in force and where it came from."""
-        return self.root / "resolved.yaml"
-
-    @property
-    def command(self) -> Path:
-        """A script that runs the same command again."""
-        return self.root / "command.sh"
-
-    @property
-    def environment(self) -> Path:
-        """Packages, machine, GPU, git state."""
-        return self.root / "environment.json"
-
-    @property
-    def data(self) -> Path:
-        """What became of every data file: rows, kept, dropped, truncated, tokens."""
-        return self.root / "data.json"
-
-    @property
-    def dropped(self) -> Path:
-        """One line for each row that could not be used, with file, line and reason."""
-        return self.root / "dropped.jsonl"
-
-    @property
-    def changed(self) -> Path:
-        """One line for each row that was cut or repaired."""
-        return self.root / "changed.jsonl"
-
-    @property
-    def changes(self) -> Path:
-        """One line for each start of the run: overrides, and what they changed."""
-        return self.root / "changes.jsonl"
 
     @property
     def bases(self) -> list[Path]:
@@ -204,61 +199,6 @@ class RunDirectory:
     def base(self, place: int) -> Path:
         """The copy of one of them."""
         return self.root / f"recipe.base{place:02d}.yaml"
-
-    @property
-    def kernels(self) -> Path:
-        """Which kernels are on, and their self-check."""
-        return self.root / "kernels.json"
-
-    @property
-    def memory(self) -> Path:
-        """Memory and time: what was estimated, and what was measured."""
-        return self.root / "memory.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One flat line a step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def log_history(self) -> Path:
-        """Transformers' ``TrainerState.log_history``."""
-        return self.root / "log_history.json"
-
-    @property
-    def generation_eval(self) -> Path:
-        """The answers generated on held-out conversations, and how many are exact."""
-        return self.root / "generation_eval.json"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the per-process logs."""
-        return self.root / "logs"
-
-    @property
-    def plots(self) -> Path:
-        """Folder of the PNG curves."""
-        return self.root / "plots"
-
-    @property
-    def report(self) -> Path:
-        """The complete record as one self-contained page."""
-        return self.root / "report.html"
-
-    @property
-    def final(self) -> Path:
-        """The trained model, loadable with transformers alone."""
-        return self.root / "final"
-
-    @property
-    def model_card(self) -> Path:
-        """What was trained, on what, with what result."""
-        return self.root / "README.md"
-
-    @property
-    def status_file(self) -> Path:
-        """running, done, failed or interrupted, and why."""
-        return self.root / "status.json"
 
     def rank_log(self, dist_rank: int) -> Path:
         """The log file of one process."""
@@ -271,12 +211,7 @@ class RunDirectory:
     # -- writing ------------------------------------------------------------------------------
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a text file of the run atomically, without secrets.
-
-        Args:
-            path: a path inside the run directory.
-            text: all of the content.
-        """
+        """Write a text file of the run atomically, without secrets."""
         write_text_atomic(path, redact_text(text))
 
     def write_json(self, path: Path, value: Any) -> None:
@@ -294,7 +229,8 @@ class RunDirectory:
         if resume_step:
             status = self.status()
             resumed = [step for step in status.resumed_at_steps if step <= resume_step]
-            self._save(status.updated_with(resumed_at_steps=[*resumed, resume_step]))
+            changed = status.updated_with(resumed_at_steps=[*resumed, resume_step])
+            write_json_atomic(self.status_file, changed.to_dict())
         return writer
 
     # -- status -------------------------------------------------------------------------------
@@ -320,15 +256,14 @@ class RunDirectory:
             total_steps: of the whole run; None keeps the number recorded.
         """
         before = self.status()
-        self._save(
-            before.updated_with(
-                state=state,
-                reason=None if reason is None else redact_text(reason),
-                last_step=before.last_step if step is None else step,
-                total_steps=before.total_steps if total_steps is None else total_steps,
-                **this_process(),
-            )
+        now = before.updated_with(
+            state=state,
+            reason=None if reason is None else redact_text(reason),
+            last_step=before.last_step if step is None else step,
+            total_steps=before.total_steps if total_steps is None else total_steps,
+            **this_process(),
         )
+        write_json_atomic(self.status_file, now.to_dict())
 
     def heartbeat(self, step: int) -> None:
         """Record the last finished step, at most every ten seconds: cheap to call each step.
@@ -372,9 +307,6 @@ class RunDirectory:
             fix=f"go on there: {shlex.join(['trainkit', 'sft', '--resume', str(place)])}",
         )
 
-    def _save(self, status: Status) -> None:
-        write_json_atomic(self.status_file, status.to_dict())
-
     @contextlib.contextmanager
     def recording_status(self) -> Iterator[None]:
         """Run a body under a truthful status: running, then done, failed or interrupted.
@@ -387,7 +319,7 @@ class RunDirectory:
         try:
             yield
         except ResumeRefusedError:
-            self._save(before)  # the run is what it was
+            write_json_atomic(self.status_file, before.to_dict())  # the run is what it was
             raise
         except BaseException as error:
             # A full disk may refuse this write too; the error itself must still come through.
@@ -397,26 +329,21 @@ class RunDirectory:
         self.write_status("done", step=self._step)
 
     def _record_end(self, error: BaseException) -> None:
-        step = self._step
-        if isinstance(error, SystemExit) and error.code in (0, None):
-            if self.status().state == "running":
-                self.write_status("done", step=step)
-            return
-        if isinstance(error, KeyboardInterrupt | StoppedError):
-            reason = str(error) or "interrupted by Ctrl-C"
-            self.write_status("interrupted", reason=reason, step=step)
-            return
-        if isinstance(error, SystemExit):
-            # The body may have said more (a preemption that saved): its status is kept.
-            if self.status().state == "running":
-                reason = exit_reason(error.code)
-                state: State = "interrupted" if "signal" in reason else "failed"
-                self.write_status(state, reason=reason, step=step)
-            return
         own = isinstance(error, TrainkitError)
-        reason = str(error) if own else f"{type(error).__name__}: {error}"
-        self.write_status("failed", reason=reason, step=step)
-        if not own:
+        state: State = "failed"
+        reason: str | None = str(error) if own else f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt | StoppedError):
+            state, reason = "interrupted", str(error) or "interrupted by Ctrl-C"
+        elif isinstance(error, SystemExit):
+            # The body may have said more (a preemption that saved): its status is kept.
+            if self.status().state != "running":
+                return
+            state, reason = "done", None
+            if error.code not in (0, None):
+                reason = exit_reason(error.code)
+                state = "interrupted" if "signal" in reason else "failed"
+        self.write_status(state, reason=reason, step=self._step)
+        if not own and not isinstance(error, KeyboardInterrupt | SystemExit):
             trace = "".join(traceback.format_exception(error))
             self.write_text(self.logs / "traceback.txt", trace)
 
@@ -439,3 +366,45 @@ def file_name(name: str) -> str:
     while len(safe.encode()) > 200:
         safe = safe[:-1]
     return safe or "run"
+
+
+_NAME = ".lock"
+_HALF_WRITTEN = re.compile(r"\..+\.[a-z0-9_]{8}")
+"""What ``write_bytes_atomic`` names a file until it is complete."""
+
+
+@contextlib.contextmanager
+def locked(run: RunDirectory) -> Iterator[None]:
+    """Keep other starts of the run out while the body runs; sweep what a killed one left.
+
+    Raises:
+        RunDirectoryError: another start is at work there. One that was killed does not count.
+    """
+    path = run.root / _NAME
+    with explain_os_errors(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with os.fdopen(descriptor, "r+", encoding="utf-8") as stream, explain_os_errors(path):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # two starts look at the file one after the other
+        owner = None
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # empty, or a kill tore it
+            owner = Process(**json.loads(stream.read()))
+        if owner is not None and owner != Process.this() and not owner.is_gone:
+            where = "" if owner.is_here else f" on {owner.host}"
+            raise RunDirectoryError(
+                f"process {owner.pid}{where} is training in this run",
+                where=str(path.parent),
+                fix=f"wait for it, or stop it (kill {owner.pid})"
+                if owner.is_here
+                else f"stop it there; if that machine is gone: rm {path}",
+            )
+        stream.seek(0)
+        stream.truncate()
+        stream.write(json.dumps(asdict(Process.this())))
+    for left in (*run.root.glob(".*"), *run.plots.glob(".*")):
+        if left.is_file() and left.name != _NAME and _HALF_WRITTEN.fullmatch(left.name):
+            left.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()

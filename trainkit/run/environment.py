@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
@@ -18,7 +19,6 @@ from typing import Any
 
 from trainkit.processes import LAUNCHER, STARTER
 from trainkit.redact import REDACTED, is_secret_name, redact, redact_argv, redact_text
-from trainkit.run.git import repository_state
 from trainkit.version import __version__
 
 # Variables that change what a run computes or where it runs; the rest of a person's environment
@@ -35,7 +35,6 @@ _SET_BY_LAUNCHER = re.compile(
     rf"^(?:{LAUNCHER}$|TORCH_DISABLE_SHARE_RDZV_TCP_STORE$|TORCHELASTIC_|TORCH_NCCL_ASYNC_ERROR_HANDLING$|WORLD_SIZE$|LOCAL_WORLD_SIZE$"
     r"|MASTER_ADDR$|MASTER_PORT$|NNODES$|NODE_RANK$|NPROC_PER_NODE$)"
 )
-_COMMAND_TIMEOUT_SECONDS = 20
 
 
 def capture_environment(cwd: Path | None = None) -> dict[str, Any]:
@@ -135,33 +134,25 @@ def _packages() -> dict[str, str]:
 
 
 def _machine() -> dict[str, Any]:
+    cpu, information = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if information.exists():
+        named = re.search(
+            r"^model name\s*:(.*)", information.read_text(errors="replace"), re.MULTILINE
+        )
+        cpu = named[1].strip() if named else cpu
+    try:
+        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError):
+        memory = None
+    is_linux = sys.platform == "linux"
     return {
         "host": socket.gethostname(),
         "os": platform.platform(),
-        "cpu": _cpu_name(),
+        "cpu": cpu,
         "num_cpus": os.cpu_count(),
-        "num_usable_cpus": len(os.sched_getaffinity(0))
-        if sys.platform == "linux"
-        else os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "num_usable_cpus": len(os.sched_getaffinity(0)) if is_linux else os.cpu_count(),
+        "memory_gib": memory,
     }
-
-
-def _cpu_name() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        for line in information.read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-    return round(total / 2**30, 1)
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -194,16 +185,94 @@ def _torch() -> dict[str, Any] | None:
     return details
 
 
-def _output(command: list[str]) -> str | None:
+_SECONDS = 20
+_LARGEST_DIFF_BYTES = 1 << 20
+
+
+def repository_state(where: Path) -> dict[str, Any] | None:
+    """Commit, branch and uncommitted changes of the repository around ``where``.
+
+    A repository's configuration may name programs: monitors, filters, converters, hooks, helpers of
+    remotes. So its own is read only to find it, which runs nothing; what changed is asked of a
+    stand-in for its git directory that has its index and objects and no configuration.
+
+    Returns:
+        None without git, without a repository with a commit, and where git does not trust its
+        owner. ``changed_files`` and ``diff`` are None where git could not tell them.
+    """
+
+    def git(*words: str, **variables: str) -> str | None:
+        return _output(["git", *words], where, variables)
+
+    places = ["--absolute-git-dir", "--git-common-dir", "--show-toplevel"]
+    found = git("rev-parse", *places, "HEAD", "--abbrev-ref", "HEAD")
+    if found is None or found.count("\n") != 5:
+        return None
+    directory, common, root, commit, branch = found.splitlines()
+    # A configuration may also name files elsewhere as its own.
+    if not where.resolve().is_relative_to(Path(root).resolve()):
+        return None
+    changed = diff = None
+    objects, index = where / common / "objects", Path(directory)
+    with tempfile.TemporaryDirectory() as stand_in:
+        made, kind = Path(stand_in), "sha1" if len(commit) == 40 else "sha256"
+        (made / "config").write_text(
+            "[core]\n\trepositoryFormatVersion = 1\n\tbare = false\n"
+            f"[extensions]\n\tobjectFormat = {kind}\n"
+        )
+        (made / "HEAD").write_text(f"{commit}\n")
+        (made / "refs").mkdir()
+        for file in (index / "index", *index.glob("sharedindex.*"), where / common / "info"):
+            if file.exists():
+                (made / file.name).symlink_to(file.resolve())
+        around = {
+            "GIT_DIR": stand_in,
+            "GIT_WORK_TREE": root,
+            "GIT_OBJECT_DIRECTORY": str(objects.resolve()),
+            "GIT_CONFIG_GLOBAL": os.devnull,
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_ATTR_NOSYSTEM": "1",
+        }
+        where = Path(root)
+        # A submodule has a configuration of its own: only which commit it is at is looked at.
+        own = "--ignore-submodules=dirty"
+        changed = git("status", "--porcelain", own, **around)
+        if changed is not None:
+            diff = git("diff", "HEAD", "--no-color", own, **around)
+    if diff is not None:
+        # First, so that no secret is cut in two and its rest not known for one.
+        diff = redact_text(diff)
+        if len(diff) > _LARGEST_DIFF_BYTES:
+            diff = diff[:_LARGEST_DIFF_BYTES] + "\n... (cut: the diff is longer than 1 MiB)\n"
+    return {
+        "commit": commit,
+        "branch": branch,
+        "remote": (git("config", "--get", "remote.origin.url") or "").strip() or None,
+        "dirty": None if changed is None else bool(changed),
+        "changed_files": None if changed is None else changed.splitlines(),
+        "diff": diff,
+    }
+
+
+def _output(
+    command: list[str], where: Path | None = None, variables: Mapping[str, str] | None = None
+) -> str | None:
     """A command's standard output, None if it is not installed, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return None
+    # A variable of git's could name programs too, or another repository.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environ |= {"GIT_OPTIONAL_LOCKS": "0", **(variables or {})}
     try:
         finished = subprocess.run(
-            command, capture_output=True, timeout=_COMMAND_TIMEOUT_SECONDS, check=False
+            command,
+            cwd=where,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if finished.returncode != 0:
-        return None
-    return finished.stdout.decode("utf-8", errors="replace")
+    return finished.stdout.decode(errors="replace") if finished.returncode == 0 else None

@@ -74,10 +74,6 @@ def explain_os_errors(path: Path) -> Iterator[None]:
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Replace ``path`` by ``data`` in one step; on any failure the old file stays as it was.
 
-    Args:
-        path: the file; its directory exists.
-        data: all of the content.
-
     Raises:
         DiskFullError: no space is left.
         RunDirectoryError: its directory is gone, or cannot be written.
@@ -121,13 +117,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_record(path: Path, read: Callable[[Any], T], default: T) -> T:
-    """What ``read`` makes of a JSON file; ``default`` without it, and with a word if it is damaged.
-
-    Args:
-        path: the file.
-        read: of its content, which may be anything.
-        default: where there is nothing to read.
-    """
+    """What ``read`` makes of a JSON file; ``default`` without one, and for a damaged one, named."""
     content = read_json(path)
     if content is None:
         return default

@@ -12,8 +12,7 @@ from typing import Any
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.places import checkpoints_in, step_of
 from trainkit.processes import Process
-from trainkit.run.format import as_float
-from trainkit.run.metrics import read_metrics
+from trainkit.run.metrics import as_float, read_metrics
 from trainkit.run.status import Status, read_status
 
 _STATUS, _METRICS = "status.json", "metrics.jsonl"

@@ -9,12 +9,12 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import RunDirectoryError
+from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.parallel.launch import OWN_LAUNCH
 from trainkit.places import regular
 
@@ -22,6 +22,10 @@ from trainkit.places import regular
 def utc_now() -> str:
     """The time as ISO 8601 in UTC, to the second."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+_WHOLE = ("last_step", "total_steps", "pid", "num_ranks", "num_hosts")
+"""The numbers of a status; all else but the resumed steps is text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,11 +122,13 @@ def read_status(path: Path) -> Status:
         raise _damaged(path, str(error)) from error
     if not isinstance(content, dict):
         raise _damaged(path, "it is not an object")
-    wrong = [key for key, is_right in _CHECKS.items() if not is_right(content.get(key))]
-    if wrong:
-        raise _damaged(path, f"{wrong[0]}: {content[wrong[0]]!r:.80}")
     names = {field.name for field in dataclasses.fields(Status)}
     known = {key: value for key, value in content.items() if key in names and value is not None}
+    for key, value in known.items():
+        kind = int if key in _WHOLE else list if key == "resumed_at_steps" else str
+        steps = value if kind is list and isinstance(value, list) else ()
+        if type(value) is not kind or any(type(step) is not int for step in steps):
+            raise _damaged(path, f"{key}: {value!r:.80}")
     return Status(**known)
 
 
@@ -132,29 +138,23 @@ def _damaged(path: Path, why: str) -> RunDirectoryError:
     return RunDirectoryError(f"status.json is damaged ({why})", where=str(path), fix=fix)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("state", "reason", "started", "updated", "host", "launch"),
-        lambda value: value is None or isinstance(value, str),
-    ),
-    **dict.fromkeys(
-        ("last_step", "total_steps", "pid", "num_ranks", "num_hosts"),
-        lambda value: value is None or _is_whole(value),
-    ),
-    "resumed_at_steps": lambda value: (
-        value is None or (isinstance(value, list) and all(map(_is_whole, value)))
-    ),
-}
-"""What each field may be; absent ones have their defaults."""
-
-
 def exit_reason(code: object) -> str:
     """In words, what a process ended with."""
     if isinstance(code, int) and code > 128:
         with contextlib.suppress(ValueError):
             return f"stopped by signal {signal.Signals(code - 128).name}"
     return f"exited with {code}"
+
+
+def resume_command(run: Path, *overrides: str) -> str:
+    """``trainkit sft --resume RUN``, or ``launch`` with as many processes as the run has."""
+    try:
+        status = read_status(run / "status.json")
+    except TrainkitError:
+        status = Status()
+    num_ranks, num_hosts = status.num_ranks or 1, status.num_hosts or 1
+    starter = ["sft"]
+    if num_ranks > 1:  # on a machine with other GPUs, or none, sft alone would start another number
+        hosts = ["--nnodes", str(num_hosts)] if num_hosts > 1 else []
+        starter = ["launch", *hosts, "--nproc-per-node", str(num_ranks // num_hosts)]
+    return shlex.join(["trainkit", *starter, "--resume", str(run), *overrides])

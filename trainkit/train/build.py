@@ -31,12 +31,11 @@ from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
 from trainkit.parallel.launch import Hosts, count_local_gpus, launch_command
 from trainkit.recipe import LoadedRecipe, SftOptions
 from trainkit.run import Console, RunDirectory, start_rank_log, stop_rank_log
-from trainkit.run.going_on import resume_command
-from trainkit.run.lock import locked
+from trainkit.run.directory import locked
 from trainkit.run.metrics import read_metrics
-from trainkit.run.report.redraw import reported_at_an_early_end
-from trainkit.run.stages import Stages
-from trainkit.run.starts import passed_over
+from trainkit.run.report import reported_at_an_early_end
+from trainkit.run.starts import Stages, passed_over
+from trainkit.run.status import resume_command
 from trainkit.train import log
 from trainkit.train.callbacks import (
     EmbeddingNoise,

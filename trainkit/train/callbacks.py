@@ -11,8 +11,8 @@ from transformers import TrainerState, TrainingArguments
 from trainkit.errors import ResumeRefusedError
 from trainkit.parallel.agreement import decided_by_each
 from trainkit.run.metrics import MetricsWriter, read_metrics
-from trainkit.run.report.redraw import CurveRefresher
-from trainkit.run.stages import FILE
+from trainkit.run.report import CurveRefresher
+from trainkit.run.starts import FILE
 from trainkit.train.checkpoints import TRAINER_STATE
 from trainkit.train.faults.signals import FAILED
 from trainkit.train.hooks import Hook, LoopState

@@ -14,6 +14,8 @@ all, a longer epoch would leave rows untrained, and a shorter one would end amid
 whose gradients would leak into the next.
 """
 
+from __future__ import annotations
+
 import hashlib
 import itertools
 import json
@@ -23,30 +25,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from trainkit.data.build.datasets import PreparedData, hold_out
-from trainkit.data.build.ledger import CHANGED, Entry, Ledger
-from trainkit.data.build.prepare import Progress, prepare
-from trainkit.data.build.summary import files_in_both, notes_of, source_notes
-from trainkit.data.look.check import refuse_unfit
+from trainkit.data.datasets import PreparedData, hold_out
+from trainkit.data.files import read_rows, resolve_files
+from trainkit.data.formats import decode_row, read_row
+from trainkit.data.messages import Conversation, RowError, validate
 from trainkit.data.options import DataOptions
-from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import decode_row, read_row
-from trainkit.data.read.messages import Conversation, RowError, validate
-from trainkit.data.read.reading import read_rows
-from trainkit.data.serve.streaming import Position, SampleStream, first_look
+from trainkit.data.sources import Progress, prepare
+from trainkit.data.store import CHANGED, Entry, Ledger
+from trainkit.data.summary import files_in_both, notes_of, refuse_unfit, source_notes
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
 from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
 from trainkit.objectives.sft import distinct_labels
 from trainkit.objectives.table import refuse_unfit_feeding, sources_of
 from trainkit.options import Source
 from trainkit.parallel import Layout
+
+if TYPE_CHECKING:
+    from trainkit.data.streaming import Position, SampleStream
 
 _MAX_EMPTY = 1000
 """Epochs without a row before we stop looking for the next one that has some."""
@@ -72,7 +74,7 @@ class EpochPlan:
     _counted: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, loader: Any, args: TrainingArguments, *, is_equal: bool = False) -> "EpochPlan":
+    def of(cls, loader: Any, args: TrainingArguments, *, is_equal: bool = False) -> EpochPlan:
         """Ask the loader, and leave it at its first epoch; a stream is one epoch of all steps."""
         accumulation = args.gradient_accumulation_steps
 
@@ -299,6 +301,8 @@ class StreamState:
         Raises:
             CheckpointError: it has no position for this rank and as many loading processes.
         """
+        from trainkit.data.streaming import Position
+
         file = self._file(directory)
         if not file.exists():
             raise CheckpointError(
@@ -611,6 +615,8 @@ def prepare_run_data(
         return replace(made, sample_name=data.sample_id, has_equal_epochs=data.has_equal_epochs)
 
     if stream_buffer:
+        from trainkit.data.streaming import SampleStream, first_look
+
         stream = SampleStream(
             train, tokenizer, options, packing=packing, shuffle=shuffle, buffer=stream_buffer
         )

@@ -25,8 +25,8 @@ from trainkit.options.data import IGNORE_INDEX
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.run import RunDirectory
 from trainkit.run.files import read_json
-from trainkit.run.going_on import resume_command
 from trainkit.run.starts import recorded_overrides, step_of
+from trainkit.run.status import resume_command
 from trainkit.train.faults.numbers import (
     WEIGHTS,
     BadBatch,

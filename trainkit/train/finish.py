@@ -10,8 +10,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trainkit.auto_class import auto_class, is_own_code
 from trainkit.models.loading import set_use_cache
-from trainkit.run.model_card import model_card, write_model_card
-from trainkit.run.report.redraw import draw_all
+from trainkit.run.report import draw_all, model_card, write_model_card
 from trainkit.train.checkpoints import written_together
 from trainkit.train.evaluations import undisturbed
 from trainkit.train.hooks import LoopState

@@ -11,9 +11,9 @@ from accelerate.utils import gather_object
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.messages import Conversation
 from trainkit.data.options import DataOptions
-from trainkit.data.read.messages import Conversation
-from trainkit.data.render.prompt import PromptRenderer
+from trainkit.data.prompt import PromptRenderer
 from trainkit.errors import RecipeError
 from trainkit.estimate.context import context_of
 from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact

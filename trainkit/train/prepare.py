@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from trainkit.data.options import DataOptions
-from trainkit.data.serve.streaming import BUFFER
+from trainkit.data.options import BUFFER, DataOptions
 from trainkit.errors import ModelError, RecipeError, TrainkitError
 from trainkit.models.files import context_warning
 from trainkit.models.loading import (

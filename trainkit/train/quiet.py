@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from transformers.utils import logging as transformers_logging
 
-from trainkit.data.build.prepare import Progress
+from trainkit.data.sources import Progress
 from trainkit.run import Console
 
 NOTE_SECONDS = 10.0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.parallel import Layout, Machine, ProcessRank
 from trainkit.recipe import LoadedRecipe, Recipe, SftOptions
 from trainkit.run import Console, RunDirectory
-from trainkit.run.stages import Stages
+from trainkit.run.starts import Stages
 from trainkit.train.faults.numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest
 from trainkit.train.resume.changes import Review
@@ -21,8 +21,8 @@ from trainkit.train.resume.changes import Review
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainingArguments
 
+    from trainkit.data.messages import Conversation
     from trainkit.data.options import DataOptions
-    from trainkit.data.read.messages import Conversation
     from trainkit.estimate.estimate import Estimate
     from trainkit.evals.metrics import AnswerMetric
     from trainkit.evals.tasks import LoadedTasks

@@ -10,10 +10,10 @@ from conftest import chat
 from tokenizers import processors
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.read.formats import decode_row
-from trainkit.data.read.messages import RowError
-from trainkit.data.read.reading import RawRow, decode, read_rows
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.files import RawRow, decode, read_rows
+from trainkit.data.formats import decode_row
+from trainkit.data.messages import RowError
 from trainkit.errors import DataError
 
 LIMIT = 1 << 26

@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from trainkit.data.read.finding import resolve_files, unread_files
-from trainkit.data.read.formats import decode_row
-from trainkit.data.read.messages import RowError
-from trainkit.data.read.reading import read_rows
+from trainkit.data.files import read_rows, resolve_files, unread_files
+from trainkit.data.formats import decode_row
+from trainkit.data.messages import RowError
 from trainkit.errors import DataError
 
 ROW = json.dumps({"text": "one"}) + "\n"

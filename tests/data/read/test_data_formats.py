@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainkit.data.read.formats import detect, parse_row
-from trainkit.data.read.messages import Conversation, Message, RowError, TextRow, TokenRow, validate
+from trainkit.data.formats import detect, parse_row
+from trainkit.data.messages import Conversation, Message, RowError, TextRow, TokenRow, validate
 
 USER, ASSISTANT = "user", "assistant"
 ROWS = {

@@ -7,7 +7,7 @@ import pytest
 from conftest import chat
 
 from trainkit.data import Source
-from trainkit.data.read.finding import hub_name
+from trainkit.data.files import hub_name
 from trainkit.errors import DataError
 
 
@@ -29,7 +29,7 @@ def test_rows_come_from_datasets(ready, monkeypatch, dropped):
         return datasets.Dataset.from_list([chat("q", "a"), chat("q", " "), chat("r", "b")])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("trainkit.data.read.finding.check_hub", lambda *_: None)
+    monkeypatch.setattr("trainkit.data.files.check_hub", lambda *_: None)
     data = ready(Source("org/name", split="train[:3]"))
     ready(Source("org/name", subset="en", files=["a.json"]))
     assert asked == [

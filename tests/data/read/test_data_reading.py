@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from trainkit.data.read.finding import resolve_files, unread_files
-from trainkit.data.read.reading import MARKS, UNREADABLE, decode, read_rows
+from trainkit.data.files import MARKS, UNREADABLE, decode, read_rows, resolve_files, unread_files
 from trainkit.errors import DataError
 
 ROWS = [
@@ -55,7 +54,7 @@ def test_json_array(write, indent):
 
 
 def test_json_array_across_chunks(write, monkeypatch):
-    import trainkit.data.read.reading as reading
+    import trainkit.data.files as reading
 
     rows = ROWS * 20
     path = write(json.dumps(rows).encode(), "x.json")

@@ -3,11 +3,8 @@
 import pytest
 from conftest import chat, trained_texts
 
-from trainkit.data.look.check import verdict
-from trainkit.data.read import fields
-from trainkit.data.read.formats import FORMATS, parse_row
-from trainkit.data.read.messages import RowError
-from trainkit.data.read.row_fields import (
+from trainkit.data import fields
+from trainkit.data.fields import (
     POLICIES,
     READS,
     REFUSED,
@@ -16,6 +13,9 @@ from trainkit.data.read.row_fields import (
     TURN_REFUSED,
     UNDESIRED,
 )
+from trainkit.data.formats import FORMATS, parse_row
+from trainkit.data.messages import RowError
+from trainkit.data.summary import verdict
 from trainkit.errors import DataError
 from trainkit.options.data import ROW_FORMATS
 

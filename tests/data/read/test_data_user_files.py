@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from trainkit.data.read.finding import resolve_files
-from trainkit.data.read.formats import decode_row, parse_row, read_row
-from trainkit.data.read.messages import RowError
-from trainkit.data.read.reading import TEXT_BYTES, read_rows
+from trainkit.data.files import TEXT_BYTES, read_rows, resolve_files
+from trainkit.data.formats import decode_row, parse_row, read_row
+from trainkit.data.messages import RowError
 from trainkit.errors import DataError
 
 

@@ -3,11 +3,12 @@
 import pytest
 from tiny import make_tokenizer
 
-from trainkit.data import Source, bounded
+from trainkit.data import Source
+from trainkit.data import template as bounded
+from trainkit.data.formats import read_row
+from trainkit.data.messages import RowError
 from trainkit.data.options import DataOptions
-from trainkit.data.read.formats import read_row
-from trainkit.data.read.messages import RowError
-from trainkit.data.render.template import ChatTemplate
+from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError, TrainkitError
 
 GROWN = (

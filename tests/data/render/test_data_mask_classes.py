@@ -23,8 +23,8 @@ from tiny import make_tokenizer
 from tokenizers import AddedToken
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.read.reading import RawRow
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.files import RawRow
 
 MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"

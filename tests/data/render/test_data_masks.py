@@ -5,11 +5,12 @@ import pytest
 from conftest import chat, trained_texts
 from tiny import make_tokenizer
 
-from trainkit.data import DataOptions, Source, render_prompt
-from trainkit.data.read.messages import Conversation, Message, RowError
-from trainkit.data.render.encode import Encoder
-from trainkit.data.render.masking import MaskFinder
-from trainkit.data.render.template import ChatTemplate
+from trainkit.data import DataOptions, Source
+from trainkit.data.encode import Encoder
+from trainkit.data.masking import MaskFinder
+from trainkit.data.messages import Conversation, Message, RowError
+from trainkit.data.prompt import PromptRenderer, conversation_of
+from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError, ModelError, RecipeError
 from trainkit.quickstart import CHAT_TEMPLATE
 
@@ -26,6 +27,10 @@ QWEN3_LIKE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
+
+
+def prompt_of(tokenizer, messages, options=None):
+    return PromptRenderer(tokenizer, options).input_ids(conversation_of(messages))
 
 
 def with_template(template, **tokens):
@@ -198,7 +203,7 @@ class TestThinking:
         data = ready(write([row]), tokenizer=self.tokenizer, thinking=thinking)
         ids = data[len(data) - 1]["input_ids"]
         options = DataOptions(thinking=thinking)
-        prompt = render_prompt(self.tokenizer, row["messages"][:-1], options=options)
+        prompt = prompt_of(self.tokenizer, row["messages"][:-1], options)
         assert list(ids[: len(prompt)]) == prompt
         assert ("R" in self.tokenizer.decode(prompt)) == (thinking == "preserve")
 
@@ -363,14 +368,14 @@ def test_prompt_ids_equal_training_ids(write, ready, tiny_tokenizer):
     ids, mask = sample["input_ids"].tolist(), sample["loss_mask"]
     starts = np.flatnonzero(np.diff(mask.astype(int)) == 1) + 1
     for number, start in enumerate(starts):
-        prompt = render_prompt(tiny_tokenizer, row["messages"][: 2 * number + 2])
+        prompt = prompt_of(tiny_tokenizer, row["messages"][: 2 * number + 2])
         assert prompt == ids[:start]
     assert len(starts) == 3
 
 
 def test_prompt_of_bad_messages_is_an_error(tiny_tokenizer):
     with pytest.raises(DataError, match="turn 1"):
-        render_prompt(tiny_tokenizer, [{"role": "user", "content": 5}])
+        prompt_of(tiny_tokenizer, [{"role": "user", "content": 5}])
 
 
 def test_marks_do_not_move_what_they_measure():

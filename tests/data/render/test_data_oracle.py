@@ -8,8 +8,8 @@ import pytest
 from oracle import REFUSED, SOMETIMES, TEMPLATES, TOKENIZERS, byte_level, chatml, token_ranges
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.read.reading import RawRow
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.files import RawRow
 from trainkit.errors import DataError, ModelError
 
 FIXED = [

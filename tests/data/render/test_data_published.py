@@ -11,15 +11,13 @@ import pytest
 from conftest import trained_texts
 from oracle import TOKENIZERS, token_ranges
 from published import PUBLISHED
-from published_mistral import MISTRAL
-from published_thinking import THINKING
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.build.builder import SampleBuilder
-from trainkit.data.read.reading import RawRow
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.files import RawRow
 
-ALL = PUBLISHED | MISTRAL | THINKING
+ALL = PUBLISHED
 MARKERS = (
     "[/INST] </s> <|im_end|> <|assistant|> ### Response:\nASSISTANT: Assistant: <|eot|> "
     "[|endofturn|] <|end_of_text|> <AI> <|end|>"

@@ -8,13 +8,13 @@ import pytest
 from test_data_templates import TEMPLATES, tokenizer_of
 from tiny import make_tokenizer
 
-from trainkit.data.build.builder import SampleBuilder
+from trainkit.data.builder import SampleBuilder
+from trainkit.data.files import read_rows
+from trainkit.data.formats import FORMATS
+from trainkit.data.messages import Conversation, TextRow, TokenRow
 from trainkit.data.options import DataOptions
-from trainkit.data.read.formats import FORMATS
-from trainkit.data.read.messages import Conversation, TextRow, TokenRow
-from trainkit.data.read.questions import QuestionOptions, read_questions
-from trainkit.data.read.reading import read_rows
-from trainkit.data.render.prompt import PromptRenderer
+from trainkit.data.prompt import PromptRenderer
+from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError, ModelError
 from trainkit.options import Source
 

@@ -16,12 +16,12 @@ import pytest
 from tiny import make_tokenizer
 from tokenizers import AddedToken
 
-from trainkit.data import bounded
+from trainkit.data import template as bounded
+from trainkit.data.encode import Encoder
+from trainkit.data.masking import MaskFinder
+from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.options import DataOptions
-from trainkit.data.read.messages import Conversation, Message, RowError
-from trainkit.data.render.encode import Encoder
-from trainkit.data.render.masking import MaskFinder
-from trainkit.data.render.template import ChatTemplate
+from trainkit.data.template import ChatTemplate
 from trainkit.errors import DataError
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trainkit.data.read.formats import parse_row
-from trainkit.data.read.messages import RowError
+from trainkit.data.formats import parse_row
+from trainkit.data.messages import RowError
 
 IDS = [5, 6, 7, 8, 9]
 PART = [0, 0, 1, 1, 0]

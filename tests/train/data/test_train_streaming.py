@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from trainkit.data import DataOptions, Source
-from trainkit.data.serve.collator import PackingCollator
-from trainkit.data.serve.streaming import SampleStream
+from trainkit.data.collator import PackingCollator
+from trainkit.data.streaming import SampleStream
 from trainkit.errors import CheckpointError, DataError
 from trainkit.train.data import StreamLoader, StreamState
 
@@ -118,7 +118,7 @@ def test_positions_fit_the_number_of_processes(make, tmp_path):
 def test_a_finished_run_that_is_resumed_does_no_more_steps(make, tmp_path, monkeypatch):
     import source_loss_cases
 
-    from trainkit.data.serve.streaming import FirstRows
+    from trainkit.data.streaming import FirstRows
     from trainkit.objectives.objective import CountingCollator, TrainingData
 
     state, _ = make()

@@ -12,12 +12,12 @@ def start(cwd, words, environment, forgets=False):
             del os.environ[name]
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     os.environ.update(environment)
-    import trainkit.run.report.html
+    import trainkit.run.report
     import trainkit.train.build
     import trainkit.train.loop
     from trainkit.cli.killed import main
 
-    trainkit.run.report.redraw.draw_plots = trainkit.run.report.html.svg_plots = lambda *_: []
+    trainkit.run.report.draw_plots = trainkit.run.report.svg_plots = lambda *_: []
     if forgets:
         trainkit.train.loop.load_random_state = lambda *_: None
     sys.argv = ["trainkit", *words]

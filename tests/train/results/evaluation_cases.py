@@ -12,7 +12,7 @@ def curves(root, data):
     from transformers import TrainerCallback
 
     from trainkit.data import DataOptions
-    from trainkit.data.render.prompt import conversation_of
+    from trainkit.data.prompt import conversation_of
     from trainkit.evals.metrics import answer_metrics
     from trainkit.evals.tasks import TaskChoice, load_tasks
     from trainkit.train.evaluations import Measurement

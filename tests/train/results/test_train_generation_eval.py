@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainkit.data.render.prompt import conversation_of
+from trainkit.data.prompt import conversation_of
 from trainkit.train.generation_eval import evaluate_answers
 
 CONVERSATIONS = [

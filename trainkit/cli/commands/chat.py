@@ -133,8 +133,8 @@ def generate(
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()  # first: some libraries speak when they are imported
-    from trainkit.data.read.formats import FORMATS
-    from trainkit.data.read.questions import QuestionOptions, read_questions
+    from trainkit.data.formats import FORMATS
+    from trainkit.data.questions import QuestionOptions, read_questions
     from trainkit.infer.batch import BatchOptions, generate_file, outcome_of
 
     if row_format not in ("auto", *FORMATS):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from trainkit.data import DataOptions, PreparedData, Source
-    from trainkit.data.look.preview import View
+    from trainkit.data.preview import View
 
 app = typer.Typer()
 
@@ -79,7 +79,7 @@ def preview(
     """
     with _subject(choice) as subject:
         prepared = _prepare(subject, subject.options)
-        from trainkit.data.look.preview import Authors, choose, dropped_rows, view
+        from trainkit.data.preview import Authors, choose, dropped_rows, view
 
         chosen = choose(prepared, num, seed=seed)
         authors = Authors(prepared, subject.tokenizer, subject.options)
@@ -94,7 +94,7 @@ def preview(
             tell(shown, as_json)
         roles = authors.table()
         if html is not None:
-            from trainkit.data.look.preview import page
+            from trainkit.data.preview import page
 
             control = [str(token) for token in subject.tokenizer.get_added_vocab()]
             title = f"{len(prepared):,} samples of {', '.join(prepared.source_names)}"
@@ -118,8 +118,7 @@ def check(
 ) -> None:
     """Say whether the data would train what it should; exit with 2 if it would not."""
     with _subject(choice) as subject:
-        from trainkit.data.look.check import judge, measure
-        from trainkit.data.look.preview import dropped_rows
+        from trainkit.data.preview import dropped_rows, judge, measure
 
         prepared = _prepare(subject, subject.options)
         whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))
@@ -161,7 +160,7 @@ def stats(
 ) -> None:
     """Lengths, trained share, duplicates, what each max_length would cut, packing efficiency."""
     with _subject(choice) as subject:
-        from trainkit.data.look.check import as_rows, draw_histogram, measure
+        from trainkit.data.preview import as_rows, draw_histogram, measure
 
         limit = subject.options.max_length
         whole = _prepare(subject, subject.options.replace(max_length=NO_LIMIT))

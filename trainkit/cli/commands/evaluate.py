@@ -144,7 +144,7 @@ def _tell(
     """Put the scores into the run's report, and print them."""
     from trainkit.evals.scores import as_lines
     from trainkit.run import RunDirectory
-    from trainkit.run.report.html import write_report
+    from trainkit.run.report import write_report
 
     if paths.run is not None and (paths.run / "report.html").is_file():
         write_report(RunDirectory.open(paths.run))

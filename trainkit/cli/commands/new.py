@@ -213,10 +213,10 @@ def _columns(path: str) -> dict[str, str]:
     plain = Source.model_validate(path).path
     if not Path(plain).expanduser().is_file():
         return {}
+    from trainkit.data.files import read_rows
+    from trainkit.data.formats import decode_row, detect, guess_columns, pair_of
+    from trainkit.data.messages import RowError
     from trainkit.data.options import DataOptions
-    from trainkit.data.read.formats import decode_row, detect, guess_columns, pair_of
-    from trainkit.data.read.messages import RowError
-    from trainkit.data.read.reading import read_rows
     from trainkit.errors import DataError
 
     try:

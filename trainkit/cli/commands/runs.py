@@ -86,7 +86,7 @@ def _new_rows(run: Path, shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _row_line(row: dict[str, Any], total: int | None) -> str:
-    from trainkit.run.format import format_count, format_loss, format_number
+    from trainkit.run.metrics import format_count, format_loss, format_number
 
     step = f"step {row['step']}{f'/{total}' if total else ''}"
     if "loss" not in row and "num_skipped_steps" in row:
@@ -103,7 +103,7 @@ def _row_line(row: dict[str, Any], total: int | None) -> str:
 
 
 def _cells(run: "RunSummary") -> list[str]:
-    from trainkit.run.format import format_count, format_duration, format_loss
+    from trainkit.run.metrics import format_count, format_duration, format_loss
 
     def shown(value: float | None, form: Any) -> str:
         return "" if value is None else form(value)
@@ -129,7 +129,7 @@ def _table(found: "list[RunSummary]", width: int) -> list[str]:
 
 
 def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
-    from trainkit.run.stages import FILE
+    from trainkit.run.starts import FILE
 
     try:
         start = json.loads((run / FILE).read_text(encoding="utf-8"))
@@ -140,7 +140,7 @@ def _way_to_the_first_step(run: Path) -> Iterator[tuple[str, str]]:
 
 
 def _facts(run: "RunSummary") -> Iterator[tuple[str, str]]:
-    from trainkit.run.going_on import resume_command
+    from trainkit.run.status import resume_command
 
     name, state, step, loss, speed, age = _cells(run)
     yield "run", name
@@ -210,7 +210,7 @@ def compare(
     found = list(verdicts(group_by_recipe(read)))
     if html is not None:
         from trainkit.run.files import write_text_atomic
-        from trainkit.run.report.plot import comparison_svgs
+        from trainkit.run.plot import comparison_svgs
 
         write_text_atomic(
             html, as_page(read, keys, found, comparison_svgs([run.path for run in read]))
@@ -254,7 +254,7 @@ def plot(
     as_json: JsonLines = False,
 ) -> None:
     """Draw the curves of runs over one another and print where the pictures are."""
-    from trainkit.run.report.plot import draw_comparison
+    from trainkit.run.plot import draw_comparison
 
     for path in draw_comparison(runs, output):
         tell({"picture": str(path)}, as_json, str(path))

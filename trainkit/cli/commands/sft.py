@@ -100,7 +100,7 @@ def sft(
     """Train a model as a recipe says. The last line printed is the run directory."""
     from trainkit.recipe import SftOptions, check_files
     from trainkit.run import RunDirectory
-    from trainkit.run.stages import now, process_began
+    from trainkit.run.starts import now, process_began
     from trainkit.train.resume.given import read_command
 
     command = tuple(context.obj or sys.argv[1:])

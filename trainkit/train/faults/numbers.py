@@ -34,7 +34,7 @@ from trainkit.parallel.engine import Ranks
 from trainkit.parallel.parameters import all_ranks
 from trainkit.places import checkpoints_in
 from trainkit.run.files import jsonable, write_bytes_atomic
-from trainkit.run.going_on import resume_command
+from trainkit.run.status import resume_command
 from trainkit.train.faults.signals import StopRequest
 
 MAX_SKIPPED = 40

@@ -13,8 +13,8 @@ from accelerate.utils import gather_object
 
 from trainkit.errors import TrainkitError
 from trainkit.models.loss import take_counts as take_correct
-from trainkit.run.going_on import resume_command
 from trainkit.run.starts import Start, append_start, read_starts
+from trainkit.run.status import resume_command
 from trainkit.train.hooks import Hook, LoopState
 from trainkit.train.run import Run
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.processes import Process
-from trainkit.run.going_on import resume_command
+from trainkit.run.status import resume_command
 from trainkit.terminal import visible
 
 _LINE_BYTES = 8192

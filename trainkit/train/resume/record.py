@@ -12,7 +12,7 @@ from trainkit.parallel import Machine
 from trainkit.recipe import Derived, LoadedRecipe, dump_resolved
 from trainkit.redact import redact_text
 from trainkit.run import RunDirectory, capture_environment, command_script
-from trainkit.run.report.html import SAMPLES
+from trainkit.run.report import SAMPLES
 from trainkit.run.starts import Start, append_start, retire_after
 from trainkit.train.data import RunData
 from trainkit.train.prepare import settled_values

@@ -1,1 +1,0 @@
-"""Rows become samples: drafts, the store and its cache, workers, packing and mixing, the ledger."""

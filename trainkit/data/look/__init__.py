@@ -1,1 +1,0 @@
-"""Looking at data: preview, check, statistics."""

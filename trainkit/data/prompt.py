@@ -1,0 +1,124 @@
+"""The prompt of inference, rendered by the very same code that renders training samples."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.encode import Encoder
+from trainkit.data.formats import parse_messages
+from trainkit.data.masking import preserved_prompt
+from trainkit.data.messages import Conversation, Row, RowError, TokenRow, join_users
+from trainkit.data.options import DataOptions
+from trainkit.data.template import ByVariables, ChatTemplate
+from trainkit.errors import DataError
+
+
+class PromptRenderer:
+    """Renders many prompts for one tokenizer; the chat template is asked for by conversations only.
+
+    Args:
+        tokenizer: a fast one.
+        options: the same as in training, so that dates, templates and escapes are the same.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options or DataOptions()
+        self._encoder = Encoder(tokenizer)
+        self._templates = ByVariables(
+            tokenizer, self._options, lambda own: ChatTemplate(tokenizer, own)
+        )
+
+    def text(self, row: Row) -> str:
+        """The prompt as text, up to where the model's answer starts; empty for token ids.
+
+        Raises:
+            DataError: the messages are not well formed, or the template refuses them.
+        """
+        if isinstance(row, TokenRow):
+            return ""
+        if not isinstance(row, Conversation):
+            return row.prompt
+        return self._rendered(row, generation=True)
+
+    def _rendered(self, conversation: Conversation, *, generation: bool) -> str:
+        try:
+            # An empty answer may be in a chat; training refuses its row.
+            conversation = replace(conversation, messages=join_users(conversation.messages))
+            template = self._templates.of(conversation)
+            conversation, _ = template.prepare(conversation)
+
+            def render(each: Conversation) -> str:
+                messages = [template.as_dict(message) for message in each.messages]
+                return template.render(messages, each.tools, generation=generation)
+
+            if self._options.thinking != "preserve":
+                return render(conversation)
+            return preserved_prompt(conversation, template.style.splits_thinking, render)
+        except RowError as error:
+            raise DataError(error.detail, where="messages") from error
+
+    def whole_text(self, row: Row) -> str:
+        """A row with its answer, as the template prints it; empty for token ids.
+
+        Raises:
+            DataError: as `text`.
+        """
+        if isinstance(row, Conversation):
+            return self._rendered(row, generation=False)
+        return "" if isinstance(row, TokenRow) else row.prompt + row.text
+
+    def answer_text(self, conversation: Conversation) -> str:
+        """The last turn as the template prints it behind its prompt.
+
+        Raises:
+            DataError: as `text`.
+        """
+        prompt = self.text(conversation.first(len(conversation.messages) - 1))
+        whole = self._rendered(conversation, generation=False)
+        return whole.removeprefix(prompt) if whole.startswith(prompt) else whole
+
+    def input_ids(self, row: Row) -> list[int]:
+        """The prompt as token ids.
+
+        Raises:
+            DataError: as `text`, or a token id that the tokenizer does not have.
+        """
+        if isinstance(row, TokenRow):
+            largest, size = max(row.input_ids), len(self._tokenizer)
+            if largest >= size:
+                raise DataError(f"token id {largest}, but the tokenizer has {size} tokens")
+            return list(row.input_ids)
+        plain = not isinstance(row, Conversation)
+        (encoded,) = self._encoder.encode([self.text(row)], [[]], add_special_tokens=plain)
+        ids = [int(token) for token in encoded.input_ids]
+        return self._without_end(ids) if plain else ids
+
+    def _without_end(self, ids: list[int]) -> list[int]:
+        """A plain text as training begins it: one bos, and no eos, which would end it here."""
+        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
+            ids = ids[1:]
+        added = self._tokenizer.num_special_tokens_to_add() > 0
+        if added and eos is not None and len(ids) > 1 and ids[-1] == eos:
+            ids = ids[:-1]
+        return ids
+
+
+def conversation_of(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> Conversation:
+    """OpenAI messages and the JSON schemas of tools, as training reads them.
+
+    Raises:
+        DataError: the messages are not well formed.
+    """
+    row = {"messages": list(messages), "tools": None if tools is None else list(tools)}
+    try:
+        return parse_messages(row)
+    except RowError as error:
+        raise DataError(error.detail, where="messages") from error

@@ -1,1 +1,0 @@
-"""From files to conversations: formats, messages, fields."""

@@ -1,1 +1,0 @@
-"""From samples to batches: streaming and the collators."""

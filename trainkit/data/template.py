@@ -1,0 +1,758 @@
+"""The tokenizer's own chat template: how it expects its messages, and what it renders.
+
+Everything about a template is found by rendering small probes, never from its name.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from difflib import get_close_matches
+from functools import wraps
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from trainkit.data.messages import Conversation, Message, RowError
+from trainkit.data.options import DataOptions
+from trainkit.errors import DataError, ModelError
+
+ESCAPE = "\u200b"
+"""A zero-width space behind the first character of a control token makes it plain text."""
+
+
+def alternatives(words: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for any of ``words``, longest first; one that never matches when there are none."""
+    ordered = sorted((word for word in words if word.strip()), key=lambda word: (-len(word), word))
+    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+
+
+class Escaper:
+    """Breaks up control tokens inside text."""
+
+    def __init__(self, tokens: set[str]) -> None:
+        self._pattern = alternatives(tokens)
+        self._starts = tuple({token[:2] for token in tokens if token.strip()})
+
+    def __call__(self, text: str) -> tuple[str, int]:
+        """The text with its control tokens broken up, and how many there were."""
+        if not any(start in text for start in self._starts):
+            return text, 0
+        return self._pattern.subn(lambda match: f"{match[0][0]}{ESCAPE}{match[0][1:]}", text)
+
+    def deep(self, value: Any) -> tuple[Any, int]:
+        """Escape every string inside lists, tuples and dicts."""
+        if isinstance(value, str):
+            return self(value)
+        if isinstance(value, Mapping):
+            pairs = [(self.deep(key), self.deep(item)) for key, item in value.items()]
+            count = sum(key[1] + item[1] for key, item in pairs)
+            return {key[0]: item[0] for key, item in pairs}, count
+        if isinstance(value, (list, tuple)):
+            items = [self.deep(item) for item in value]
+            return type(value)(item for item, _ in items), sum(number for _, number in items)
+        return value, 0
+
+
+STRFTIME = re.compile(r"strftime_now\(\s*([\"'])(.*?)\1\s*\)")
+
+
+def freeze_dates(template: str, date: str) -> str:
+    """Put a fixed date into a template that asks for today's.
+
+    A macro of the same name hides transformers' ``strftime_now``; it knows the formats that the
+    template asks for.
+
+    Raises:
+        DataError: it is not a date.
+    """
+    try:
+        day = datetime.strptime(date, "%Y-%m-%d")
+    except ValueError as error:
+        raise DataError(
+            f"{date!r} is not a date of the form YYYY-MM-DD", where="data.frozen_date"
+        ) from error
+    if "strftime_now" not in template:
+        return template
+    known = {form: day.strftime(form) for _, form in STRFTIME.findall(template)}
+    answer = f"{{{{ {json.dumps(known)}.get(format, {json.dumps(date)}) }}}}"
+    # The empty expression keeps Jinja from trimming the template's own first line break.
+    return f'{{% macro strftime_now(format) -%}}{answer}{{%- endmacro %}}{{{{ "" }}}}{template}'
+
+
+MOST_VARIANTS = 16
+"""So many sets of row variables are kept at work; rows with more of them only take longer."""
+
+Made = TypeVar("Made")
+
+
+class ByVariables(Generic[Made]):
+    """What is made of a chat template, for the variables of each conversation.
+
+    Args:
+        tokenizer: with one template or several. As in transformers, a conversation with tools takes
+            the one called ``tool_use``, unless the recipe names a template.
+        options: those of all rows; a conversation's own variables win.
+        make: something of one template with its variables.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        make: Callable[[DataOptions], Made],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._make = make
+        self._made: dict[str, Made] = {}
+
+    def has_own(self, conversation: Conversation) -> bool:
+        """Whether it is not rendered as all others are."""
+        return self._options_of(conversation) is not self._options
+
+    def of(self, conversation: Conversation) -> Made:
+        """What was made for a conversation."""
+        options = self._options_of(conversation)
+        key = json.dumps([options.template_kwargs, options.chat_template], sort_keys=True)
+        if key not in self._made:
+            made = self._make(options)
+            while len(self._made) >= MOST_VARIANTS:
+                self._made.pop(next(iter(self._made)))
+            self._made[key] = made
+        return self._made[key]
+
+    def _options_of(self, conversation: Conversation) -> DataOptions:
+        options, templates = self._options, self._tokenizer.chat_template
+        changes: dict[str, Any] = {}
+        if conversation.template_kwargs:
+            own = {**options.template_kwargs, **conversation.template_kwargs}
+            changes["template_kwargs"] = own
+        has_tools = conversation.tools is not None and isinstance(templates, dict)
+        if has_tools and "tool_use" in templates:
+            changes["chat_template"] = options.chat_template or templates["tool_use"]
+        return options.replace(**changes) if changes else options
+
+
+def refuse_unread(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+    """Stop at a variable of ``data.template_kwargs`` that no template of the tokenizer reads.
+
+    Raises:
+        DataError: a misspelt one would leave every prompt as it is, and nobody would know.
+    """
+    templates = tokenizer.chat_template
+    texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
+    words = set(re.findall(r"\w+", options.chat_template or " ".join(texts)))
+    for name in options.template_kwargs:
+        if name not in words:
+            like = get_close_matches(name, words, 1, 0.8)
+            raise DataError(
+                f"the chat template does not read {name!r}, so it would change nothing",
+                where="data.template_kwargs",
+                fix=f"did you mean {like[0]}?" if like else "remove it",
+            )
+
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+THINK_BLOCK = re.compile(r"(\s*(?:<think>)?)(.*?)(</think>)(.*)", re.DOTALL)
+
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""The names under which templates look for reasoning; all are given."""
+
+PRESERVING_SWITCHES = {
+    "preserve_thinking": True,
+    "clear_thinking": False,
+    "truncate_history_thinking": False,
+}
+"""Variables that make templates keep the thinking of earlier turns."""
+
+Rendered = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a template expects what is written in several ways elsewhere.
+
+    Attributes:
+        parts: content as ``[{"type": "text", "text": ...}]`` instead of a string.
+        string_arguments: the arguments of a tool call as JSON text instead of an object.
+        empty_content: the content of a turn that has only tool calls: ``""``, None, or absent
+            (``"absent"``).
+        reasoning_field: whether reasoning is read from its own field; else it is written into the
+            content between ``<think>`` tags.
+        splits_thinking: whether ``<think>`` tags inside the content have to be taken out and given
+            as the reasoning field, because the template would print them as mere text.
+        developer: whether the role ``developer`` is known; else it becomes ``system``.
+    """
+
+    parts: bool = False
+    string_arguments: bool = False
+    empty_content: str | None = ""
+    reasoning_field: bool = False
+    splits_thinking: bool = False
+    developer: bool = False
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with frozen date and known habits.
+
+    Args:
+        tokenizer: with a chat template and a fast (Rust) backend.
+        options: ``chat_template``, ``template_kwargs``, ``frozen_date``, ``escape_special`` and
+            ``stop_token_ids`` are read.
+
+    Raises:
+        ModelError: there is no template, or the tokenizer is not a fast one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+        bound_templates()
+        self.tokenizer = tokenizer
+        self.options = options
+        self.text = options.chat_template or own_template(tokenizer)
+        self.kwargs: dict[str, Any] = dict(options.template_kwargs)
+        if options.thinking == "preserve":
+            switches = {k: v for k, v in PRESERVING_SWITCHES.items() if k in self.text}
+            self.kwargs = {**switches, **self.kwargs}
+        self._frozen = freeze_dates(self.text, options.frozen_date)
+        self.added: dict[str, int] = {
+            token.content: index for index, token in tokenizer.added_tokens_decoder.items()
+        }
+        self.special = {
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        } | set(tokenizer.all_special_tokens)
+        bos = tokenizer.bos_token
+        self.bos = None if bos is None else str(bos)
+        self.stop_ids = set(options.stop_token_ids)
+        if tokenizer.eos_token_id is not None:
+            self.stop_ids.add(int(tokenizer.eos_token_id))
+        self.added_pattern = alternatives(self.added)
+        self.style = self._find_style()
+        self.notes = self._find_notes()
+        named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+        structural = {t for t in self.special if t in self._probe_text}
+        structural |= {str(token) for token in named if token is not None}
+        self._escapes = {
+            True: Escaper(structural - {THINK_OPEN, THINK_CLOSE}),
+            False: Escaper(self.special),
+        }
+
+    # -- rendering ---------------------------------------------------------------------------
+
+    def render(
+        self,
+        messages: Sequence[Rendered],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        generation: bool = False,
+    ) -> str:
+        """Render messages in the template's style to text.
+
+        Raises:
+            RowError: the template refuses the messages.
+        """
+        try:
+            with patience():
+                text = self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=None if tools is None else list(tools),
+                    chat_template=self._frozen,
+                    add_generation_prompt=generation,
+                    tokenize=False,
+                    **self.kwargs,
+                )
+        except RENDER_ERRORS as error:
+            kind = type(error).__name__
+            raise RowError(
+                "template_refuses", f"the chat template raises {kind}: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    # -- messages in the template's style ---------------------------------------------------------
+
+    def prepare(self, conversation: Conversation) -> tuple[Conversation, int]:
+        """Apply the system policy and break up control tokens inside message text.
+
+        Returns:
+            the conversation, and how many control tokens were broken up.
+        """
+        messages = conversation.messages
+        policy = self.options.system_policy
+        if policy != "keep":
+            messages = tuple(m for m in messages if m.role not in ("system", "developer"))
+            if policy != "none":
+                messages = (Message("system", policy), *messages)
+        if not self.style.developer and any(m.role == "developer" for m in messages):
+            messages = tuple(
+                replace(m, role="system") if m.role == "developer" else m for m in messages
+            )
+        if self.style.splits_thinking:
+            split = tuple(split_thinking(message) for message in messages)
+            messages = messages if split == messages else split
+        count = 0
+        if self.options.escape_special:
+            escaped = [self._escape(message) for message in messages]
+            count = sum(number for _, number in escaped)
+            if count:
+                messages = tuple(message for message, _ in escaped)
+        if messages is conversation.messages:
+            return conversation, 0
+        return replace(conversation, messages=messages), count
+
+    def _escape(self, message: Message) -> tuple[Message, int]:
+        escape = self._escapes[message.role == "assistant"]
+        content, count = escape(message.content)
+        if message.reasoning is not None:
+            reasoning, number = escape(message.reasoning)
+            message, count = replace(message, reasoning=reasoning), count + number
+        if message.tool_calls:
+            calls, number = escape.deep(message.tool_calls)
+            message, count = replace(message, tool_calls=calls), count + number
+        if count:
+            message = replace(message, content=content)
+        return message, count
+
+    def as_dict(self, message: Message) -> Rendered:
+        """One message as this template expects it."""
+        style = self.style
+        content = message.content
+        rendered: Rendered = {"role": message.role}
+        if message.reasoning is not None:
+            if style.reasoning_field:
+                for key in REASONING_KEYS:
+                    rendered[key] = message.reasoning
+            else:
+                content = join_reasoning(message.reasoning, content)
+        if message.tool_calls:
+            rendered["tool_calls"] = [
+                self._call(call, place) for place, call in enumerate(message.tool_calls)
+            ]
+        if content or not message.tool_calls:
+            rendered["content"] = [{"type": "text", "text": content}] if style.parts else content
+        elif style.empty_content != "absent":
+            rendered["content"] = style.empty_content
+        if message.name is not None:
+            rendered["name"] = message.name
+        if message.tool_call_id is not None:
+            rendered["tool_call_id"] = message.tool_call_id
+        return rendered
+
+    def _call(self, call: Mapping[str, Any], place: int) -> Rendered:
+        arguments = call["arguments"]
+        if self.style.string_arguments:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {
+            "type": "function",
+            "id": call["id"] or f"call{place:05d}",
+            "function": {"name": call["name"], "arguments": arguments},
+        }
+
+    # -- probes ----------------------------------------------------------------------------------
+
+    def _find_style(self) -> Style:
+        user = {"role": "user", "content": "probe-question"}
+        self.style = Style(developer="developer" in self.text)
+        refusal = "it prints neither their text nor their text parts"
+        for parts in (False, True):
+            style = replace(self.style, parts=parts)
+            chat = _in_parts([user, {"role": "assistant", "content": "probe-answer"}], parts)
+            try:
+                text = self.render(chat)
+            except RowError as error:
+                refusal = error.detail
+                continue
+            if "probe-answer" in text and "probe-question" in text:
+                break
+        else:
+            raise ModelError(
+                f"the chat template does not render a plain question and answer: {refusal}",
+                where=str(self.tokenizer.name_or_path) or "chat_template",
+                fix="give a working one with data.chat_template",
+            )
+        in_field = {"role": "assistant", "content": "probe-answer"}
+        for key in REASONING_KEYS:
+            in_field[key] = "probe-thought"
+        in_text = {"role": "assistant", "content": join_reasoning("probe-thought", "probe-answer")}
+        by_field = self._try(_in_parts([user, in_field], style.parts)) or ""
+        by_text = self._try(_in_parts([user, in_text], style.parts)) or ""
+        if "probe-thought" in by_field:
+            same = "".join(by_field.split()) == "".join(by_text.split())
+            style = replace(style, reasoning_field=True, splits_thinking=not same)
+        return self._find_call_style(user, style)
+
+    def _find_call_style(self, user: Rendered, style: Style) -> Style:
+        for string_arguments in (False, True):
+            for empty in ("", None, "absent"):
+                arguments: Any = {"probe-key": "probe-value"}
+                if string_arguments:
+                    arguments = json.dumps(arguments)
+                call = {"name": "probe_name", "arguments": arguments}
+                turn: Rendered = {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "function", "id": "call00000", "function": call}],
+                }
+                if empty != "absent":
+                    turn["content"] = empty
+                text = self._try(_in_parts([user, turn], style.parts))
+                if text and "probe_name" in text and "probe-value" in text and "None" not in text:
+                    return replace(style, string_arguments=string_arguments, empty_content=empty)
+        return style
+
+    def _find_notes(self) -> tuple[str, ...]:
+        """What a person should know about this template: injected text, dates."""
+        notes = []
+        user = _in_parts([{"role": "user", "content": "probe-question"}], self.style.parts)
+        text = self._try(user) or ""
+        prefix = text.partition("probe-question")[0]
+        self._probe_text = "".join(
+            self._try(_in_parts(chat, self.style.parts)) or "" for chat in PROBE_CHATS
+        )
+        if len(self.added_pattern.sub("", prefix).split()) > 3:
+            notes.append(f"the template puts this before the first question: {prefix!r}")
+        if "strftime_now" in self.text or "date_string" in self.text:
+            notes.append(f"the template prints a date; it is frozen at {self.options.frozen_date}")
+        return tuple(notes)
+
+    def _try(self, messages: Sequence[Rendered]) -> str | None:
+        try:
+            return self.render(messages)
+        except RowError:
+            return None
+
+
+PROBE_CHATS: Sequence[Sequence[Rendered]] = (
+    (
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ),
+    (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ),
+)
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer's default chat template.
+
+    Raises:
+        ModelError: it has none.
+    """
+    template, what = tokenizer.chat_template, "no chat template"
+    if isinstance(template, dict):
+        what = f"no default chat template, only {', '.join(sorted(template))}"
+        template = template.get("default")
+    if not template:
+        raise ModelError(
+            f"the tokenizer has {what}, so conversations cannot be rendered",
+            where=str(tokenizer.name_or_path),
+            fix="use an instruction-tuned model's tokenizer, give data.chat_template, or train "
+            'on {"text": ...} rows with mask: none',
+        )
+    assert isinstance(template, str)
+    return template
+
+
+def join_reasoning(reasoning: str, content: str) -> str:
+    """Write reasoning into the content, as the models that think in plain text do."""
+    return f"{THINK_OPEN}\n{reasoning.strip()}\n{THINK_CLOSE}\n\n{without_blank_lines(content)}"
+
+
+def without_blank_lines(text: str) -> str:
+    """A text without the empty lines it begins with; the first line keeps its indentation."""
+    return text[max(text.rfind("\n", 0, len(text) - len(text.lstrip())) + 1, 0) :]
+
+
+def split_thinking(message: Message) -> Message:
+    """Move the thinking of an assistant turn out of its content, into its own field."""
+    if message.role != "assistant" or message.reasoning or THINK_CLOSE not in message.content:
+        return message
+    block = THINK_BLOCK.fullmatch(message.content)
+    if block is None or not block[2].strip():
+        return message
+    return replace(message, reasoning=block[2].strip(), content=without_blank_lines(block[4]))
+
+
+def _in_parts(messages: Sequence[Rendered], parts: bool) -> list[Rendered]:
+    if not parts:
+        return [dict(message) for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else dict(message)
+        for message in messages
+    ]
+
+
+RENDER_ERRORS = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+    ArithmeticError,
+    MemoryError,
+)
+"""What a template raises on a row it does not take: its own error, or an untested case."""
+
+SECONDS = 10.0
+"""Longer than any conversation takes to render: a thousand turns take about 0.1 s."""
+
+
+@contextlib.contextmanager
+def patience(
+    seconds: float | None = None,
+    *,
+    what: str = "the chat template",
+    where: str = "the tokenizer's chat_template, or data.chat_template",
+    fix: str = "give one that ends with data.chat_template",
+) -> Iterator[None]:
+    """Raise a DataError in the body when it takes too long.
+
+    Only in a process's main thread, where signals arrive; elsewhere the body runs as it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    limit = SECONDS if seconds is None else seconds
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise DataError(
+            f"{what} was still rendering one row after {limit:g} s", where=where, fix=fix
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    # And again after: Jinja takes any error of a constant for one that it should not fold.
+    signal.setitimer(signal.ITIMER_REAL, limit, min(limit, 1.0))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+LARGEST = 1 << 25
+"""Characters: more than any conversation has."""
+LARGEST_LIST = 1 << 20
+LARGEST_WIDTH = 10**6
+"""Characters that a text is padded to, or items of a batch."""
+LARGEST_BITS = 1 << 16
+_MOST_NESTED = 1 << 18
+"""Things in a list of lists that is made into text; they may be one list, many times."""
+
+_OF_WIDTH = frozenset(
+    [
+        *("center", "indent", "batch", "slice", "tojson", "round"),
+        *("ljust", "rjust", "zfill", "expandtabs"),
+    ]
+)
+_TO_TEXT = frozenset(
+    [
+        *("tojson", "string", "pprint", "join", "e", "escape", "forceescape", "upper", "lower"),
+        *("trim", "title", "capitalize", "replace", "format", "center", "indent", "wordwrap"),
+        *("striptags", "urlencode", "truncate", "wordcount", "urlize", "safe"),
+    ]
+)
+_WIDE_FIELD = re.compile(r"\d{7,}")
+_FIELD_OF_A_FIELD = re.compile(r"\{[^{}]*\{|%[^a-zA-Z%]*\*")
+
+
+def _refuse(what: str) -> None:
+    raise SecurityError(f"{what}: more than a template may make at once")
+
+
+def _check_size(size: int, what: str) -> None:
+    if size > LARGEST:
+        _refuse(f"{what} of {size:.3g} characters" if size.bit_length() < 999 else what)
+
+
+def _check_widths(widths: Iterable[Any], what: str) -> None:
+    if any(isinstance(width, int) and abs(width) > LARGEST_WIDTH for width in widths):
+        _refuse(f"{what} of such a width")
+
+
+def _size(value: Any) -> int:
+    """In characters; an item of a list counts as many."""
+    if isinstance(value, (str, bytes)):  # first: a template adds little else
+        return len(value)
+    if not isinstance(value, (list, tuple)):
+        return 0
+    texts = sum(len(each) for each in value if isinstance(each, str))
+    return texts + len(value) * (LARGEST // LARGEST_LIST)
+
+
+def _check_nested(value: Any) -> Any:
+    """Containers that hold one another have a text that may be longer than the universe."""
+    left, count = [value], 0
+    while left:
+        each = left.pop()
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, (list, tuple)):
+            left += each
+        count += 1
+        if count > _MOST_NESTED:
+            _refuse("a list of lists with so many things")
+    return value
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """What a template, a macro or a block has printed."""
+    size, found = 0, []
+    for each in parts:
+        size += len(each)
+        _check_size(size, "a text")
+        found.append(each)
+    return "".join(found)
+
+
+def _check_format(text: str, values: Sequence[Any]) -> None:
+    """``%`` and ``format``: widths in the text or, for ``*`` and ``{:{}}``, in the values."""
+    if _WIDE_FIELD.search(text):
+        _refuse("a format of such a width")
+    if _FIELD_OF_A_FIELD.search(text):
+        _check_widths(values, "a format")
+    num_fields = text.count("%") + text.count("{")
+    _check_size(num_fields * max(map(_size, values), default=0), "a text")
+    for value in values:
+        _check_nested(value)
+
+
+def _check_replace(text: Any, words: Sequence[Any]) -> None:
+    if isinstance(text, str) and len(words) > 1 and all(isinstance(w, str) for w in words[:2]):
+        growth = max(len(words[1]) - len(words[0]), 0)
+        count = text.count(words[0]) if growth * (len(text) + 1) > LARGEST else 0
+        _check_size(len(text) + growth * count, "a text")
+
+
+def _check_join(between: Any, parts: Any) -> None:
+    if isinstance(parts, (list, tuple)):
+        _check_nested(parts)
+        size = sum(len(each) for each in parts if isinstance(each, str))
+        _check_size(size + len(str(between)) * len(parts), "a text")
+
+
+def _check_operator(operator: str, left: Any, right: Any) -> None:
+    numbers = [isinstance(each, int) for each in (left, right)]
+    if operator == "+":
+        _check_size(_size(left) + _size(right), "a sum")
+    elif operator == "%" and isinstance(left, str):
+        values = [*right.values()] if isinstance(right, Mapping) else right
+        _check_format(left, values if isinstance(values, (list, tuple)) else [values])
+    elif operator == "*" and any(numbers) and not all(numbers):
+        _check_size(left * _size(right) if numbers[0] else right * _size(left), "a repetition")
+    elif operator == "*" and all(numbers):
+        if left.bit_length() + right.bit_length() > LARGEST_BITS:
+            _refuse("a product of so many digits")
+    elif operator == "**" and all(numbers) and left.bit_length() * abs(right) > LARGEST_BITS:
+        _refuse("a power of so many digits")
+
+
+class _Filters(dict[str, Callable[..., Any]]):
+    """Those of a template, each behind a look at what it is given."""
+
+    def __setitem__(self, name: str, plain: Callable[..., Any]) -> None:
+        bounded = name in _OF_WIDTH | _TO_TEXT
+        super().__setitem__(name, _bounded_filter(name, plain) if bounded else plain)
+
+
+def _bounded_filter(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)  # with the mark that says what Jinja has to give besides
+    def bounded(*arguments: Any, **named: Any) -> Any:
+        given = [*arguments, *named.values()]
+        if name in _OF_WIDTH:
+            _check_widths(given[1:], name)
+        values = given[1:] if hasattr(plain, "jinja_pass_arg") else given
+        if name in _TO_TEXT and values:
+            _check_nested(values[0])
+        if name == "replace":
+            _check_replace(values[0], values[1:])
+        elif name == "join":
+            _check_join(values[1] if len(values) > 1 else "", values[0])
+        elif name == "format":
+            _check_format(str(values[0]), values[1:])
+        return plain(*arguments, **named)
+
+    return bounded
+
+
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which no single step takes long or much memory."""
+
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
+    concat = staticmethod(_joined)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **{"finalize": _check_shown, **named})
+        plain, self.filters = self.filters, _Filters()
+        for name, each in plain.items():
+            self.filters[name] = each
+
+    def _generate(self, source: nodes.Template, *arguments: Any, **named: Any) -> str:
+        """Python of a template, whose ``~`` is a bounded join."""
+        for each in source.find_all(nodes.Concat):
+            parts = nodes.List(each.nodes, lineno=each.lineno)
+            each.nodes = [nodes.Filter(parts, "join", [], [], None, None, lineno=each.lineno)]
+        return super()._generate(source, *arguments, **named)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """The operator, when its operands are small enough."""
+        _check_operator(operator, left, right)
+        return super().call_binop(context, operator, left, right)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` as the sandbox has it, of bounded width."""
+        plain = super().wrap_str_format(value)
+        if plain is None:
+            return None
+        inner = plain
+
+        @wraps(plain)
+        def bounded(*arguments: Any, **named: Any) -> str:
+            given = [*arguments, *named.values()]
+            if arguments and isinstance(arguments[0], Mapping):
+                given += arguments[0].values()
+            _check_format(value.__self__, given)
+            return inner(*arguments, **named)
+
+        return bounded
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """A method or function, when it makes no more than it may."""
+        text, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(text, str):
+            given = [*args, *kwargs.values()]
+            if name in _OF_WIDTH:
+                _check_widths(given, name)
+            elif name == "replace":
+                _check_replace(text, given)
+            elif name == "join" and given:
+                _check_join(text, given[0])
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _check_shown(value: Any) -> Any:
+    """What ``{{ }}`` shows."""
+    return value if isinstance(value, str) else _check_nested(value)
+
+
+def bound_templates() -> None:
+    """From now on, wherever a tokenizer of transformers renders its template."""
+    from transformers.utils import chat_template_utils  # rows are read without it
+
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment

@@ -1,1 +1,0 @@
-"""What is drawn from the record of a run: its curves, and the report page."""
