@@ -7,6 +7,7 @@ and keeps the base model in its own dtype (nothing is upcast, quantised or not).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors import safe_open
-from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.checkpoint.weights.adapter import check_scaling
@@ -54,10 +54,9 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
     own = {field.name for field in fields(LoraConfig)}
     given = {_PEFT_NAMES.get(key, key): value for key, value in options}
     given = {name: None if value == [] else value for name, value in given.items() if name in own}
+    modules = targets.modules
     given |= {
-        "target_modules": targets.modules
-        if isinstance(targets.modules, str)
-        else list(targets.modules),
+        "target_modules": modules if isinstance(modules, str) else list(modules),
         "target_parameters": list(targets.parameters) or None,
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": changes_base(options.init_lora_weights) or options.init_lora_weights,
@@ -165,7 +164,14 @@ def load_adapter(
             fix="give the directory that a LoRA run saved (final/ or checkpoint-N/)",
         )
     regular_files(path, CheckpointError)
-    _refuse_config(path, model)
+    # Patterns that never end and scales that are not finite; the rest peft says.
+    config: Any = None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+    if isinstance(config, dict):
+        check_scaling(config, path)
+        names = (name for name, _ in model.named_modules())
+        refuse_endless(config, names, path / "adapter_config.json")
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -214,18 +220,6 @@ def _refuse_parts(path: Path, model: PeftModel, adapter_name: str, said: Sequenc
             where=str(path),
             fix="take adapter_config.json and adapter_model.safetensors of the same adapter, whole",
         )
-
-
-def _refuse_config(path: Path, model: nn.Module) -> None:
-    """Refuse patterns that never end and scales that are not finite; the rest peft says."""
-    try:
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return
-    if isinstance(config, dict):
-        check_scaling(config, path)
-        names = (name for name, _ in model.named_modules())
-        refuse_endless(config, names, path / "adapter_config.json")
 
 
 def _trains_tied_weights(model: PreTrainedModel, options: LoraOptions) -> bool:

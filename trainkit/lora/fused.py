@@ -14,7 +14,7 @@ off and swapped at run time. What cannot runs peft's own forward, and the report
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -65,14 +65,24 @@ def fuse(model: nn.Module, ops: Collection[str] = OPS) -> PatchReport:
         raise PatchError("the model has no LoRA adapter to fuse", fix="attach one first")
     rows: list[PatchRow] = []
     plan: dict[nn.Module, type[nn.Module]] = {}
-    plans = (_plan_mlp, _plan_qkv, _plan_linear, _plan_experts)
-    for op, plan_op in zip(OPS, plans, strict=True):
+    for op, (find, otherwise) in zip(OPS, _FINDERS, strict=True):
         if op not in ops:
             rows.append(PatchRow(op, "off", "switched off"))
             continue
-        row, swaps = plan_op(model, modules)
-        rows.append(row)
-        plan.update({each: subclass_of(type(each), mixin, own) for each, mixin, own in swaps})
+        reasons: Counter[str] = Counter()
+        number = 0
+        for found in find(model, modules):
+            if isinstance(found, str):
+                reasons[found] += 1
+            else:
+                module, mixin, own = found
+                plan[module] = subclass_of(type(module), mixin, own)
+                number += 1
+        if number:
+            left = "; ".join(f"{n} on peft's path: {reason}" for reason, n in reasons.items())
+            rows.append(PatchRow(op, "on", left, (op,), number))
+        else:
+            rows.append(PatchRow(op, "off", "; ".join(reasons) or otherwise))
     swapped = Swaps(model, plan)
     let_norms_quantize(model)
     return PatchReport(None, rows, swapped)
@@ -221,90 +231,83 @@ def _factors(layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     )
 
 
-_Plan = list[tuple[nn.Module, type[_Fused], dict[str, Any]]]
+_Found = Iterator[str | tuple[nn.Module, type[_Fused], dict[str, Any]]]
+"""What is fused, with which class and its attributes; of what is not, why."""
 
 
-def _plan_mlp(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
+def _mlps(model: nn.Module, modules: Sequence[nn.Module]) -> _Found:
     try:
         plan = plan_for(model)
     except PatchError as error:
-        return PatchRow("lora_mlp", "off", error.what), []
-    swaps: _Plan = []
-    reasons: Counter[str] = Counter()
+        yield error.what
+        return
     kinds = {key[0] for key in plan.parts}
-    for module in modules:
-        if plain_class(module) not in kinds:
-            continue
-        for part in plan.parts.get(signature(module), ()):
-            found = part.finding
-            if found.op != "swiglu":
-                continue
-            names = found.settings.get("linears", ())
-            layers = [module.get_submodule(name) for name in names]
-            reason = plan.dropped.get("swiglu") or _first_reason(layers)
-            if found.forward is None or found.settings.get("order", "gate_up") != "gate_up":
-                reason = found.detail
-            if reason:
-                reasons[reason] += 1
-            elif any(isinstance(layer, LoraLayer) for layer in layers):
-                activation = getattr(found.forward, "activation", "silu")
-                swaps.append((module, _FusedMLP, {"linears": names, "activation": activation}))
-    return _row("lora_mlp", len(swaps), reasons, "no adapter in a feed-forward block"), swaps
+    parts = (
+        (module, part.finding)
+        for module in modules
+        if plain_class(module) in kinds
+        for part in plan.parts.get(signature(module), ())
+        if part.finding.op == "swiglu"
+    )
+    for module, found in parts:
+        names = found.settings.get("linears", ())
+        layers = [module.get_submodule(name) for name in names]
+        reason = plan.dropped.get("swiglu") or _first_reason(layers)
+        if found.forward is None or found.settings.get("order", "gate_up") != "gate_up":
+            reason = found.detail
+        if reason:
+            yield reason
+        elif any(isinstance(layer, LoraLayer) for layer in layers):
+            activation = getattr(found.forward, "activation", "silu")
+            yield module, _FusedMLP, {"linears": names, "activation": activation}
 
 
-def _plan_qkv(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
-    swaps: _Plan = []
-    reasons: Counter[str] = Counter()
+def _attentions(model: nn.Module, modules: Sequence[nn.Module]) -> _Found:
     for module in modules:
         if not isinstance(module, Rewritten) or not module.turning:
             continue
         groups = [each for each in module.read_together if len(each) == 3]
         if not groups:
-            reasons["no three layers of its attention are read together"] += 1
-        if groups and module.changes_in_place:
-            reasons["its attention may write into q, k or v"] += 1
+            yield "no three layers of its attention are read together"
+        elif module.changes_in_place:
+            yield "its attention may write into q, k or v"
             continue
         for names in groups:
             layers = [module.get_submodule(name) for name in names]
             if reason := _first_reason(layers):
-                reasons[reason] += 1
+                yield reason
             elif sum(isinstance(layer, LoraLayer) for layer in layers) > 1:
-                swaps.append((module, _FusedAttention, {}))
-    off = "the rope kernel is off, or fewer than two of q, k and v are adapted"
-    return _row("lora_qkv", len(swaps), reasons, off), swaps
+                yield module, _FusedAttention, {}
 
 
-def _plan_linear(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
-    swaps: _Plan = []
-    reasons: Counter[str] = Counter()
-    head = _output_layer(model)
+def _linears(model: nn.Module, modules: Sequence[nn.Module]) -> _Found:
+    base = without_adapters(model)
+    # The loss reads the weight of what gives the logits in its own ways.
+    head = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     for module in modules:
         if not isinstance(module, LoraLayer) or isinstance(module, ParamWrapper):
             continue
         if module is head:
-            reasons["adapters on the output layer"] += 1
-            continue
-        reason = _why_never_fused(module) or why_unfused(module)
-        if reason:
-            reasons[reason] += 1
+            yield "adapters on the output layer"
         else:
-            swaps.append((module, _FusedLinear, {}))
-    return _row("lora_linear", len(swaps), reasons, "no adapted linear layer"), swaps
+            reason = _why_never_fused(module) or why_unfused(module)
+            yield reason or (module, _FusedLinear, {})
 
 
-def _plan_experts(model: nn.Module, modules: Sequence[nn.Module]) -> tuple[PatchRow, _Plan]:
-    swaps: _Plan = []
-    reasons: Counter[str] = Counter()
+def _experts(model: nn.Module, modules: Sequence[nn.Module]) -> _Found:
     inner = {each.base_layer for each in modules if isinstance(each, ParamWrapper)}
     for module in modules:
-        if not isinstance(module, ParamWrapper) or module in inner:
-            continue
-        layers, experts = _unwrapped(module)
-        if reason := _why_experts_stay(layers, experts):
-            reasons[reason] += 1
-        else:
-            swaps.append((module, _FusedExperts, {}))
-    return _row("lora_experts", len(swaps), reasons, "no adapted experts"), swaps
+        if isinstance(module, ParamWrapper) and module not in inner:
+            yield _why_experts_stay(*_unwrapped(module)) or (module, _FusedExperts, {})
+
+
+_FINDERS: tuple[tuple[Callable[[nn.Module, Sequence[nn.Module]], _Found], str], ...] = (
+    (_mlps, "no adapter in a feed-forward block"),
+    (_attentions, "the rope kernel is off, or fewer than two of q, k and v are adapted"),
+    (_linears, "no adapted linear layer"),
+    (_experts, "no adapted experts"),
+)
+"""In the order of `OPS`, and what is said where there is nothing to fuse."""
 
 
 def _why_experts_stay(layers: Sequence[Any], experts: Any) -> str | None:
@@ -317,12 +320,6 @@ def _why_experts_stay(layers: Sequence[Any], experts: Any) -> str | None:
         if layer.in_features != shape[1 if experts.transposed else 2]:
             return "peft takes their weights for transposed ones"
     return next(filter(None, map(_why_other_arithmetic, layers)), None)
-
-
-def _output_layer(model: nn.Module) -> nn.Module | None:
-    """What gives the logits; the loss reads its weight in its own ways."""
-    base = without_adapters(model)
-    return base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
 
 
 def _why_never_fused(layer: Any) -> str | None:
@@ -343,13 +340,3 @@ def _first_reason(layers: Sequence[nn.Module]) -> str | None:
         if reason := reason or why_unfused(layer):
             return reason
     return None
-
-
-def _row(op: str, number: int, reasons: Counter[str], otherwise: str) -> PatchRow:
-    """A row from how many modules are fused and why the others are not."""
-    reason_text = "; ".join(
-        f"{count} on peft's path: {reason}" for reason, count in reasons.items()
-    )
-    if not number:
-        return PatchRow(op, "off", "; ".join(reasons) or otherwise)
-    return PatchRow(op, "on", reason_text, (op,), number)

@@ -58,9 +58,18 @@ def start_from_base(model: PeftModel, init: str, *, dtype: torch.dtype | None) -
     (adapter,) = model.active_adapters
     initial = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            with gather_params_ctx(_plain_base(name, layer, init).weight):
-                initial[name] = _split_off(layer, adapter, init, dtype)
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        base: Any = layer.get_base_layer()
+        if type(layer) is not PeftLinear or type(base) is not nn.Linear:
+            raise RecipeError(
+                f"init_lora_weights: {init} takes the weights of plain linear layers apart, and "
+                f"{name} is a {type(base).__name__}",
+                where="lora.init_lora_weights",
+                fix="leave it out with lora.exclude_modules, or set init_lora_weights: true",
+            )
+        with gather_params_ctx(base.weight):
+            initial[name] = _split_off(layer, adapter, init, dtype)
     if type(model) is not PeftModelForCausalLM:
         raise RecipeError(
             f"init_lora_weights: {init} is for causal language models, not for "
@@ -69,18 +78,6 @@ def start_from_base(model: PeftModel, init: str, *, dtype: torch.dtype | None) -
         )
     model.__class__ = SavedAsPlainLora
     model.initial_factors = initial
-
-
-def _plain_base(name: str, layer: Any, init: str) -> nn.Linear:
-    base = layer.get_base_layer()
-    if type(layer) is PeftLinear and type(base) is nn.Linear:
-        return base
-    raise RecipeError(
-        f"init_lora_weights: {init} takes the weights of plain linear layers apart, and {name} is "
-        f"a {type(base).__name__}",
-        where="lora.init_lora_weights",
-        fix="leave it out with lora.exclude_modules, or set init_lora_weights: true",
-    )
 
 
 @torch.no_grad()

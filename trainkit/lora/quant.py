@@ -17,7 +17,7 @@ from trainkit.models.fp8.choice import Fp8Choice
 from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.linears import packed_kind
-from trainkit.models.loading import load_config, load_model
+from trainkit.models.loading import load_model
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import ALL
@@ -72,23 +72,6 @@ def refuse_unpacked_experts(
         fix="remove lora.quantize and shard the base instead (deepspeed: zero3), or take a dense "
         "model",
     )
-
-
-def refuse_unfit_base(
-    source: ModelOptions,
-    quantize: str,
-    device: torch.device,
-    loading_whole: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Refuse a base before it is loaded; see the two above.
-
-    Raises:
-        RecipeError: with the reason.
-    """
-    refuse_unfit_device(quantize, device)
-    with loading_whole():
-        trusted, config = source.trust_remote_code, load_config(source)
-        refuse_unpacked_experts(config, source.name_or_path, quantize, trust_remote_code=trusted)
 
 
 def packed_base(

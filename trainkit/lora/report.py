@@ -43,12 +43,17 @@ def describe_adapters(model: nn.Module) -> dict[str, Any]:
         adapted[kind, what, layer.r[adapter], layer.scaling[adapter]] += 1
         if layer.lora_bias[adapter] and getattr(base, "bias", None) is None:
             unmergeable[kind] += 1
+    trained_whole: dict[str, int] = defaultdict(int)
+    for name, wrapper in model.named_modules():
+        if isinstance(wrapper, ModulesToSaveWrapper):
+            trained_whole[_kind(name)] += 1
+            covered |= {id(module) for module in wrapper.modules()}  # copy and original
     return {
         "adapted": [
             {"kind": kind, "what": what, "number": number, "r": lora_rank, "scaling": scaling}
             for (kind, what, lora_rank, scaling), number in adapted.items()
         ],
-        "trained_whole": _trained_whole(model, covered),
+        "trained_whole": dict(trained_whole),
         "not_adapted": _not_adapted(model, covered),
         "unmergeable": dict(unmergeable),
         "storage": _storage(model),
@@ -89,16 +94,6 @@ def _kind(name: str) -> str:
     found = list(_LAYER.finditer(name))
     tail = name[found[0].end() + 1 :] if found else name.removeprefix("base_model.model.")
     return _LAYER.sub("", tail)
-
-
-def _trained_whole(model: nn.Module, covered: set[int]) -> dict[str, int]:
-    """Modules that peft copied to train them in full; copy and original count as covered."""
-    found: dict[str, int] = defaultdict(int)
-    for name, wrapper in model.named_modules():
-        if isinstance(wrapper, ModulesToSaveWrapper):
-            found[_kind(name)] += 1
-            covered |= {id(module) for module in wrapper.modules()}
-    return dict(found)
 
 
 def _not_adapted(model: nn.Module, covered: set[int]) -> dict[str, int]:

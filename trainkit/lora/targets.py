@@ -57,44 +57,10 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def resolve_targets(
-    model: PreTrainedModel,
-    targets: str | Sequence[str],
-    parameters: Sequence[str],
-    excluded: str | Sequence[str] | None,
-) -> Targets:
-    """Turn the recipe's targets into what peft takes.
-
-    Args:
-        model: before adapters.
-        targets: ``target_modules`` of the recipe.
-        parameters: ``target_parameters`` of the recipe.
-        excluded: ``exclude_modules`` of the recipe.
-
-    Raises:
-        ModelError: a name matches nothing, or ``all-linear`` finds nothing.
-    """
-    _check_targets(model, targets, parameters)
-    listed = tuple(parameters)
-    if targets != ALL_LINEAR:
-        return Targets(targets if isinstance(targets, str) else tuple(targets), listed)
-    experts = [name for name in expert_parameters(model) if not is_named(name, excluded)]
-    linears = list(_text_linears(model))
-    names = [name for name in linears if _takes_adapter(model, name)]
-    is_plain = names == linears and text_model(model) is None
-    if is_plain and not expert_parameters(model) and names:
-        return Targets(ALL_LINEAR, listed)
-    names = [name for name in names if not is_named(name, excluded)]
-    if expert_parameters(model):
-        names = [name for name in names if name.rpartition(".")[2] not in ROUTERS]
-        names = [name for name in names if _stays_a_module(model, name)]
-    if not names and not experts:
-        raise ModelError(
-            "all-linear finds nothing to adapt", where="lora.target_modules", fix="name modules"
-        )
-    # experts.gate_up_proj: the last two parts of a name, which all layers share
-    short = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)
-    return Targets(tuple(names), tuple(dict.fromkeys((*listed, *short))))
+_FIX = {
+    "exclude_modules": "correct it, write a list of names such as [lm_head], or remove it",
+    "target_modules": f"use {ALL_LINEAR!r} or a list of names such as [q_proj, v_proj]",
+}
 
 
 def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
@@ -105,29 +71,61 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
         options: the recipe's ``lora``.
 
     Raises:
-        ModelError: a name of any list matches nothing, or a pattern has no end.
+        ModelError: a name of any list matches nothing, or a pattern has no end, or ``all-linear``
+            finds nothing.
         RecipeError: the adapters cannot be of this kind or size.
     """
-    excluded = options.exclude_modules
+    wanted, excluded = options.target_modules, options.exclude_modules
     names = [name for name, _ in model.named_modules()]
-    patterns = {"target_modules": options.target_modules, "exclude_modules": excluded}
+    patterns = {"target_modules": wanted, "exclude_modules": excluded}
     refuse_endless(patterns, names, "lora", ModelError)
-    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in names):
-        raise ModelError(
-            f"exclude_modules {excluded!r} matches no module (a string is a regular expression "
-            "over full module names)",
-            where="lora.exclude_modules",
-            fix="correct it, write a list of names such as [lm_head], or remove it",
-        )
-    if excluded is not None and not isinstance(excluded, str):
-        check_names("exclude_modules", excluded, names)
-    check_names("modules_to_save", options.modules_to_save, names)
-    targets = resolve_targets(model, options.target_modules, options.target_parameters, excluded)
-    refuse_with_experts(
-        targets, dropout=options.dropout, bias=options.lora_bias, dora=options.use_dora
-    )
+    lists = {
+        "exclude_modules": excluded or (),
+        "modules_to_save": options.modules_to_save,
+        "target_modules": () if wanted == ALL_LINEAR else wanted,
+    }
+    for key, listed in lists.items():  # peft only objects when no name at all matches
+        if not isinstance(listed, str):
+            check_names(key, listed, names)
+        elif not any(re.fullmatch(listed, name) for name in names):
+            raise ModelError(
+                f"{key} {listed!r} matches no module (a string is a regular expression over full "
+                "module names)",
+                where=f"lora.{key}",
+                fix=_FIX[key],
+            )
+    parameters = [name for name, _ in model.named_parameters()]
+    check_names("target_parameters", options.target_parameters, parameters)
+    targets = _targets(model, options)
+    if targets.parameters:
+        _refuse_with_parameters(targets, options)
     _refuse_rank(model, targets, options)
     return targets
+
+
+def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
+    wanted, excluded = options.target_modules, options.exclude_modules
+    listed = tuple(options.target_parameters)
+    if wanted != ALL_LINEAR:
+        return Targets(wanted if isinstance(wanted, str) else tuple(wanted), listed)
+    every_expert = expert_parameters(model)
+    experts = [name for name in every_expert if not is_named(name, excluded)]
+    linears = list(_text_linears(model))
+    names = [name for name in linears if _takes_adapter(model, name)]
+    is_plain = names == linears and text_model(model) is None
+    if is_plain and not every_expert and names:
+        return Targets(ALL_LINEAR, listed)
+    names = [name for name in names if not is_named(name, excluded)]
+    if every_expert:
+        names = [name for name in names if name.rpartition(".")[2] not in ROUTERS]
+        names = [name for name in names if _stays_a_module(model, name)]
+    if not names and not experts:
+        raise ModelError(
+            "all-linear finds nothing to adapt", where="lora.target_modules", fix="name modules"
+        )
+    # experts.gate_up_proj: the last two parts of a name, which all layers share
+    short = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)
+    return Targets(tuple(names), tuple(dict.fromkeys((*listed, *short))))
 
 
 def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
@@ -202,24 +200,6 @@ def _stays_a_module(model: PreTrainedModel, name: str) -> bool:
     return trial.target_modules == {name}
 
 
-def _check_targets(
-    model: nn.Module, targets: str | Sequence[str], parameters: Sequence[str]
-) -> None:
-    """Refuse a name that matches nothing: peft only objects when none of them does."""
-    names = [name for name, _ in model.named_modules()]
-    if isinstance(targets, str):
-        if targets != ALL_LINEAR and not any(re.fullmatch(targets, name) for name in names):
-            raise ModelError(
-                f"target_modules {targets!r} matches no module (a string is a regular expression "
-                "over full module names)",
-                where="lora.target_modules",
-                fix=f"use {ALL_LINEAR!r} or a list of names such as [q_proj, v_proj]",
-            )
-    else:
-        check_names("target_modules", targets, names)
-    check_names("target_parameters", parameters, [name for name, _ in model.named_parameters()])
-
-
 def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
     """Refuse a name that is the end of no full name.
 
@@ -238,18 +218,12 @@ def check_names(key: str, wanted: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def refuse_with_experts(targets: Targets, *, dropout: float, bias: bool, dora: bool) -> None:
-    """Refuse what peft's adapters of parameters cannot do.
-
-    Raises:
-        RecipeError: naming the key.
-    """
-    if not targets.parameters:
-        return
+def _refuse_with_parameters(targets: Targets, options: LoraOptions) -> None:
+    """What peft's adapters of parameters cannot do."""
     for key, value, off in (
-        ("dropout", dropout, "0"),
-        ("lora_bias", bias, "false"),
-        ("use_dora", dora, "false"),
+        ("dropout", options.dropout, "0"),
+        ("lora_bias", options.lora_bias, "false"),
+        ("use_dora", options.use_dora, "false"),
     ):
         if value:
             raise RecipeError(

@@ -51,18 +51,16 @@ def refuse_unfit_feeding(
     Raises:
         RecipeError: naming the key.
     """
-    if packing and not objective.packs:
-        raise RecipeError(
-            f"{objective.name} does not train on packed rows",
-            where="data.packing",
-            fix="set packing: false",
-        )
-    if streaming and not objective.streams:
-        raise RecipeError(
-            f"{objective.name} needs all rows before it begins",
-            where="data.streaming",
-            fix="set streaming: false",
-        )
+    for is_asked, can, what, key in (
+        (packing, objective.packs, "does not train on packed rows", "data.packing"),
+        (streaming, objective.streams, "needs all rows before it begins", "data.streaming"),
+    ):
+        if is_asked and not can:
+            raise RecipeError(
+                f"{objective.name} {what}",
+                where=key,
+                fix=f"set {key.partition('.')[2]}: false",
+            )
     if splits_rows and not objective.splits_rows:
         raise RecipeError(
             f"the loss of {objective.name} is of whole rows, which ranks cannot share",

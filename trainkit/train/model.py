@@ -199,7 +199,14 @@ def build_model(
             raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
         from trainkit.lora import quant
 
-        quant.refuse_unfit_base(source, quantize, here, loading_whole)
+        quant.refuse_unfit_device(quantize, here)
+        with loading_whole():
+            quant.refuse_unpacked_experts(
+                load_config(source),
+                source.name_or_path,
+                quantize,
+                trust_remote_code=source.trust_remote_code,
+            )
     model: Any
     if lora is not None and quantize is not None and packed_kind(quantize).convert is not None:
         model, base = quant.packed_base(
