@@ -8,8 +8,7 @@ from transformers import TrainerState, TrainingArguments
 
 from trainkit.objectives.objective import BatchCounts
 from trainkit.parallel.engine import Ranks
-from trainkit.train.background import Save
-from trainkit.train.checkpoints import CheckpointWriter
+from trainkit.train.checkpoints import CheckpointWriter, Save
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.faults.numbers import NumberPolicy
 from trainkit.train.faults.signals import StopRequest

@@ -21,7 +21,7 @@ from trainkit.train.faults.numbers import NumberGuard
 from trainkit.train.run import Run
 
 if TYPE_CHECKING:
-    from trainkit.train.background import Save
+    from trainkit.train.checkpoints import Save
 
 KEPT_ROWS = 1000
 """Logged rows that the run's state keeps, so that a save does not grow with the run."""

@@ -17,7 +17,7 @@ from trainkit.models.attention import attention_heads
 from trainkit.models.linears import num_weights
 from trainkit.models.loss import take_counts as take_correct
 from trainkit.objectives.objective import BatchCounts
-from trainkit.train.background import Save
+from trainkit.train.checkpoints import Save
 from trainkit.train.evaluations import Evaluations
 from trainkit.train.hooks import Hook, LoopState
 

@@ -31,12 +31,12 @@ from trainkit.parallel.engine import Ranks
 from trainkit.parallel.parameters import num_elements, own_part
 from trainkit.parallel.part_files import refuse_other
 from trainkit.parallel.snapshot import is_composed, pin_ahead, snapshot
-from trainkit.train.background import Save
 from trainkit.train.checkpoints import (
     BASE,
     SCHEDULER,
     TRAINER_STATE,
     ResumePoint,
+    Save,
     folder_name,
     read_weights,
     remember_origin,
@@ -45,7 +45,6 @@ from trainkit.train.faults.numbers import NumberError, number_advice
 from trainkit.train.hooks import Hook, LoopState
 
 if TYPE_CHECKING:
-    from trainkit.train.background import Save
     from trainkit.train.hub import Hub
 
 
