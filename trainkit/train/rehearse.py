@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import tempfile
 import time
@@ -158,7 +159,8 @@ def rehearse(
         given = ["--config", str(config), *overrides, *verdict.overrides]
         whole, broken = Path(folder, "whole"), Path(folder, "broken")
         rehearsal.start("unbroken", [*given, "--output-dir", str(whole)], whole)
-        pace = _step_seconds(whole)
+        rows = [row for row in read_metrics(whole / "metrics.jsonl") if "loss" in row]
+        pace = statistics.median([row["step_seconds"] for row in rows] or [0.0])
         command, step = [*given, "--output-dir", str(broken)], SAVE_STEPS
         for number in range(kills):
             plan: dict[str, Any] = {"rank": moments.randrange(num_ranks)}
@@ -190,7 +192,7 @@ class _Rehearsal:
         self, what: str, arguments: Sequence[str], run: Path, plan: dict[str, Any] | None = None
     ) -> bool:
         """Run to the end, or to the kill that ``plan`` says; returns whether it was killed."""
-        begins_at = _latest_step(run)
+        begins_at = max(map(step_of, checkpoints_in(run)), default=0)
         began = time.monotonic()
         log, mark = self.folder / "said.txt", self.folder / "killed"
         mark.unlink(missing_ok=True)
@@ -232,15 +234,6 @@ def _run(command: Sequence[str], log: Path, plan: dict[str, Any] | None) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what a kill has left of it
             process.wait()
-
-
-def _latest_step(run: Path) -> int:
-    return max(map(step_of, checkpoints_in(run)), default=0)
-
-
-def _step_seconds(run: Path) -> float:
-    found = [row["step_seconds"] for row in read_metrics(run / "metrics.jsonl") if "loss" in row]
-    return float(sorted(found)[len(found) // 2]) if found else 0.0
 
 
 def _compare(whole: Path, broken: Path, verdict: Verdict) -> None:
