@@ -4,6 +4,7 @@ import json
 
 import pytest
 from commands import trainkit
+from tiny import chat_lines
 
 RECIPE = """\
 model: {name_or_path: m, dtype: bfloat16}
@@ -16,14 +17,9 @@ training: {learning_rate: 1e-2, per_device_train_batch_size: 4, max_steps: 8, sa
 
 def uneven_rows(numbers):
     """JSON lines of conversations whose prompts and answers differ in length."""
-    rows = [
-        [
-            {"role": "user", "content": "a" * (1 + number % 29)},
-            {"role": "assistant", "content": f"It is {number}{'!' * (number % 17)}"},
-        ]
-        for number in numbers
-    ]
-    return "\n".join(json.dumps({"messages": row}) for row in rows)
+    return chat_lines(
+        ("a" * (1 + number % 29), f"It is {number}{'!' * (number % 17)}") for number in numbers
+    )
 
 
 class Project:
@@ -53,14 +49,7 @@ class Project:
 
 def make_project(root, model):
     """A project in an empty folder, with a link to the model."""
-    rows = [
-        [
-            {"role": "user", "content": f"Say {number}."},
-            {"role": "assistant", "content": f"It is {number}{'!' * (number % 7)}"},
-        ]
-        for number in range(24)
-    ]
-    text = "\n".join(json.dumps({"messages": row}) for row in rows)
+    text = chat_lines((f"Say {n}.", f"It is {n}{'!' * (n % 7)}") for n in range(24))
     (root / "d.jsonl").write_text(text, encoding="utf-8")
     (root / "m").symlink_to(model)
     (root / "r.yaml").write_text(RECIPE)

@@ -1,6 +1,15 @@
 """Makers of tiny models and tokenizers for tests; nothing is fetched."""
 
 
+def chat_lines(pairs):
+    """JSON lines of conversations: a question and its answer each."""
+    import json
+
+    turns = ((("user", question), ("assistant", answer)) for question, answer in pairs)
+    rows = ({"messages": [{"role": who, "content": text} for who, text in row]} for row in turns)
+    return "\n".join(map(json.dumps, rows))
+
+
 def make_tokenizer():
     """A byte-level tokenizer (every string round-trips) with a ChatML template."""
     from tokenizers import Tokenizer, models, pre_tokenizers

@@ -3,13 +3,13 @@
 Every case ends with the bytes of the run that was never stopped.
 """
 
-import json
 import shutil
 import signal
 
 import pytest
 from project import make_project
 from resume.record import record
+from tiny import chat_lines
 
 from trainkit.errors import PREEMPTED
 
@@ -31,12 +31,7 @@ JUDGED = (
 def judged(tmp_path_factory, tiny_llama):
     """A project with a whole run ``whole``, its best step and its last."""
     project = make_project(tmp_path_factory.mktemp("judged"), tiny_llama)
-    rows = [
-        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        for question, answer in ANSWERS
-    ]
-    text = "\n".join(json.dumps({"messages": row}) for row in rows)
-    (project.root / "e.jsonl").write_text(text)
+    (project.root / "e.jsonl").write_text(chat_lines(ANSWERS))
     whole = project.sft("--config", "r.yaml", *JUDGED, "--output-dir", "whole")
     assert whole.code == 0, whole.err
     rows = record(project.root / "whole")["metrics"]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import chat_lines
 
 from trainkit.cli.app import main
 from trainkit.estimate.estimate import estimate
@@ -33,16 +34,8 @@ training: {{per_device_train_batch_size: 2, max_steps: 4, save_strategy: "no"}}
 def project(tmp_path, tiny_qwen2, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.yaml").write_text(RECIPE.format(model=tiny_qwen2))
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "Say it."},
-                {"role": "assistant", "content": f"It is {n}."},
-            ]
-        }
-        for n in range(12)
-    ]
-    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = chat_lines(("Say it.", f"It is {n}.") for n in range(12))
+    (tmp_path / "train.jsonl").write_text(text)
     return tmp_path
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from ranks import run_ranks
-from tiny import make_qwen2
+from tiny import chat_lines, make_qwen2
 
 from trainkit.cli.app import main
 from trainkit.train.recompute import AIM, GIB, Choice, CountedMemory, Measured, next_choice
@@ -26,16 +26,8 @@ def folder(tmp_path_factory, tiny_tokenizer):
     model.save_pretrained(folder / "model")
     tiny_tokenizer.save_pretrained(folder / "model")
     (folder / "r.yaml").write_text(RECIPE)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "Say it."},
-                {"role": "assistant", "content": f"It is {n:02d}. " * 4},
-            ]
-        }
-        for n in range(24)
-    ]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = chat_lines(("Say it.", f"It is {n:02d}. " * 4) for n in range(24))
+    (folder / "train.jsonl").write_text(text)
     return folder
 
 

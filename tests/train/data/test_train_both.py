@@ -1,9 +1,9 @@
 """Evaluation data that is also trained on: said by content, or by path where rows are streamed."""
 
-import json
 from itertools import count
 
 import pytest
+from tiny import chat_lines
 
 from trainkit.data import DataOptions, Source
 from trainkit.objectives.table import OBJECTIVES
@@ -12,8 +12,7 @@ from trainkit.train.data import prepare_run_data
 
 @pytest.mark.parametrize("buffer", [0, 30], ids=["prepared", "streamed"])
 def test_files_that_are_trained_and_evaluated_are_named(tmp_path, tiny_tokenizer, buffer):
-    turn = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    lines = [json.dumps({"messages": turn}) + "\n"] * 40
+    lines = [chat_lines([("q", "a")]) + "\n"] * 40
     for name, num in (("a", 40), ("copy", 40), ("other", 39)):
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[:num]))
     numbers = count()

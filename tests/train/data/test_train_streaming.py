@@ -1,12 +1,12 @@
 """The loader of streamed batches: errors with their words, positions only for as many processes."""
 
 import itertools
-import json
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
+from tiny import chat_lines
 
 from trainkit.data import DataOptions, Source
 from trainkit.data.collator import PackingCollator
@@ -16,11 +16,7 @@ from trainkit.train.data import StreamLoader, StreamState
 
 
 def conversation(number):
-    turns = [
-        {"role": "user", "content": f"q{number}"},
-        {"role": "assistant", "content": f"a{number}"},
-    ]
-    return json.dumps({"messages": turns})
+    return chat_lines([(f"q{number}", f"a{number}")])
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
+from tiny import chat_lines
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
@@ -66,16 +67,8 @@ training:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory, tiny_qwen2, sets):
     folder = tmp_path_factory.mktemp("recipe")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n}?"},
-                {"role": "assistant", "content": f"it is {n}"},
-            ]
-        }
-        for n in range(8)
-    ]
-    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = chat_lines((f"{n}?", f"it is {n}") for n in range(8))
+    (folder / "d.jsonl").write_text(f"{text}\n")
     # Best at the second step: 2 answers a measurement, and two calls that try it at the start.
     (folder / "judge.py").write_text(
         "calls = []\n\ndef falling(answer, expected):\n    calls.append(1)\n"
