@@ -1,5 +1,6 @@
 """Evaluation data that is also trained on: said by content, or by path where rows are streamed."""
 
+import json
 from itertools import count
 
 import pytest
