@@ -26,6 +26,9 @@ _COMPARE = (
 
 _MOST_LAYERS = 1_000
 _HIGHEST_RANK = 16_384
+_HIGHEST_ALPHA = 1_000_000
+_FEW_PATTERNS, _LONGEST = 512, 200_000
+"""Entries that any model may be given, and characters of all of them together."""
 
 
 def refuse_endless(
@@ -48,13 +51,16 @@ def refuse_endless(
     Raises:
         TrainkitError: of ``kind``; a pattern does not come to an end, or a size has none.
     """
-    _refuse_sizes(config, where, kind)
     known = [*names]
-    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+    _refuse_sizes(config, len(known), where, kind)
+    layers = config.get("layers_pattern")
+    _refuse_pattern(
+        "layers_pattern", layers if isinstance(layers, list) else [layers], known, where, kind
+    )
+    for key in ("target_modules", "exclude_modules"):
         _refuse_pattern(key, [config.get(key)], known, where, kind)
     for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key)
-        _refuse_pattern(key, [*patterns] if isinstance(patterns, dict) else [], known, where, kind)
+        _refuse_pattern(key, [*(config.get(key) or ())], known, where, kind)
 
 
 def _refuse_pattern(
@@ -63,29 +69,59 @@ def _refuse_pattern(
     repeating = [each for each in patterns if isinstance(each, str) and re.search(r"[*+{?]", each)]
     if repeating and not _ends(repeating, names):
         raise kind(
-            f"the pattern of {key} takes for ever to compare with the model's names",
+            f"the pattern of {key} ({repeating[0]:.40}) takes for ever to compare with the model's "
+            "names",
             where=str(where),
             fix="write the names themselves there: [q_proj, v_proj]",
         )
 
 
-def _refuse_sizes(config: Mapping[str, Any], where: Path | str, kind: type[TrainkitError]) -> None:
-    ranks = config.get("rank_pattern")
-    ranks = [config.get("r"), *(ranks.values() if isinstance(ranks, dict) else ())]
+def _refuse_sizes(
+    config: Mapping[str, Any], num_names: int, where: Path | str, kind: type[TrainkitError]
+) -> None:
+    def refuse(key: str, value: Any, rule: str) -> None:
+        shown = value if isinstance(value, str) else json.dumps(value, default=str)
+        raise kind(
+            f"{key}: {shown[:40]} is not {rule}: no model bears it",
+            where=str(where),
+            fix=f"write the {key.partition('.')[0]} there that the adapter was made with",
+        )
+
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, dict):
+            refuse(key, config[key], "an object of numbers by name")
+    most = max(num_names, _FEW_PATTERNS)
+    lists = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern")
+    for key in ("rank_pattern", "alpha_pattern", *lists):
+        held = config.get(key)
+        if isinstance(held, dict | list | tuple | set) and len(held) > most:
+            refuse(
+                key, [*held][:3], f"a list of at most {most:,} entries, but one of {len(held):,}"
+            )
+        if len(held if isinstance(held, str) else "".join(map(str, held or ()))) > _LONGEST:
+            refuse(key, str(held), f"at most {_LONGEST:,} characters long")
+    for key, rank in _numbers(config, "r", "rank_pattern"):
+        if type(rank) is not int or not 0 < rank <= _HIGHEST_RANK:
+            refuse(key, rank, f"a whole number from 1 to {_HIGHEST_RANK:,}")
+    for key, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):
+        if type(alpha) not in (int, float) or not abs(alpha) <= _HIGHEST_ALPHA:
+            refuse(key, alpha, f"a number up to {_HIGHEST_ALPHA:,}")
     repeated = config.get("layer_replication") or []
-    spans = [each for each in repeated if _is_span(each)] if isinstance(repeated, list) else []
-    turns = re.search(r"\d{4,}", str(config.get("init_lora_weights")))
-    wrong = None
-    if any(isinstance(each, int) and each > _HIGHEST_RANK for each in ranks):
-        wrong = f"a rank above {_HIGHEST_RANK:,}"
-    elif repeated and spans != repeated:
-        wrong = "a layer_replication that is no list of [from, to]"
-    elif sum(end - start for start, end in spans) > _MOST_LAYERS:
-        wrong = f"a layer_replication of more than {_MOST_LAYERS:,} layers"
-    elif turns:
-        wrong = f"init_lora_weights of {turns[0]:.20} turns"
-    if wrong:
-        raise kind(f"{wrong}: no model bears it", where=str(where), fix="correct it there")
+    if not isinstance(repeated, list) or not all(map(_is_span, repeated)):
+        refuse("layer_replication", repeated, "a list of [from, to]")
+    if sum(end - start for start, end in repeated) > _MOST_LAYERS:
+        refuse("layer_replication", repeated, f"at most {_MOST_LAYERS:,} layers")
+    if re.search(r"\d{4,}", str(config.get("init_lora_weights"))):
+        refuse("init_lora_weights", config["init_lora_weights"], "at most 999 turns")
+
+
+def _numbers(config: Mapping[str, Any], key: str, patterns: str) -> list[tuple[str, Any]]:
+    """A number of all modules, if it is there, and those of single ones."""
+    of_all = [(key, config[key])] if config.get(key) is not None else []
+    return [
+        *of_all,
+        *((f"{patterns}.{name}", n) for name, n in (config.get(patterns) or {}).items()),
+    ]
 
 
 def _is_span(span: Any) -> bool:

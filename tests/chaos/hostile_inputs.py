@@ -113,6 +113,15 @@ def pattern_of_an_adapter(root, pattern):
     words={"layer_replication": [["a", 1]]},
     rank={"r": 10**8},
     ranks={"rank_pattern": {"q_proj": 10**8}},
+    fraction={"r": 1e8},
+    alpha={"lora_alpha": 1e30},
+    alphas={"alpha_pattern": {"q_proj": 1e30}},
+    word={"alpha_pattern": {"q_proj": "8"}},
+    list={"alpha_pattern": [8]},
+    patterns={"alpha_pattern": {f"q{number}": 8 for number in range(100_000)}},
+    long={"alpha_pattern": {"q" * 10**6: 8}},
+    endless={"alpha_pattern": {"(.*)*(.*)*(.*)*x": 8}},
+    pieces={"layers_pattern": ["(.*)*(.*)*(.*)*x"], "layers_to_transform": [0]},
     turns={"init_lora_weights": "pissa_niter_1000000000"},
 )
 def size_of_an_adapter(root, values):

@@ -161,7 +161,8 @@ def check_scaling(config: Mapping[str, Any], directory: Path) -> None:
     Raises:
         CheckpointError: naming the key.
     """
-    alphas = config.get("alpha_pattern") or {}
+    alphas = config.get("alpha_pattern")
+    alphas = alphas if isinstance(alphas, dict) else {}  # of others `refuse_endless` speaks
     named = {f"alpha_pattern.{key}": alphas[key] for key in alphas}
     for key, alpha in {"lora_alpha": config.get("lora_alpha"), **named}.items():
         if isinstance(alpha, int | float) and not math.isfinite(alpha):
