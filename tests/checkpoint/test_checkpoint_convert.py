@@ -15,8 +15,7 @@ from tiny_glm import FAR, chatglm_config, chatglm_tensors, glm_model, write_chat
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
-from trainkit.checkpoint.convert.glm_formats import FORMATS
-from trainkit.checkpoint.convert.glm_source import head_and_embedding
+from trainkit.checkpoint.convert.glm_formats import FORMATS, head_and_embedding
 from trainkit.checkpoint.convert.proof import prove_same_function
 from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter
 from trainkit.checkpoint.weights.adapter import read_adapter
@@ -336,11 +335,11 @@ def test_proof_looks_at_the_last_logit(glm, glm_directory, tmp_path, value, said
 
 @pytest.mark.parametrize("kind", ["order", "bias", "rope"])
 def test_proof_catches_a_wrong_conversion(glm_directory, tmp_path, monkeypatch, kind):
-    from trainkit.checkpoint.convert import glm4_to_qwen2, glm_formats, keymap
+    from trainkit.checkpoint.convert import glm_formats, keymap
 
     if kind == "order":  # the published script's mistake in another form: no reordering at all
         monkeypatch.setattr(
-            glm4_to_qwen2, "interleaved_to_half_order", lambda head_dim: tuple(range(head_dim))
+            glm_formats, "interleaved_to_half_order", lambda head_dim: tuple(range(head_dim))
         )
     elif kind == "bias":  # weights reordered, biases forgotten
         apply = keymap.PermuteHeadRows._apply

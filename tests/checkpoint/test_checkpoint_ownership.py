@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from trainkit.checkpoint.whole.ownership import refuse_foreign
+from trainkit.checkpoint.whole.manifest import refuse_foreign
 from trainkit.errors import CheckpointError
 
 

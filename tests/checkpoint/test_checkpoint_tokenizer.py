@@ -9,7 +9,7 @@ import regex
 from transformers import AutoTokenizer, GenerationConfig
 
 from trainkit.checkpoint.convert.convert import ConvertOptions, convert_model
-from trainkit.checkpoint.weights.tiktoken_vocabulary import GLM4_PATTERN
+from trainkit.checkpoint.weights.companions import GLM4_PATTERN
 from trainkit.errors import CheckpointError
 
 SPECIALS = ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>"]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from trainkit.checkpoint.weights.adapter import adapter_from_tensors, read_adapter_config
 from trainkit.checkpoint.weights.export import export_plain
-from trainkit.checkpoint.zero.zero import ZeroReader, find_zero_folder
+from trainkit.checkpoint.zero import ZeroReader, find_zero_folder
 from trainkit.errors import CheckpointError
 
 CASES = {

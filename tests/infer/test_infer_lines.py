@@ -233,8 +233,8 @@ def test_an_answer_ends_where_the_context_does(tiny_qwen2):
 # Texts that other programs wrote and in which a line can end in nothing but a newline.
 NO_JSON_LINES = {
     "checkpoint/weights/contents.py",
-    "checkpoint/weights/tiktoken_vocabulary.py",
-    "checkpoint/zero/zero.py",
+    "checkpoint/weights/companions.py",
+    "checkpoint/zero.py",
     "cli/failures.py",
     "doctor/checks.py",
     "export/llama_cpp.py",

@@ -18,7 +18,7 @@ from trainkit.models.loading import load_model
 from trainkit.options.model import ModelOptions
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline.engine import Pipeline
-from trainkit.parallel.pipeline.schedule import LateWeights
+from trainkit.parallel.pipeline.schedule import LateWeights, Stage, cut_away
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     STAGED,
@@ -28,7 +28,6 @@ from trainkit.parallel.pipeline.share import (
     refuse_micro_batches,
     refuse_model,
 )
-from trainkit.parallel.pipeline.stage import Stage, cut_away
 from trainkit.parallel.process import ProcessRank
 
 CASE = "distributed.zero_cases:train"

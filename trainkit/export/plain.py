@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from trainkit.auto_class import empty_model
-from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, own_base
+from trainkit.checkpoint.merge.merge import MergeOptions, merge_adapter, needs_the_model, own_base
 from trainkit.checkpoint.merge.merged_weights import MergedWeights
-from trainkit.checkpoint.merge.peft_weights import needs_the_model
 from trainkit.checkpoint.weights.adapter import read_adapter
 from trainkit.checkpoint.weights.companions import NAMED_TEMPLATES, copy_companions
 from trainkit.checkpoint.weights.export import (

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from trainkit.checkpoint.weights.contents import refuse_unfit
-from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
+from trainkit.checkpoint.weights.contents import GETATTR, member, refuse_unfit
 from trainkit.errors import CheckpointError
 
 FOLDER = "sharded_state"

@@ -43,9 +43,8 @@ from trainkit.checkpoint.whole.manifest import FileEntry, Manifest, verify_direc
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.models.loading import load_model
 from trainkit.options import ModelOptions
-from trainkit.parallel.engine import Ranks
+from trainkit.parallel.engine import Ranks, snapshot
 from trainkit.parallel.part_files import check_parts
-from trainkit.parallel.snapshot import snapshot
 from trainkit.places import checkpoints_in, step_of
 
 TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"

@@ -27,10 +27,9 @@ from trainkit.checkpoint.whole.atomic import readable
 from trainkit.errors import CheckpointError
 from trainkit.models.linears import is_packed
 from trainkit.options.optimizers import optimizer_row
-from trainkit.parallel.engine import Ranks
+from trainkit.parallel.engine import Ranks, is_composed, pin_ahead, snapshot
 from trainkit.parallel.parameters import num_elements, own_part
 from trainkit.parallel.part_files import refuse_other
-from trainkit.parallel.snapshot import is_composed, pin_ahead, snapshot
 from trainkit.train.checkpoints import (
     BASE,
     SCHEDULER,

@@ -11,7 +11,7 @@ from optimizer_cases import Plan, Run
 
 from trainkit.errors import RecipeError
 from trainkit.options.optimizers import OPTIMIZERS, OURS, SERVED
-from trainkit.parallel.snapshot import snapshot
+from trainkit.parallel.engine import snapshot
 from trainkit.recipe.schema import accumulates_in_backward
 from trainkit.train import saves as watched
 from trainkit.train.prepare import refuse_unfit_optimizer

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.convert.glm4_to_qwen2 import keymap_to_qwen2, qwen2_shape
-from trainkit.checkpoint.convert.glm_formats import FORMATS, Geometry, detect_format
-from trainkit.checkpoint.convert.glm_source import (
+from trainkit.checkpoint.convert.glm_formats import (
+    FORMATS,
+    Geometry,
     GlmSource,
     biases_of,
+    detect_format,
     has_biases,
     head_and_embedding,
+    keymap_to_qwen2,
+    qwen2_shape,
 )
 from trainkit.checkpoint.convert.keymap import Keymap, Step
 from trainkit.checkpoint.convert.proof import Proof, prove_same_function

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.convert.convert import keymap_between
-from trainkit.checkpoint.convert.glm4_to_qwen2 import qwen2_shape
-from trainkit.checkpoint.convert.glm_formats import FORMATS, Geometry, detect_format
+from trainkit.checkpoint.convert.glm_formats import FORMATS, Geometry, detect_format, qwen2_shape
 from trainkit.checkpoint.convert.keymap import Step
 from trainkit.checkpoint.weights.adapter import (
     CONFIG_NAME,

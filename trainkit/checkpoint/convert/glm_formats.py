@@ -10,7 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainkit.checkpoint.convert.keymap import full_base, read_back, rope_scaling
+import torch
+
+from trainkit.checkpoint.convert.keymap import (
+    Copy,
+    Each,
+    Keymap,
+    Left,
+    PermuteHeadRows,
+    Rule,
+    SplitRows,
+    Then,
+    full_base,
+    interleaved_to_half_order,
+    read_back,
+    rope_scaling,
+)
+from trainkit.checkpoint.weights.reader import TensorInfo, WeightsReader
 from trainkit.errors import CheckpointError
 
 # Far above any model; a config that asks for more would only keep this machine busy.
@@ -288,3 +304,237 @@ def detect_format(config: Mapping[str, Any]) -> str:
         return str(model_type)
     reason = _REFUSED.get(str(model_type), f"known are {', '.join(FORMATS)}")
     raise CheckpointError(f"config.json: model_type is {model_type!r}: {reason}")
+
+
+# A GLM or Qwen2 checkpoint as the conversion's table expects it, where its files say less or more.
+#
+# Qwen2's q, k and v have biases. A GLM without them is the same function with biases of zero. A
+# model that ties its output matrix to its embeddings and stores it all the same stores it twice.
+
+_HEAD_AND_EMBEDDING = {
+    "chatglm": ("transformer.output_layer.weight", "transformer.embedding.word_embeddings.weight"),
+    "glm": ("lm_head.weight", "model.embed_tokens.weight"),
+    "qwen2": ("lm_head.weight", "model.embed_tokens.weight"),
+}
+# With the value where it is absent; configs of GLM are too often written without it.
+_BIAS_SWITCH = {"chatglm": ("add_qkv_bias", False), "glm": ("attention_bias", None)}
+_PROJECTIONS = {
+    "chatglm": ("transformer.encoder.layers.{}.self_attention.query_key_value",),
+    "glm": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
+    "qwen2": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
+}
+
+
+class GlmSource:
+    """The tensors of a checkpoint with zeros for biases that it lacks and no matrix twice.
+
+    Args:
+        reader: of its files.
+        layout: a key of ``FORMATS``.
+        config: its config.json.
+        geometry: its sizes.
+
+    Raises:
+        CheckpointError: config and files contradict each other.
+    """
+
+    def __init__(
+        self, reader: WeightsReader, layout: str, config: Mapping[str, Any], geometry: Geometry
+    ) -> None:
+        self._reader = reader
+        self.directory = reader.directory
+        self._zeros = _missing_biases(reader, layout, config, geometry)
+        self.doubled = _doubled_head(reader, layout, geometry)
+        self.tensors: Mapping[str, TensorInfo] = {
+            **{name: info for name, info in reader.tensors.items() if name != self.doubled},
+            **self._zeros,
+        }
+
+    def load(self, name: str) -> torch.Tensor:
+        """Read one tensor, or make it."""
+        info = self._zeros.get(name)
+        return (
+            self._reader.load(name) if info is None else torch.zeros(info.shape, dtype=info.dtype)
+        )
+
+
+def biases_of(layout: str, geometry: Geometry) -> set[str]:
+    """The names of all biases of q, k and v in a layout."""
+    return {
+        f"{module.format(layer)}.bias"
+        for layer in range(geometry.num_layers)
+        for module in _PROJECTIONS[layout]
+    }
+
+
+def has_biases(layout: str, config: Mapping[str, Any]) -> bool | None:
+    """What a GLM's config says of the biases of q, k and v; None where it says nothing."""
+    if layout not in _BIAS_SWITCH:
+        return True
+    key, default = _BIAS_SWITCH[layout]
+    value = config.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} is {value!r}, not a switch")
+    return value
+
+
+def head_and_embedding(layout: str) -> tuple[str, str]:
+    """The names of the output matrix and of the embedding."""
+    return _HEAD_AND_EMBEDDING[layout]
+
+
+def _missing_biases(
+    reader: WeightsReader, layout: str, config: Mapping[str, Any], geometry: Geometry
+) -> dict[str, TensorInfo]:
+    wanted = biases_of(layout, geometry)
+    present = wanted & reader.tensors.keys()
+    said = has_biases(layout, config)
+    if present and said is False:
+        raise CheckpointError(
+            f"config.json: {_BIAS_SWITCH[layout][0]} is false, and there are biases such as "
+            f"{min(present)}: a model that follows the config would not use them",
+            where=str(reader.directory),
+        )
+    if present or said:
+        return {}  # one that is missing then is named with all the others
+    rows = {}
+    for name in wanted:
+        weight = reader.tensors.get(f"{name.removesuffix('.bias')}.weight")
+        if weight is not None:
+            rows[name] = TensorInfo(name, weight.dtype, weight.shape[:1])
+    return rows
+
+
+def _doubled_head(reader: WeightsReader, layout: str, geometry: Geometry) -> str | None:
+    head, embedding = _HEAD_AND_EMBEDDING[layout]
+    if not geometry.is_tied or not {head, embedding} <= reader.tensors.keys():
+        return None
+    if not torch.equal(reader.load(head), reader.load(embedding)):
+        raise CheckpointError(
+            f"config.json: tie_word_embeddings is true, and {head} differs from {embedding}",
+            where=str(reader.directory),
+            fix="say tie_word_embeddings: false if the model has its own output matrix",
+        )
+    return head
+
+
+# GLM-4-9B to Qwen2 and back: the tables of tensor names and what happens to each.
+#
+# The fused projections are taken apart, and the rows of q and k are reordered so that Qwen2's
+# rotary pairing meets GLM's (``partial_rope`` has the derivation). v and the output projection stay
+# as they are, since the reordering cancels in the product of q and k.
+
+
+def keymap_to_qwen2(source: str, geometry: Geometry) -> Keymap:
+    """The table from a GLM layout to Qwen2; ``.inverted()`` is the way back."""
+    deinterleave = PermuteHeadRows(interleaved_to_half_order(geometry.head_dim))
+    gate_and_up = SplitRows((geometry.intermediate_size,) * 2)  # the gate comes first
+    rows = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
+    if source == "glm":
+        rules = _glm_rules(deinterleave, gate_and_up)
+        left: tuple[Left, ...] = ()
+    else:
+        q_k_v = Then(SplitRows((rows[0], rows[1], rows[1])), Each((deinterleave,) * 2 + (Copy(),)))
+        rules = _chatglm_rules(q_k_v, gate_and_up)
+        left = (
+            Left(r"transformer\.rotary_pos_emb\.inv_freq", "computed from the config"),
+            Left(
+                r"transformer\.encoder\.layers\.\d+\.self_attention\.rotary_emb\.inv_freq",
+                "computed from the config",
+            ),
+        )
+    if geometry.is_tied:
+        rules = tuple(rule for rule in rules if rule.target != ("lm_head.weight",))
+    return Keymap(f"{source} to qwen2", rules, left)
+
+
+def qwen2_shape(name: str, geometry: Geometry) -> tuple[int, ...]:
+    """The shape that config.json promises for one of Qwen2's tensors."""
+    hidden, inner = geometry.hidden_size, geometry.intermediate_size
+    queries, keys = (
+        geometry.num_heads * geometry.head_dim,
+        geometry.num_kv_heads * geometry.head_dim,
+    )
+    shapes = {
+        "embed_tokens.weight": (geometry.vocab_size, hidden),
+        "lm_head.weight": (geometry.vocab_size, hidden),
+        "q_proj.weight": (queries, hidden),
+        "k_proj.weight": (keys, hidden),
+        "v_proj.weight": (keys, hidden),
+        "o_proj.weight": (hidden, queries),
+        "gate_proj.weight": (inner, hidden),
+        "up_proj.weight": (inner, hidden),
+        "down_proj.weight": (hidden, inner),
+        "q_proj.bias": (queries,),
+        "k_proj.bias": (keys,),
+        "v_proj.bias": (keys,),
+    }
+    return shapes.get(".".join(name.split(".")[-2:]), (hidden,))
+
+
+def _layer_rules(source: str, pairs: Mapping[str, str]) -> tuple[Rule, ...]:
+    return tuple(
+        Rule((f"{source}.{{layer}}.{old}",), (f"model.layers.{{layer}}.{new}",))
+        for old, new in pairs.items()
+    )
+
+
+def _chatglm_rules(q_k_v: Then, gate_and_up: SplitRows) -> tuple[Rule, ...]:
+    old, new = "transformer.encoder.layers", "model.layers.{layer}"
+    fused = tuple(
+        Rule(
+            (f"{old}.{{layer}}.self_attention.query_key_value.{kind}",),
+            tuple(f"{new}.self_attn.{part}_proj.{kind}" for part in "qkv"),
+            q_k_v,
+        )
+        for kind in ("weight", "bias")
+    )
+    return (
+        Rule(("transformer.embedding.word_embeddings.weight",), ("model.embed_tokens.weight",)),
+        *fused,
+        Rule(
+            (f"{old}.{{layer}}.mlp.dense_h_to_4h.weight",),
+            (f"{new}.mlp.gate_proj.weight", f"{new}.mlp.up_proj.weight"),
+            gate_and_up,
+        ),
+        *_layer_rules(
+            old,
+            {
+                "self_attention.dense.weight": "self_attn.o_proj.weight",
+                "mlp.dense_4h_to_h.weight": "mlp.down_proj.weight",
+                "input_layernorm.weight": "input_layernorm.weight",
+                "post_attention_layernorm.weight": "post_attention_layernorm.weight",
+            },
+        ),
+        Rule(("transformer.encoder.final_layernorm.weight",), ("model.norm.weight",)),
+        Rule(("transformer.output_layer.weight",), ("lm_head.weight",)),
+    )
+
+
+def _glm_rules(deinterleave: PermuteHeadRows, gate_and_up: SplitRows) -> tuple[Rule, ...]:
+    layer = "model.layers.{layer}"
+    permuted = tuple(
+        Rule((name,), (name,), deinterleave)
+        for part in ("q_proj", "k_proj")
+        for name in (f"{layer}.self_attn.{part}.weight", f"{layer}.self_attn.{part}.bias")
+    )
+    same = (
+        "self_attn.v_proj.weight",
+        "self_attn.v_proj.bias",
+        "self_attn.o_proj.weight",
+        "mlp.down_proj.weight",
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    )
+    return (
+        Rule(("model.embed_tokens.weight",), ("model.embed_tokens.weight",)),
+        *permuted,
+        Rule(
+            (f"{layer}.mlp.gate_up_proj.weight",),
+            (f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"),
+            gate_and_up,
+        ),
+        *_layer_rules("model.layers", {name: name for name in same}),
+        Rule(("model.norm.weight",), ("model.norm.weight",)),
+        Rule(("lm_head.weight",), ("lm_head.weight",)),
+    )

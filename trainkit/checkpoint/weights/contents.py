@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
-from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
 from trainkit.checkpoint.weights.plain_files import read_json
 from trainkit.checkpoint.weights.reader import tensors_in
 from trainkit.checkpoint.whole.manifest import list_files
@@ -250,3 +250,23 @@ def _check_state(path: Path, step: int) -> None:
             where=str(path),
             fix=ANOTHER,
         )
+
+
+# Members of enumerations as early versions of Python 3.11 pickle them: ``getattr(class, name)``.
+#
+# An unpickler that runs no code refuses ``getattr``, with which a pickle reaches any attribute.
+# Here a function replaces it that looks up a member by its name and nothing else.
+
+GETATTR = "builtins.getattr"
+
+
+def member(kind: Any, name: Any) -> Enum:
+    """A member of an enumeration.
+
+    Raises:
+        pickle.UnpicklingError: the pickle asks for something else.
+    """
+    is_enumeration = isinstance(kind, type) and issubclass(kind, Enum)
+    if is_enumeration and isinstance(name, str) and name in kind.__members__:
+        return kind.__members__[name]
+    raise pickle.UnpicklingError(f"it asks for {str(name)[:40]} of {str(kind)[:60]}")

@@ -106,7 +106,7 @@ def _merged(
     directory: Path, model: "ModelOptions", target: Path, options: "MergeOptions"
 ) -> dict[str, Any]:
     """Write the merged model; what is said of it."""
-    from trainkit.checkpoint.zero.zero import (
+    from trainkit.checkpoint.zero import (
         export_zero,
         extract_adapter,
         find_zero_folder,

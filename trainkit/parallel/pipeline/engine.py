@@ -46,22 +46,25 @@ from trainkit.parallel.part_files import (
     save_parts,
     take_up,
 )
-from trainkit.parallel.pipeline.schedule import Runnable, Steps, Wire, relay
+from trainkit.parallel.pipeline.schedule import (
+    RunLoss,
+    Runnable,
+    Stage,
+    Steps,
+    Wire,
+    causal_lm,
+    cut_away,
+    decoder,
+    loading_class,
+    relay,
+    whole_skeleton,
+)
 from trainkit.parallel.pipeline.share import (
     SCHEDULES,
     Share,
     head_in_layers,
     refuse_micro_batches,
     refuse_model,
-)
-from trainkit.parallel.pipeline.stage import (
-    RunLoss,
-    Stage,
-    causal_lm,
-    cut_away,
-    decoder,
-    loading_class,
-    whole_skeleton,
 )
 from trainkit.parallel.process import ProcessRank
 from trainkit.places import WEIGHTS

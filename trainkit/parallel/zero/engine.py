@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.weights.contents import taking_up
 from trainkit.errors import CheckpointError, RecipeError
-from trainkit.parallel.engine import Engine, Saving, Training
+from trainkit.parallel.engine import Engine, Saving, Training, tensors_of
 from trainkit.parallel.launch import free_port
 from trainkit.parallel.part_files import (
     WITHOUT,
@@ -25,7 +25,6 @@ from trainkit.parallel.part_files import (
     refuse_unfit_state,
 )
 from trainkit.parallel.process import ProcessRank
-from trainkit.parallel.snapshot import tensors_of
 from trainkit.parallel.zero.lint import RECIPES_KEYS, lint_file, refuse_contradictions
 
 if TYPE_CHECKING:

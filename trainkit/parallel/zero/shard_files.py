@@ -18,9 +18,9 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from trainkit.checkpoint.weights.enum_pickles import GETATTR, member
+from trainkit.checkpoint.weights.contents import GETATTR, member
 from trainkit.errors import CheckpointError
-from trainkit.parallel.snapshot import snapshot
+from trainkit.parallel.engine import snapshot
 
 Take = Callable[[Path, Callable[[], None]], None]
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerState, TrainingArguments
 
 from trainkit.checkpoint.weights.base_fingerprint import base_files, base_on_disk
-from trainkit.checkpoint.whole.ownership import refuse_foreign
+from trainkit.checkpoint.whole.manifest import refuse_foreign
 from trainkit.errors import CheckpointError
 from trainkit.parallel.agreement import decided_by_each, decided_by_main, refuse_disagreement
 from trainkit.run import RunDirectory

@@ -1,1 +1,0 @@
-"""One plain model of DeepSpeed's shards."""
