@@ -224,17 +224,13 @@ class ModelOptions(Section):
 
     @model_validator(mode="after")
     def _random_has_no_weights(self) -> "ModelOptions":
+        wanted = Fp8Options.of(self.fp8)
         if self.init == "random" and self.gguf_file is not None:
             raise broken_rule(
                 "model.gguf_file",
                 "model.init random reads no weights, so gguf_file has no use",
                 "remove one of the two",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _random_weights_measure_nothing(self) -> "ModelOptions":
-        wanted = Fp8Options.of(self.fp8)
         if self.init == "random" and wanted is not None and wanted.loss_budget != ALL:
             raise broken_rule(
                 "model.fp8",
@@ -438,7 +434,7 @@ class LoraOptions(Section):
         return "lora.modules_to_save" if self.modules_to_save else None
 
     @model_validator(mode="after")
-    def _fp8_fits(self) -> "LoraOptions":
+    def _keys_agree(self) -> "LoraOptions":
         for key in ("use_dora", "target_parameters"):
             if self.quantize == "fp8" and getattr(self, key):
                 raise broken_rule(
@@ -446,10 +442,6 @@ class LoraOptions(Section):
                     f"{key} reads the base's own weights, and they are fp8 codes",
                     f"remove lora.{key}, or lora.quantize",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _initialisation_fits(self) -> "LoraOptions":
         init = self.init_lora_weights
         if isinstance(init, bool):
             return self

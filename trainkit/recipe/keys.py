@@ -250,16 +250,23 @@ def _schema_problems(errors: list[ErrorDetails], settings: Settings) -> dict[Pro
                 what = f"{'.'.join(map(str, path))}: {what}"  # a line may hold many keys
             problems[Problem(what, where, context["fix"])] = path
         elif error["type"] == "missing":
-            problems[_missing(error, settings)] = error["loc"]
-        elif path not in problems.values():  # each form of a value has its own error
-            known = error["type"] != "extra_forbidden"
-            where = _where(settings, path)
-            problem = (
-                _wrong_value(error, path, where)
-                if known
-                else explain_unknown_key(path, error["input"], where)
-            )
+            dotted, parent = dotted_key(error["loc"]), _existing(error["loc"][:-1], settings.values)
+            how = {
+                "model": "add `model: {name_or_path: DIRECTORY}`",
+                "data": "add `data: {train: [FILE]}`",
+            }.get(dotted, f"add {dotted}")
+            where = _where(settings, parent) if parent else settings.file
+            problems[Problem(f"{dotted} is missing", where, how)] = error["loc"]
+        elif path in problems.values():
+            continue  # each form of a value has its own error
+        elif error["type"] == "extra_forbidden":
+            problem = explain_unknown_key(path, error["input"], _where(settings, path))
             problems[problem] = path
+        else:
+            value, dotted = error["input"], dotted_key(path)
+            shown = "" if isinstance(value, dict | list) else f" {value!r}"
+            what, fix = f"{dotted}:{shown} {rule_of(error)}", _advice(error, dotted, value)
+            problems[Problem(what, _where(settings, path), fix)] = path
     return problems
 
 
@@ -279,25 +286,6 @@ def _existing(location: tuple[str | int, ...], values: Any) -> KeyPath:
             break
         path.append(part)
     return tuple(path)
-
-
-def _missing(error: ErrorDetails, settings: Settings) -> Problem:
-    path = error["loc"]
-    parent = _existing(path[:-1], settings.values)
-    dotted = dotted_key(path)
-    fix = {
-        "model": "add `model: {name_or_path: DIRECTORY}`",
-        "data": "add `data: {train: [FILE]}`",
-    }.get(dotted, f"add {dotted}")
-    where = _where(settings, parent) if parent else settings.file
-    return Problem(f"{dotted} is missing", where, fix)
-
-
-def _wrong_value(error: ErrorDetails, path: KeyPath, where: str | None) -> Problem:
-    value, dotted = error["input"], dotted_key(path)
-    shown = "" if isinstance(value, dict | list) else f" {value!r}"
-    what = f"{dotted}:{shown} {rule_of(error)}"
-    return Problem(what, where, _advice(error, dotted, value))
 
 
 def _advice(error: ErrorDetails, dotted: str, value: Any) -> str | None:
