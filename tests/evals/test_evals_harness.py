@@ -92,7 +92,7 @@ def test_every_score_is_that_of_the_harness(both):
 @pytest.mark.parametrize("batch_size", [None, 1, 7])
 def test_shared_beginnings_and_batches_change_nothing(loud_model, monkeypatch, batch_size):
     from trainkit.evals import likelihood
-    from trainkit.evals.likelihood import Pair, Scorer
+    from trainkit.evals.likelihood import Scorer
 
     monkeypatch.setattr(likelihood, "_SHORTEST_BEGINNING", 8)
     monkeypatch.setattr(likelihood, "_FEWEST_SAVED", 16)
@@ -102,30 +102,30 @@ def test_shared_beginnings_and_batches_change_nothing(loud_model, monkeypatch, b
         return tuple(torch.randint(0, 250, (count,), generator=generator).tolist())
 
     begin, other = ids(40), ids(30)
-    pairs = [Pair(begin + ids(1 + n), ids(1 + n % 3)) for n in range(9)]
-    pairs += [Pair(other + ids(2), ids(1)) for _ in range(4)]
-    pairs += [Pair(ids(3), ids(2)), Pair(begin, ids(1)), Pair(begin, ids(1))]
+    pairs = [(begin + ids(1 + n), ids(1 + n % 3)) for n in range(9)]
+    pairs += [(other + ids(2), ids(1)) for _ in range(4)]
+    pairs += [(ids(3), ids(2)), (begin, ids(1)), (begin, ids(1))]
     several = begin + ids(6)  # one context, answers of 1 to 5 tokens, two of them alike at first
-    pairs += [Pair(several, ids(1 + n)) for n in range(5)]
-    pairs += [Pair(several, pairs[-1].continuation[:-1] + ids(1)), Pair(other, ids(4))]
+    pairs += [(several, ids(1 + n)) for n in range(5)]
+    pairs += [(several, pairs[-1][1][:-1] + ids(1)), (other, ids(4))]
     scorer = Scorer(loud_model, max_length=256, pad_id=0, batch_size=batch_size)
     shared = [beginning for beginning, _ in scorer._groups(scorer._rows(pairs)) if beginning]
     assert [len(each) for each in shared] == [len(other), len(begin)] or len(shared) == 2
-    for pair, scored in zip(pairs, scorer.score(pairs), strict=True):
-        whole = torch.tensor([pair.context + pair.continuation])
+    for (context, continuation), scored in zip(pairs, scorer.score(pairs), strict=True):
+        whole = torch.tensor([context + continuation])
         with torch.no_grad():
-            logits = loud_model(whole).logits[0, len(pair.context) - 1 : -1].double()
-        target = torch.tensor(pair.continuation)
+            logits = loud_model(whole).logits[0, len(context) - 1 : -1].double()
+        target = torch.tensor(continuation)
         expected = logits.log_softmax(-1)[torch.arange(len(target)), target].sum().item()
-        assert scored.log_probability == pytest.approx(expected, abs=TOLERANCE)
-        assert scored.is_greedy == bool((logits.argmax(-1) == target).all())
+        assert scored[0] == pytest.approx(expected, abs=TOLERANCE)
+        assert scored[1] == bool((logits.argmax(-1) == target).all())
 
 
 def test_a_context_is_computed_once_for_answers_of_one_token(loud_model):
-    from trainkit.evals.likelihood import Pair, Scorer
+    from trainkit.evals.likelihood import Scorer
 
     context = tuple(range(50, 90))
-    pairs = [Pair(context, (n,)) for n in range(4)] + [Pair(context, (3, 4, n)) for n in range(2)]
+    pairs = [(context, (n,)) for n in range(4)] + [(context, (3, 4, n)) for n in range(2)]
     seen = []
     handle = loud_model.get_input_embeddings().register_forward_hook(
         lambda module, inputs, output: seen.append(inputs[0].numel())
@@ -136,10 +136,10 @@ def test_a_context_is_computed_once_for_answers_of_one_token(loud_model):
 
 
 def test_a_prompt_that_is_too_long_loses_its_beginning_and_is_counted(loud_model):
-    from trainkit.evals.likelihood import Pair, Scorer
+    from trainkit.evals.likelihood import Scorer
 
     scorer = Scorer(loud_model, max_length=16, pad_id=0)
-    long, short = Pair(tuple(range(40)), (7, 8)), Pair(tuple(range(25, 40)), (7, 8))
+    long, short = (tuple(range(40)), (7, 8)), (tuple(range(25, 40)), (7, 8))
     first, second = scorer.score([long, short])
     assert first == second
     assert scorer.num_truncated == 1

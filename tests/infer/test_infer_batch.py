@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
-from trainkit.infer.batch import BatchOptions, generate_file
+from trainkit.infer.batch import generate_file
 from trainkit.infer.engine import Engine
 from trainkit.infer.sampling import SamplingOptions
 
@@ -28,9 +28,8 @@ def engine(tiny_qwen2):
 
 def run(engine, prompts, target, sampling=None, **options):
     sampling = sampling or SamplingOptions(max_new_tokens=6)
-    progress = options.pop("progress", None)
-    how = BatchOptions(**{"batch_size": 2, "settings": {"model": "tiny"}, **options})
-    return generate_file(lambda: engine, prompts, target, sampling, how, progress)
+    how = {"batch_size": 2, "settings": {"model": "tiny"}, **options}
+    return generate_file(lambda: engine, prompts, target, sampling, **how)
 
 
 def rows(path):
@@ -115,7 +114,8 @@ def test_finished_file_is_left_alone(engine, prompts, tmp_path):
         prompts,
         tmp_path / "out.jsonl",
         sampling,
-        BatchOptions(batch_size=2, settings={"model": "tiny"}),
+        batch_size=2,
+        settings={"model": "tiny"},
     )
     assert found == len(prompts)
     assert (tmp_path / "out.jsonl").stat().st_mtime_ns == before

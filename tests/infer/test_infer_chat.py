@@ -10,9 +10,8 @@ from trainkit.cli.commands.chat import Chat
 from trainkit.data import DataOptions, Ledger, Source, prepare
 from trainkit.errors import DataError, RecipeError
 from trainkit.infer.conversation import ChatHistory
-from trainkit.infer.engine import Engine
+from trainkit.infer.engine import Engine, TextStream
 from trainkit.infer.sampling import SamplingOptions
-from trainkit.infer.stream import TextStream
 
 TALK = [
     ("Hello, who are you?", "I am a parrot, élan 🙂 and 12345."),

@@ -102,13 +102,11 @@ def test_generate_counts_what_has_no_whole_answer(run_directory, tmp_path, capsy
     config = run_directory / "final/config.json"
     short = {**json.loads(config.read_text()), "max_position_embeddings": 64}
     config.write_text(json.dumps(short))
-    rows = [{"prompt": "a"}, {"prompt": "b" * 99}]
-    earlier = [{"role": "user", "content": "c" * 60}, {"role": "assistant", "content": "d"}]
-    rows.append({"messages": [*earlier, {"role": "user", "content": "e"}]})
+    rows = [{"prompt": "a"}, {"prompt": "b" * 99}, {"prompt": "c"}]
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["generate", str(run_directory), "--prompts", str(prompts), "--no-verify"]
-    command += ["--max-new-tokens", "2", "--too-long", "left_turns"]
+    command += ["--max-new-tokens", "2", "--too-long", "drop"]
     assert main([*command, "--output", str(prompts)]) == 2
     assert "the place of the questions" in capsys.readouterr().err
     assert main([*command, "--output", str(out)]) == 0
@@ -117,7 +115,7 @@ def test_generate_counts_what_has_no_whole_answer(run_directory, tmp_path, capsy
     assert "1 questions too long" in said
     assert main([*command, "--output", str(out), "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
-    counts = {"num_answers": 2, "num_too_long": 1, "num_shortened": 1, "num_cut": 2}
+    counts = {"num_answers": 2, "num_too_long": 1, "num_cut": 2}
     assert {key: row[key] for key in counts} == counts
 
 

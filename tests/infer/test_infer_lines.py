@@ -11,7 +11,7 @@ import pytest
 import trainkit
 from trainkit.data.questions import QuestionOptions, read_questions
 from trainkit.errors import DataError
-from trainkit.infer.batch import BatchOptions, generate_file
+from trainkit.infer.batch import generate_file
 from trainkit.infer.conversation import ChatHistory
 from trainkit.infer.engine import Engine
 from trainkit.infer.sampling import SamplingOptions
@@ -48,8 +48,8 @@ def run(parrot, tiny_tokenizer):
     def run(questions, target, answers, *, context=512, **options):
         model = parrot(tiny_tokenizer, answers)
         model.config.max_position_embeddings = context
-        how = BatchOptions(**{"batch_size": 1, "settings": {}, **options})
-        return generate_file(lambda: Engine(model, tiny_tokenizer), questions, target, FEW, how)
+        how = {"batch_size": 1, "settings": {}, **options}
+        return generate_file(lambda: Engine(model, tiny_tokenizer), questions, target, FEW, **how)
 
     return run
 
@@ -201,13 +201,6 @@ def test_a_prompt_that_does_not_fit_is_dropped_by_name(narrow, long_questions):
     assert [row["finish"] for row in rows] == ["stop", "too_long", "too_long"]
     assert [row["answer"] for row in rows] == ["a", None, None]
     assert "context holds 160" in rows[1]["problem"]
-
-
-def test_a_prompt_that_does_not_fit_loses_its_oldest_exchanges_by_name(narrow, long_questions):
-    rows = narrow(long_questions, ["a", "b"], "left_turns")
-    assert [row["finish"] for row in rows] == ["stop", "stop", "too_long"]
-    assert rows[1]["num_turns_dropped"] == 4
-    assert [message["role"] for message in rows[1]["messages"]] == ["system", "user", "assistant"]
 
 
 def test_an_answer_ends_where_the_context_does(tiny_qwen2):

@@ -1,17 +1,15 @@
 """Texts that a model writes: in batches, stopped row by row, read behind its thoughts."""
 
-import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from trainkit.data.template import THINK_CLOSE, THINK_OPEN
-
-logger = logging.getLogger(__name__)
+from trainkit.models.generation import generate_rows
 
 GPU_TOKENS, CPU_TOKENS = 65536, 8192
 """Tokens of a batch, those to be written included."""
@@ -41,6 +39,11 @@ class Prompt:
     max_new_tokens: int = 256
     settings: Mapping[str, Any] = field(default_factory=dict)
     thinks: bool = False
+
+    @property
+    def manner(self) -> tuple[Any, ...]:
+        """What all prompts of a batch have alike."""
+        return self.stops, self.max_new_tokens, str(self.settings), self.thinks
 
 
 @dataclass(frozen=True)
@@ -85,60 +88,51 @@ class Writer:
         self._batch_size = batch_size
         pad = tokenizer.pad_token_id
         self._pad_id = int(pad if pad is not None else next(iter(stop_ids), 0))
-        is_gpu = model.device.type == "cuda"
-        self._budget = GPU_TOKENS if is_gpu else CPU_TOKENS
+        self._budget = GPU_TOKENS if model.device.type == "cuda" else CPU_TOKENS
         self.num_truncated = 0
 
     @torch.no_grad()
     def write(self, prompts: Sequence[Prompt]) -> list[Written]:
-        """Answer prompts, in their order."""
+        """Answer prompts, in their order; a batch that does not fit is tried again in halves."""
         found: dict[int, Written] = {}
         fitted = [self._fitted(prompt) for prompt in prompts]
-        for group in _alike(fitted):
-            waiting = sorted(group, key=lambda place: len(fitted[place].ids), reverse=True)
-            while waiting:
-                count = self._fitting([fitted[place] for place in waiting])
-                try:
-                    written = self._batch([fitted[place] for place in waiting[:count]])
-                except torch.OutOfMemoryError:
-                    if count == 1:
-                        raise
-                    torch.cuda.empty_cache()
-                    self._budget //= 2
-                    continue
-                found.update(zip(waiting[:count], written, strict=True))
-                waiting = waiting[count:]
-        return [found[place] for place in range(len(prompts))]
+        places = range(len(fitted))
+        waiting = sorted(places, key=lambda at: (fitted[at].manner, -len(fitted[at].ids)))
+        while waiting:
+            first = fitted[waiting[0]]
+            most = max(self._budget // (len(first.ids) + first.max_new_tokens), 1)
+            most = min(most, self._batch_size or most)
+            batch = [at for at in waiting[:most] if fitted[at].manner == first.manner]
+            try:
+                written = self._batch([fitted[at] for at in batch])
+            except torch.OutOfMemoryError:
+                if len(batch) == 1:
+                    raise
+                torch.cuda.empty_cache()
+                self._budget //= 2
+                continue
+            found.update(zip(batch, written, strict=True))
+            waiting = waiting[len(batch) :]
+        return [found[place] for place in places]
 
     def _fitted(self, prompt: Prompt) -> Prompt:
         """A prompt that leaves room for its answer: at most half of the context."""
         room = min(prompt.max_new_tokens, self._max_length // 2)
         length = self._max_length - room
         self.num_truncated += len(prompt.ids) > length
-        return Prompt(prompt.ids[-length:], prompt.stops, room, prompt.settings, prompt.thinks)
-
-    def _fitting(self, prompts: Sequence[Prompt]) -> int:
-        longest = len(prompts[0].ids) + prompts[0].max_new_tokens
-        count = min(max(self._budget // longest, 1), len(prompts))
-        return min(count, self._batch_size) if self._batch_size is not None else count
+        return replace(prompt, ids=prompt.ids[-length:], max_new_tokens=room)
 
     def _batch(self, prompts: Sequence[Prompt]) -> list[Written]:
-        width = max(len(prompt.ids) for prompt in prompts)
-        ids = torch.full((len(prompts), width), self._pad_id)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt.ids) :] = torch.tensor(prompt.ids)
-            mask[row, width - len(prompt.ids) :] = 1
-        first, device = prompts[0], self._model.device
-        config = self._config(first)
-        stop = _StopAtTexts(self._tokenizer, first.stops, width, first.thinks)
-        output = self._model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
+        first, ids = prompts[0], [prompt.ids for prompt in prompts]
+        stop = _StopAtTexts(self._tokenizer, first.stops, max(map(len, ids)), first.thinks)
+        rows = generate_rows(
+            self._model,
+            ids,
+            self._pad_id,
+            generation_config=self._config(first),
             stopping_criteria=StoppingCriteriaList([stop] if first.stops else []),
         )
-        return [self._read(row, first) for row in output[:, width:].tolist()]
+        return [self._read(row, first) for row in rows]
 
     def _config(self, prompt: Prompt) -> Any:
         own = self._model.generation_config
@@ -164,21 +158,14 @@ class Writer:
     def _read(self, ids: Sequence[int], prompt: Prompt) -> Written:
         end = next((at for at, token in enumerate(ids) if token in self._stop_ids), len(ids))
         text = str(self._tokenizer.decode(ids[:end], skip_special_tokens=False))
-        spoken = str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
         is_thinking, answer = after_thinking(text, thinks=prompt.thinks)
         if not is_thinking and THINK_CLOSE not in text:
-            answer = spoken
-        elif not is_thinking:
-            answer = self._plain(answer)
+            answer = str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
+        for token in self._tokenizer.all_special_tokens:
+            answer = answer.replace(str(token), "")
         cut = _first_stop(answer, prompt.stops)
         is_ended = end < len(ids) or cut is not None
         return Written(answer[:cut], text, is_ended and not is_thinking)
-
-    def _plain(self, text: str) -> str:
-        """A text without special tokens."""
-        for token in self._tokenizer.all_special_tokens:
-            text = text.replace(str(token), "")
-        return text
 
 
 def after_thinking(text: str, *, thinks: bool) -> tuple[bool, str]:
@@ -192,15 +179,6 @@ def after_thinking(text: str, *, thinks: bool) -> tuple[bool, str]:
     if THINK_CLOSE in text:
         return False, text.rpartition(THINK_CLOSE)[2].lstrip()
     return (True, "") if opened else (False, text)
-
-
-def _alike(prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-    """Places of prompts that can share a batch."""
-    groups: dict[Any, list[int]] = {}
-    for place, prompt in enumerate(prompts):
-        how = (prompt.stops, prompt.max_new_tokens, str(prompt.settings), prompt.thinks)
-        groups.setdefault(how, []).append(place)
-    yield from groups.values()
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> int | None:

@@ -29,20 +29,11 @@ _SHORTEST_BEGINNING = 64
 _FEWEST_SAVED = 8192
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A continuation of a context, in token ids; neither is empty."""
-
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """The log of a continuation's probability, and whether greedy decoding would write it."""
-
-    log_probability: float
-    is_greedy: bool
+Ids = tuple[int, ...]
+Pair = tuple[Ids, Ids]
+"""A context and its continuation; neither is empty."""
+Likelihood = tuple[float, bool]
+"""The log of a continuation's probability, and whether greedy decoding would write it."""
 
 
 @dataclass
@@ -55,12 +46,12 @@ class _Row:
         pairs: (place of the pair, its continuation): the head and one more token, or one token.
     """
 
-    context: tuple[int, ...]
-    head: tuple[int, ...]
-    pairs: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    context: Ids
+    head: Ids
+    pairs: list[tuple[int, Ids]] = field(default_factory=list)
 
     @property
-    def tokens(self) -> tuple[int, ...]:
+    def tokens(self) -> Ids:
         return self.context + self.head
 
 
@@ -96,32 +87,28 @@ class Scorer:
     @torch.no_grad()
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
         """Score pairs, in their order."""
-        found: list[Likelihood | None] = [None] * len(pairs)
-        rows = self._rows(pairs)
-        for beginning, group in self._groups(rows):
-            cache = self._cache(beginning) if beginning else None
-            for place, likelihood in self._scored(group, beginning, cache):
-                found[place] = likelihood
-        assert all(each is not None for each in found)
-        return [each for each in found if each is not None]
+        found: dict[int, Likelihood] = {}
+        for beginning, group in self._groups(self._rows(pairs)):
+            found.update(self._scored(group, beginning))
+        return [found[place] for place in range(len(pairs))]
 
     def _rows(self, pairs: Sequence[Pair]) -> list[_Row]:
         """Pairs that are read behind the same tokens in one row each."""
-        rows: dict[tuple[tuple[int, ...], tuple[int, ...]], _Row] = {}
-        longer: dict[tuple[int, ...], _Row] = {}
-        for place, pair in enumerate(pairs):
-            if len(pair.continuation) > self._max_length:
+        rows: dict[Pair, _Row] = {}
+        longer: dict[Ids, _Row] = {}
+        for place, (context, continuation) in enumerate(pairs):
+            if len(continuation) > self._max_length:
                 raise ModelError(
-                    f"an answer has {len(pair.continuation)} tokens; the model's context holds "
+                    f"an answer has {len(continuation)} tokens; the model's context holds "
                     f"{self._max_length}"
                 )
-            room = self._max_length + 1 - len(pair.continuation)
-            self.num_truncated += len(pair.context) > room
-            context, head = pair.context[-room:], pair.continuation[:-1]
-            row = rows.setdefault((context, head), _Row(context, head))
-            row.pairs.append((place, pair.continuation))
-            if head:
-                longer.setdefault(context, row)
+            room = self._max_length + 1 - len(continuation)
+            self.num_truncated += len(context) > room
+            key = context[-room:], continuation[:-1]
+            row = rows.setdefault(key, _Row(*key))
+            row.pairs.append((place, continuation))
+            if row.head:
+                longer.setdefault(row.context, row)
         for context, head in list(rows):
             if not head and context in longer:
                 longer[context].pairs += rows.pop((context, head)).pairs
@@ -129,7 +116,7 @@ class Scorer:
 
     # -- what rows share --------------------------------------------------------------------------
 
-    def _groups(self, rows: list[_Row]) -> Iterator[tuple[tuple[int, ...], list[_Row]]]:
+    def _groups(self, rows: list[_Row]) -> Iterator[tuple[Ids, list[_Row]]]:
         """Rows with what they begin with, where that is worth computing apart."""
         if not self._shares:
             yield (), rows
@@ -149,17 +136,15 @@ class Scorer:
         if alone:
             yield (), alone
 
-    def _cache(self, beginning: tuple[int, ...]) -> Any:
-        ids = torch.tensor([beginning], device=self._device)
-        with _only_read(self._model, [(0, len(beginning) - 1)]):
-            return self._model(input_ids=ids, use_cache=True).past_key_values
-
     # -- batches ----------------------------------------------------------------------------------
 
-    def _scored(
-        self, rows: list[_Row], beginning: tuple[int, ...], cache: Any
-    ) -> Iterator[tuple[int, Likelihood]]:
+    def _scored(self, rows: list[_Row], beginning: Ids) -> Iterator[tuple[int, Likelihood]]:
         """Every pair of the rows; a batch that does not fit is tried again in halves."""
+        cache = None
+        if beginning:
+            ids = torch.tensor([beginning], device=self._device)
+            with _only_read(self._model, [(0, len(beginning) - 1)]):
+                cache = self._model(input_ids=ids, use_cache=True).past_key_values
         waiting = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
         finished: list[tuple[list[int], torch.Tensor]] = []
         while waiting:
@@ -177,7 +162,7 @@ class Scorer:
         # Read at the end: until here the device works without a wait.
         for places, values in finished:
             for place, (log_probability, is_greedy) in zip(places, values.tolist(), strict=True):
-                yield place, Likelihood(log_probability, bool(is_greedy))
+                yield place, (log_probability, bool(is_greedy))
 
     def _fitting(self, rows: Sequence[_Row]) -> int:
         """How many rows, the longest first, make a batch."""
@@ -224,35 +209,13 @@ class Scorer:
         if logits.shape[1] != len(read):  # the output layer was not called as a module
             rows_read, at = zip(*read, strict=True)
             logits = logits[list(rows_read), list(at)][None]
-        return places, _sums(logits[0], offsets, owners, targets, len(places))
-
-
-def _sums(
-    logits: torch.Tensor,
-    offsets: Sequence[int],
-    owners: Sequence[int],
-    targets: Sequence[int],
-    count: int,
-) -> torch.Tensor:
-    """(count, 2): the sum of each owner's log-probabilities, and whether all were the likeliest.
-
-    Args:
-        logits: (N, V).
-        offsets: which of the N each target is at.
-        owners: which sum it belongs to.
-        targets: token ids.
-        count: of sums.
-    """
-    device = logits.device
-    chosen = torch.tensor(offsets, device=device)
-    owner = torch.tensor(owners, device=device)
-    target = torch.tensor(targets, device=device)
-    wide = logits.float()
-    log_probabilities = wide[chosen, target] - torch.logsumexp(wide, dim=-1)[chosen]
-    misses = (wide.argmax(dim=-1)[chosen] != target).float()
-    sums = torch.zeros(count, 2, device=device)
-    sums.index_add_(0, owner, torch.stack((log_probabilities, misses), dim=1))
-    return torch.stack((sums[:, 0], (sums[:, 1] == 0).float()), dim=1)
+        chosen, owner, target = torch.tensor([offsets, owners, targets], device=self._device)
+        wide = logits[0].float()
+        logs = wide[chosen, target] - torch.logsumexp(wide, dim=-1)[chosen]
+        misses = (wide.argmax(dim=-1)[chosen] != target).float()
+        sums = torch.zeros(len(places), 2, device=self._device)
+        sums.index_add_(0, owner, torch.stack((logs, misses), dim=1))
+        return places, torch.stack((sums[:, 0], (sums[:, 1] == 0).float()), dim=1)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -341,15 +342,14 @@ class TrainedModel(AskedAsTrained, TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [Pair(tuple(context), tuple(answer)) for _, context, answer in requests]
-        scored = self._scorer.score(pairs)
-        if any(math.isnan(each.log_probability) for each in scored):
+        scored = self._scorer.score([(tuple(one), tuple(other)) for _, one, other in requests])
+        if any(math.isnan(log_probability) for log_probability, _ in scored):
             raise ModelError(
                 "the model scores with numbers that are not finite",
                 where=self.tokenizer_name,
                 fix="try --dtype float32 or bfloat16",
             )
-        return [(each.log_probability, each.is_greedy) for each in scored]
+        return scored
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -357,8 +357,8 @@ class TrainedModel(AskedAsTrained, TemplateLM):
         """The log-probability of whole texts, in windows of the model's context."""
         del disable_tqdm
         pairs: list[Pair] = []
-        owners: list[int] = []
-        for number, request in enumerate(requests):
+        counts = []
+        for request in requests:
             ids = self.prompts.encode([request.args[0]])[0]
             self.record.add(request, ids)
             windows = get_rolling_token_windows(
@@ -367,13 +367,11 @@ class TrainedModel(AskedAsTrained, TemplateLM):
                 max_seq_len=self._max_length,
                 context_len=1,
             )
-            for context, answer in map(make_disjoint_window, windows):
-                pairs.append(Pair(tuple(context), tuple(answer)))
-                owners.append(number)
-        sums = [0.0] * len(requests)
-        for owner, scored in zip(owners, self._scorer.score(pairs), strict=True):
-            sums[owner] += scored.log_probability
-        return sums
+            before = len(pairs)
+            pairs += [(tuple(a), tuple(b)) for a, b in map(make_disjoint_window, windows)]
+            counts.append(len(pairs) - before)
+        scored = iter(self._scorer.score(pairs))
+        return [sum(log for log, _ in islice(scored, count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Answers, read behind their thoughts and up to the first text that ends them."""

@@ -31,11 +31,19 @@ _PAGE = (
 def read_boolq(directory: Path, subset: str) -> Splits:
     """``dev.jsonl`` and, where it is there, ``train.jsonl``: question, passage, answer."""
     del subset
-    splits = {"validation": find(directory, "dev.jsonl", "val.jsonl")}
-    train = find_if_there(directory, "train.jsonl")
-    if train is not None:
-        splits["train"] = train
-    return {name: [_boolq(row, where) for row, where in _jsonl(p)] for name, p in splits.items()}
+    return _with_examples("validation", find(directory, "dev.jsonl", "val.jsonl"), _boolq)
+
+
+def _with_examples(
+    split: str, path: Path, read: Callable[[Mapping[str, Any], str], dict[str, Any]]
+) -> Splits:
+    """Rows of a file, and those of ``train.jsonl`` next to it, where that is there."""
+    paths = {split: path, "train": path.with_name("train.jsonl")}
+    return {
+        name: [read(row, where) for row, where in _jsonl(each)]
+        for name, each in paths.items()
+        if each.is_file()
+    }
 
 
 def _boolq(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -73,11 +81,7 @@ def _mmlu(cells: Sequence[str], where: str) -> dict[str, Any]:
 def read_gsm8k(directory: Path, subset: str) -> Splits:
     """``test.jsonl`` and, where it is there, ``train.jsonl``: question, answer."""
     del subset
-    splits = {"test": find(directory, "test.jsonl")}
-    train = find_if_there(directory, "train.jsonl")
-    if train is not None:
-        splits["train"] = train
-    return {name: [_gsm8k(row, where) for row, where in _jsonl(p)] for name, p in splits.items()}
+    return _with_examples("test", find(directory, "test.jsonl"), _gsm8k)
 
 
 def _gsm8k(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -204,17 +208,11 @@ def find(directory: Path, *names: str) -> Path:
     Raises:
         DataError: none is.
     """
-    found = find_if_there(directory, *names)
+    found = next((directory / name for name in names if (directory / name).is_file()), None)
     if found is None:
-        raise DataError(
-            f"there is no {' and no '.join(names[:2])}", where=str(directory), fix=_PAGE
-        )
+        what = f"there is no {' and no '.join(names[:2])}"
+        raise DataError(what, where=str(directory), fix=_PAGE)
     return found
-
-
-def find_if_there(directory: Path, *names: str) -> Path | None:
-    """The first of several files that is there, or None."""
-    return next((directory / name for name in names if (directory / name).is_file()), None)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:

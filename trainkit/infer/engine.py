@@ -2,8 +2,7 @@
 
 import contextlib
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from trainkit.checkpoint.weights.adapter import vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk
@@ -31,7 +31,7 @@ from trainkit.estimate.context import context_of
 from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
-from trainkit.infer.stream import TextStream
+from trainkit.models.generation import generate_rows
 from trainkit.models.linears import is_packed, packed_kind, quantization_config
 from trainkit.models.loading import (
     TORCH_DTYPES,
@@ -171,34 +171,28 @@ class Engine:
         self,
         questions: Sequence[Question],
         sampling: SamplingOptions,
-        stream: TextStream | None,
+        stream: "TextStream | None",
         should_stop: Callable[[], bool] | None,
     ) -> list[Answer]:
         prompts = [self.prompt_ids(question) for question in questions]
         width = max(map(len, prompts))
-        device = self.model.device
-        input_ids = torch.full((len(prompts), width), self.pad_id or 0, device=device)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, prompt in enumerate(prompts):
-            input_ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
-            attention_mask[row, width - len(prompt) :] = 1
         stopping = _StopOnRequest(should_stop)
-        full = _ContextIsFull(self.context, [width - len(prompt) for prompt in prompts])
-        criteria = [full] if width + sampling.max_new_tokens > (self.context or math.inf) else []
+        criteria: list[StoppingCriteria] = [] if should_stop is None else [stopping]
+        if self.context is not None and width + sampling.max_new_tokens > self.context:
+            padding = [width - len(prompt) for prompt in prompts]
+            criteria.append(_ContextIsFull(self.context, padding))
         with _no_router_losses(self.model.config):
-            output = self.model.generate(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
+            rows = generate_rows(
+                self.model,
+                prompts,
+                self.pad_id or 0,
                 generation_config=sampling.generation_config(
                     self.model.generation_config, self.stop_ids, self.pad_id
                 ),
                 streamer=stream,
                 logits_processor=LogitsProcessorList([_OnlyNumbers()]),
-                stopping_criteria=StoppingCriteriaList(
-                    [*criteria, *([stopping] if should_stop is not None else [])]
-                ),
+                stopping_criteria=StoppingCriteriaList(criteria),
             )
-        rows = output[:, width:].tolist()
         triples = zip(questions, prompts, rows, strict=True)
         return [self._answer(q, prompt, ids, stopping.was_requested) for q, prompt, ids in triples]
 
@@ -217,6 +211,62 @@ class Engine:
         finish = "interrupted" if was_stopped else "context" if len(ids) == room else "length"
         finish = "stop" if is_stopped else finish
         return Answer(text, tuple(prompt), tuple(ids[:end]), finish)
+
+
+_HALF_CHARACTER = "�"  # what a decoder shows for the first bytes of a character
+
+
+class TextStream(BaseStreamer):
+    """Takes tokens from ``generate`` and gives text to a callback."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: Collection[int],
+        on_text: Callable[[str], None],
+    ) -> None:
+        """Start a new answer.
+
+        Args:
+            tokenizer: decodes.
+            stop_ids: tokens that end an answer and are not shown.
+            on_text: called with each new piece.
+        """
+        self._tokenizer, self._stop_ids, self._on_text = tokenizer, stop_ids, on_text
+        self._is_prompt = True
+        # Decoding starts a little before the new tokens: many tokenizers decode a token
+        # differently at the start of a text.
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def put(self, value: Any) -> None:
+        """Take the prompt (first call), then one token a call."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._tokens += [token for token in value.flatten().tolist() if token not in self._stop_ids]
+        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=True))
+        if not text.endswith(_HALF_CHARACTER):
+            self._show(text)
+
+    def end(self) -> None:
+        """Show what is left."""
+        self._show(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
+
+    def _show(self, text: str) -> None:
+        new = text[len(self._shown) :]
+        if new:
+            self._on_text(new)
+            self._shown = text
+            if "\n" in new:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drop the lines that are shown, so that decoding stays cheap in a long answer."""
+        keep = self._tokens[-8:]
+        tail = str(self._tokenizer.decode(keep, skip_special_tokens=True))
+        if self._shown.endswith(tail) and not tail.startswith(_HALF_CHARACTER):
+            self._tokens, self._shown = keep, tail
 
 
 @contextlib.contextmanager
@@ -376,8 +426,8 @@ class _StopOnRequest(StoppingCriteria):
 class _ContextIsFull(StoppingCriteria):
     """Ends each row of a batch where its own tokens fill the model's context."""
 
-    def __init__(self, context: int | None, padding: Sequence[int]) -> None:
-        self._context = context or 0
+    def __init__(self, context: int, padding: Sequence[int]) -> None:
+        self._context = context
         self._padding = torch.tensor(padding)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:

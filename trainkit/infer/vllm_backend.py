@@ -1,6 +1,7 @@
 """vLLM in the harness's own wrapper, with prompts in the words that training used."""
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from trainkit.checkpoint.weights.adapter import read_adapter
@@ -36,7 +37,7 @@ def vllm_arguments(paths: ModelPaths, asking: Asking, dtype: str) -> dict[str, A
 
 
 def vllm_model(paths: ModelPaths, asking: Asking, dtype: str) -> tuple[Any, bool]:
-    """The model, and whether it is changed_requests with its chat template.
+    """The model, and whether it is asked with its chat template.
 
     Raises:
         RecipeError: vLLM is not installed.
@@ -78,7 +79,8 @@ class AskedOverVllm(AskedAsTrained):
         for request in requests:
             text, settings = request.args[:2]
             self.record.add(request, self.tok_encode(text))
-            changed_requests.append(_Request((text, self._settings(settings))))
+            args = (text, self._settings(settings))
+            changed_requests.append(SimpleNamespace(args=args, arguments=args))
         texts = super().generate_until(changed_requests, disable_tqdm=disable_tqdm)  # type: ignore[misc]
         answers = []
         for request, text in zip(requests, texts, strict=True):
@@ -98,14 +100,6 @@ class AskedOverVllm(AskedAsTrained):
         if self.prompts.thinking:
             changed["until"] = []
         return changed
-
-
-class _Request:
-    """A request with other settings; the wrapper reads ``args`` alone."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-        self.arguments = args
 
 
 def _stops(settings: Mapping[str, Any]) -> list[str]:

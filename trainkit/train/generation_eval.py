@@ -17,6 +17,7 @@ from trainkit.data.prompt import PromptRenderer
 from trainkit.errors import RecipeError
 from trainkit.estimate.context import context_of
 from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact
+from trainkit.models.generation import generate_rows
 from trainkit.options import TaskOptions
 from trainkit.options.training import ANSWERS, METRICS
 from trainkit.train.data import read_conversations
@@ -158,24 +159,18 @@ def _generate(
     stop_token_ids: Sequence[int],
 ) -> list[str]:
     """The model's continuations of a batch, without special tokens."""
-    device = next(model.parameters()).device
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    width = max(map(len, prompts))
-    input_ids = torch.full((len(prompts), width), pad)
-    attention_mask = torch.zeros((len(prompts), width), dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        attention_mask[row, width - len(prompt) :] = 1
-    output = model.generate(
-        input_ids=input_ids.to(device),
-        attention_mask=attention_mask.to(device),
+    rows = generate_rows(
+        model,
+        prompts,
+        pad,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         use_cache=True,
         pad_token_id=pad,
         **({"eos_token_id": list(stop_token_ids)} if stop_token_ids else {}),
     )
-    return tokenizer.batch_decode(output[:, width:], skip_special_tokens=True)
+    return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
 
 # The questions that a model is asked while it trains: held-out conversations and benchmarks.

@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -105,10 +105,10 @@ def generate(
         str, typer.Option("--format", help="Format of the rows, where their keys do not tell.")
     ] = "auto",
     too_long: Annotated[
-        Literal["error", "drop", "left_turns"],
+        Literal["error", "drop"],
         typer.Option(
-            help="A prompt without room for an answer: refuse the file (error), leave the row "
-            "unanswered (drop), or leave out its oldest exchanges (left_turns)."
+            help="A prompt without room for an answer: refuse the file (error), or leave the row "
+            "unanswered (drop)."
         ),
     ] = "error",
     source: ModelChoice,
@@ -135,7 +135,7 @@ def generate(
     quieten_libraries()  # first: some libraries speak when they are imported
     from trainkit.data.formats import FORMATS
     from trainkit.data.questions import QuestionOptions, read_questions
-    from trainkit.infer.batch import BatchOptions, generate_file, outcome_of
+    from trainkit.infer.batch import generate_file, outcome_of
 
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
@@ -154,13 +154,21 @@ def generate(
         questions,
         out,
         options,
-        BatchOptions(batch_size, settings, too_long),
+        batch_size=batch_size,
+        settings=settings,
+        too_long=too_long,
         progress=lambda done, total: note(f"{done} of {total} answered"),
     )
     outcome = outcome_of(out)
-    row = {"out": str(out), **asdict(outcome), "num_found": before}
-    words = ", ".join([f"{before} of them from an earlier call", *outcome.in_words()])
-    tell(row, as_json, f"{out}: {outcome.num_answers} answers, {words}")
+    row = {"out": str(out), **outcome, "num_found": before}
+    words = [f"{outcome['num_answers']} answers", f"{before} of them from an earlier call"]
+    for key, phrase in (
+        ("num_cut", "cut at --max-new-tokens or at the model's context"),
+        ("num_too_long", "questions too long for an answer"),
+    ):
+        if outcome[key]:
+            words.append(f"{outcome[key]} {phrase}")
+    tell(row, as_json, f"{out}: {', '.join(words)}")
 
 
 # -- chat ---------------------------------------------------------------------------------------
