@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.evals.sandbox import Limits, Programs, run_program
+from trainkit.evals.sandbox import Programs, run_program
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from trainkit.evals.sandbox import Limits, Programs, run_program
 )
 def test_how_a_program_ends(monkeypatch, program, passes, word):
     monkeypatch.setenv("CANARY", "a secret")
-    verdict = run_program(program)
-    assert verdict.passed is passes
-    assert word in verdict.reason
+    failure = run_program(program)
+    assert (failure is None) is passes
+    assert word in (failure or "")
 
 
 def test_a_program_that_hangs_dies_with_all_that_it_started():
@@ -32,27 +32,25 @@ def test_a_program_that_hangs_dies_with_all_that_it_started():
         "pid = os.fork()\nopen('started' + str(os.getpid()), 'w').close()\n"
         "time.sleep(60)\n"
     )
-    verdict = run_program(program, Limits(seconds=0.5))
-    assert not verdict.passed
-    assert "timed out" in verdict.reason
+    assert "timed out" in run_program(program, seconds=0.5)
 
 
 def test_a_program_has_no_network_where_the_system_allows_that():
     probe = "import socket\nassert [name for _, name in socket.if_nameindex()] == ['lo']"
     reach = "import socket\nsocket.create_connection(('192.0.2.1', 9), timeout=1)"
-    if not run_program(probe).passed:
+    if run_program(probe) is not None:
         pytest.skip("this system gives no namespace of its own to a process")
-    assert "unreachable" in run_program(reach).reason
+    assert "unreachable" in run_program(reach)
 
 
 def test_a_program_writes_in_its_own_folder_alone_where_the_system_allows_that(tmp_path):
     probe = "import os\nassert os.statvfs('/').f_flag & os.ST_RDONLY"
-    if not run_program(probe).passed:
+    if run_program(probe) is not None:
         pytest.skip("this system gives no mounts of its own to a process")
     for place in (tmp_path / "out", "/tmp/out", "/dev/shm/out"):
-        assert "Read-only" in run_program(f"open({str(place)!r}, 'w').write('x')").reason
-    assert run_program("open('in', 'w').write('x'); assert open('in').read() == 'x'").passed
-    assert run_program("import tempfile; tempfile.TemporaryFile().write(b'x')").passed
+        assert "Read-only" in run_program(f"open({str(place)!r}, 'w').write('x')")
+    assert run_program("open('in', 'w').write('x'); assert open('in').read() == 'x'") is None
+    assert run_program("import tempfile; tempfile.TemporaryFile().write(b'x')") is None
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,6 @@
 """The models of the benchmarks, and the peers that train them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainkit.checkpoint.convert.keymap import full_base, rope_scaling
+from trainkit.estimate.shape import NAMED
 
 
 @dataclass(frozen=True)
@@ -28,55 +29,26 @@ class Shape:
     length: int = 2048
 
 
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-)
-
-
-def _shape(
-    family: str, *sizes: int, tie: bool = False, longest: int = 32768, batch: int = 4, **more: Any
-) -> Shape:
-    config: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
-    config |= {"tie_word_embeddings": tie, "max_position_embeddings": longest, **more}
-    return Shape(family, config, batch)
-
-
-def _glm4_9b(family: str, **more: Any) -> Shape:
-    sizes = (4096, 13696, 40, 32, 2, 151552)
-    return _shape(family, *sizes, longest=131072, rms_norm_eps=1.5625e-7, **more)
-
-
-MODELS: dict[str, Shape] = {
-    "qwen2-0.5b": _shape("qwen2", 896, 4864, 24, 14, 2, 151936, tie=True, batch=16),
-    "qwen2-1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, tie=True),
-    "qwen2-7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-3b": _shape("qwen2", 2048, 11008, 36, 16, 2, 151936, tie=True),
-    "qwen3-0.6b": _shape("qwen3", 1024, 3072, 28, 16, 8, 151936, tie=True, head_dim=128),
-    "qwen3-1.7b": _shape("qwen3", 2048, 6144, 28, 16, 8, 151936, tie=True, head_dim=128),
-    "qwen3-4b": _shape("qwen3", 2560, 9728, 36, 32, 8, 151936, tie=True, head_dim=128),
-    "qwen3-8b": _shape("qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
-    "llama-3.2-1b": _shape(
-        "llama", 2048, 8192, 16, 32, 8, 128256, tie=True, longest=131072, batch=16, head_dim=64
-    ),
-    "llama-3.2-3b": _shape("llama", 3072, 8192, 28, 24, 8, 128256, tie=True, head_dim=128),
-    "llama-3.1-8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256),
-    "gemma-2b": _shape("gemma", 2048, 16384, 18, 8, 1, 256000, tie=True, head_dim=256),
-    "mistral-7b": _shape("mistral", 4096, 14336, 32, 32, 8, 32768, sliding_window=None),
-    "glm4-9b": _glm4_9b(
-        "glm", head_dim=128, attention_bias=True, rope_theta=5e6, partial_rotary_factor=0.5
-    ),
-    "glm4-9b-as-qwen2": _glm4_9b(  # what `trainkit convert glm4-to-qwen2` makes of it
-        "qwen2",
-        rope_theta=full_base(5e6, 128, 64),
-        rope_scaling=rope_scaling(5e6, 128, 64, 131072),
-    ),
+_GLM4 = {"rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131072}
+_MORE: Mapping[str, dict[str, Any]] = {
+    "mistral-7b": {"sliding_window": None},
+    "glm4-9b": {**_GLM4, "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    "glm4-9b-as-qwen2": {  # what `trainkit convert glm4-to-qwen2` makes of it
+        **_GLM4,
+        "rope_theta": full_base(5e6, 128, 64),
+        "rope_scaling": rope_scaling(5e6, 128, 64, 131072),
+    },
 }
-"""THE TABLE of shapes."""
+_SMALL = ("qwen2-0.5b", "llama-3.2-1b")
+
+
+def _shape(name: str) -> Shape:
+    sizes = {"max_position_embeddings": 32768, **NAMED[name], **_MORE.get(name, {})}
+    return Shape(sizes.pop("model_type"), sizes, batch_size=16 if name in _SMALL else 4)
+
+
+MODELS: Mapping[str, Shape] = {name: _shape(name) for name in NAMED}
+"""Every shape that has a name, with what it is measured on."""
 
 PROVIDERS = (
     "hf_sdpa",

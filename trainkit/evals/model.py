@@ -88,7 +88,10 @@ class PromptStyle:
         has_system = messages[0]["role"] == "system"
         # A run that sets the system prompt itself would drop a task's description.
         attempts = [messages] if self._keeps_system or not has_system else []
-        attempts += [_without_system(messages)] if has_system else []
+        if has_system:  # its text at the beginning of the first question
+            system, first, *rest = messages
+            content = f"{system['content'].rstrip()}\n\n{first['content']}"
+            attempts.append([{**first, "content": content}, *rest])
         refused: DataError | None = None
         for attempt in attempts:
             try:
@@ -110,8 +113,13 @@ class PromptStyle:
         if self.chat:
             return ids
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        added_eos = eos if self.tokenizer.num_special_tokens_to_add() > 0 else None
-        return [_trimmed(each, bos, added_eos) for each in ids]
+        adds = self.tokenizer.num_special_tokens_to_add() > 0
+        for each in ids:
+            if bos is not None and len(each) > 1 and each[0] == bos == each[1]:
+                del each[0]
+            if adds and eos is not None and len(each) > 1 and each[-1] == eos:
+                del each[-1]
+        return ids
 
     @functools.cached_property
     def _around(self) -> tuple[list[int], list[int]]:
@@ -148,19 +156,6 @@ class PromptStyle:
         """What stands before a text without context: bos, or eos where there is none."""
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return int(bos if bos is not None else eos)
-
-
-def _trimmed(ids: list[int], bos: int | None, added_eos: int | None) -> list[int]:
-    """Token ids without a second bos, and without the eos that the tokenizer adds."""
-    if bos is not None and len(ids) > 1 and ids[0] == bos == ids[1]:
-        ids = ids[1:]
-    return ids[:-1] if added_eos is not None and len(ids) > 1 and ids[-1] == added_eos else ids
-
-
-def _without_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The system prompt at the beginning of the first question."""
-    system, first, *rest = messages
-    return [{**first, "content": f"{system['content'].rstrip()}\n\n{first['content']}"}, *rest]
 
 
 class AskedAsTrained:

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -14,7 +14,7 @@ import lm_eval.utils
 from trainkit.errors import RecipeError
 from trainkit.evals.model import PromptRecord
 from trainkit.evals.scores import Evaluation, Score, finite
-from trainkit.evals.tasks import LoadedTasks, quiet_harness, set_of
+from trainkit.evals.tasks import BenchmarkSet, LoadedTasks, quiet_harness, set_of
 from trainkit.options.training import METRICS
 
 
@@ -64,10 +64,13 @@ def evaluate_model(
         return None
     prompts = PromptRecord.joined(records)
     answers = {key: each for part in written for key, each in part.items()}
-    samples = {
-        task: [_sample(task, row, answers) for row in sorted(rows, key=_doc_id)]
-        for task, rows in found["samples"].items()
-    }
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for task, rows in found["samples"].items():
+        for row in sorted(rows, key=lambda row: int(row["doc_id"])):
+            kept = {key: value for key, value in row.items() if key != "metrics"}
+            if own := answers.get((task, row["doc_id"])):
+                kept["written"] = own  # the whole text, which the harness does not see
+            samples.setdefault(task, []).append(kept)
     unfinished = sum(not each["is_whole"] for own in answers.values() for each in own)
     notes = []
     if truncated:
@@ -110,9 +113,14 @@ def figure_names(tasks: LoadedTasks) -> list[str]:
     return names
 
 
-def _figure(row: Any, metric: str, kind: str, several: bool) -> str:
-    """The name of a figure: its metric, and its filter where that tells it from others."""
-    return f"{metric}/{kind}" if kind != "none" and _is_named(row, kind, several) else metric
+def _figure(row: BenchmarkSet | None, metric: str, kind: str, several: bool) -> str:
+    """The name of a figure: its metric, and its filter where that tells it from others.
+
+    A filter does where a task has several, or the table says so.
+    """
+    known = () if row is None else METRICS[row.name]
+    is_named = several or any(each.endswith(f"/{kind}") for each in known)
+    return f"{metric}/{kind}" if kind != "none" and is_named else metric
 
 
 @contextmanager
@@ -157,6 +165,10 @@ def _scores(
         figures = groups.get(task) or found["results"][task]
         row = set_of(task)
         below = _tasks_below(found, task)
+        known, hashed = found["versions"].get(task), prompts.get(task)
+        if hashed is None and below:
+            lines = [f"{name} {prompts.get(name)}" for name in sorted(below)]
+            hashed = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         several = len({key.partition(",")[2] for key in figures if "," in key}) > 1
         for key, value in figures.items():
             metric, comma, kind = key.partition(",")
@@ -170,21 +182,15 @@ def _scores(
                 value=score,
                 stderr=finite(figures.get(f"{metric}_stderr,{kind}")),
                 shots=found["n-shot"].get(task),
-                version=_text(found["versions"].get(task)),
+                version=None if known is None else str(known),
                 num_samples=sum(each["effective"] for each in below.values()),
                 num_all=sum(each["original"] for each in below.values()),
-                prompts=prompts[task] if task in prompts else _joined_hash(below, prompts),
+                prompts=hashed,
                 parts=sorted(below) if task not in below else (),
                 is_part=task not in chosen and task in parts,
                 expected=row.expected if row is not None else {},
                 is_main=row is not None and name == row.metric,
             )
-
-
-def _is_named(row: Any, kind: str, several: bool) -> bool:
-    """Whether a filter belongs to a figure's name: a task has several, or the table says so."""
-    known = () if row is None else METRICS[row.name]
-    return several or any(metric.endswith(f"/{kind}") for metric in known)
 
 
 def _tasks_below(found: Mapping[str, Any], group: str) -> dict[str, Mapping[str, int]]:
@@ -199,25 +205,3 @@ def _tasks_below(found: Mapping[str, Any], group: str) -> dict[str, Mapping[str,
             counts[name] = found["n-samples"][name]
         waiting += found["group_subtasks"].get(name, ())
     return counts
-
-
-def _joined_hash(below: Mapping[str, Any], prompts: Mapping[str, str]) -> str | None:
-    lines = [f"{name} {prompts.get(name)}" for name in sorted(below)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
-
-
-def _sample(
-    task: str, row: Mapping[str, Any], answers: Mapping[tuple[str, int], Sequence[Any]]
-) -> dict[str, Any]:
-    """The harness's own row, with the whole text that was written where that is known."""
-    kept = {key: value for key, value in row.items() if key != "metrics"}
-    own = answers.get((task, row["doc_id"]))
-    return {**kept, **({"written": own} if own else {})}
-
-
-def _doc_id(row: Mapping[str, Any]) -> int:
-    return int(row["doc_id"])
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)

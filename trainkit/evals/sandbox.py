@@ -14,46 +14,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 LIMITER = Path(__file__).with_name("limits.py")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a program may use.
-
-    Attributes:
-        seconds: until it is killed; processor time is limited to the same.
-        memory_gib: of its address space.
-        file_mib: the largest file it may write.
-        processes: it may start.
-    """
-
-    seconds: float = 10.0
-    memory_gib: float = 4.0
-    file_mib: int = 16
-    processes: int = 64
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a program ended.
-
-    Attributes:
-        passed: it ran to its end.
-        reason: empty, ``timed out``, or the last line of its errors.
-    """
-
-    passed: bool
-    reason: str = ""
-
-
-def run_program(program: str, limits: Limits | None = None) -> Verdict:
+def run_program(
+    program: str,
+    *,
+    seconds: float = 10.0,
+    memory_gib: float = 4.0,
+    file_mib: int = 16,
+    processes: int = 64,
+) -> str | None:
     """Run a Python program to its end.
 
     It passes only if its last line is reached: ``exit(0)`` before that is a failure. It has a
@@ -61,17 +37,21 @@ def run_program(program: str, limits: Limits | None = None) -> Verdict:
 
     Args:
         program: the source.
-        limits: the defaults otherwise.
+        seconds: until it is killed; processor time is limited to the same.
+        memory_gib: of its address space.
+        file_mib: the largest file it may write.
+        processes: it may start.
+
+    Returns:
+        None where it passed; else ``timed out``, or the last line of its errors.
     """
-    limits = limits or Limits()
     mark = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="trainkit-program-") as folder:
         path = Path(folder, "program.py")
         last = f"\nimport os as _os\n_os.write(1, b'\\n{mark}\\n')\n"
         path.write_text(program + last, encoding="utf-8", errors="surrogatepass")
         command = [sys.executable, "-I", "-B", str(LIMITER), str(path)]
-        command += [str(limits.seconds), str(limits.memory_gib)]
-        command += [str(limits.file_mib), str(limits.processes)]
+        command += map(str, (seconds, memory_gib, file_mib, processes))
         with Path(folder, "out").open("wb+") as out, Path(folder, "err").open("wb+") as err:
             process = subprocess.Popen(
                 command,
@@ -83,26 +63,21 @@ def run_program(program: str, limits: Limits | None = None) -> Verdict:
                 start_new_session=True,
             )
             try:
-                process.wait(limits.seconds + 2)
+                process.wait(seconds + 2)
                 timed_out = False
             except subprocess.TimeoutExpired:
                 timed_out = True
-            finally:
-                _kill_all(process)
+            finally:  # the program and what it has started, which are one session
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             passed = mark in _tail(out).split("\n")
             lines = _tail(err).strip().split("\n")
     if timed_out or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL, 137, 152):
-        return Verdict(False, "timed out, or out of memory")
+        return "timed out, or out of memory"
     if passed and process.returncode == 0:
-        return Verdict(True)
-    return Verdict(False, lines[-1][:300] if lines[-1] else "it did not run to its end")
-
-
-def _kill_all(process: subprocess.Popen[bytes]) -> None:
-    """The program and what it has started, which are one session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        return None
+    return lines[-1][:300] or "it did not run to its end"
 
 
 def _tail(stream: object, size: int = 4096) -> str:
@@ -124,24 +99,21 @@ class Programs:
             fenced: the answers are chat answers, and code ends where a fence does.
         """
         self._fenced = fenced
-        self._verdicts: dict[str, Verdict] = {}
+        self._failures: dict[str, str | None] = {}
 
     def build(
         self, answers: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]
     ) -> list[list[str]]:
         """Each answer behind its prompt, as the harness asks for; all of them run now."""
         programs = [
-            [doc["prompt"] + self._code(answer) for answer in own]
+            [doc["prompt"] + (each.partition(_FENCE)[0] if self._fenced else each) for each in own]
             for own, doc in zip(answers, docs, strict=True)
         ]
-        wanted = [
-            _tested(program, f"{doc['test']}\ncheck({doc['entry_point']})")
+        self._run(
+            f"{program}\n{doc['test']}\ncheck({doc['entry_point']})"
             for own, doc in zip(programs, docs, strict=True)
             for program in own
-        ]
-        fresh = [each for each in dict.fromkeys(wanted) if each not in self._verdicts]
-        with ThreadPoolExecutor(max(os.cpu_count() or 1, 1)) as pool:
-            self._verdicts.update(zip(fresh, pool.map(run_program, fresh), strict=True))
+        )
         return programs
 
     def pass_at_k(
@@ -149,16 +121,17 @@ class Programs:
     ) -> dict[str, float]:
         """The share of k tries of which one passes, estimated without bias from all tries."""
         (tests,), (programs,) = references, predictions
-        passed = [self._verdict(_tested(each, tests)).passed for each in programs]
-        return {f"pass@{size}": _estimate(len(passed), sum(passed), size) for size in k}
+        tested = [f"{each}\n{tests}" for each in programs]
+        self._run(tested)
+        num_failed = sum(self._failures[each] is not None for each in tested)
+        # 1 - C(n - c, k) / C(n, k); of fewer failures than k there is no choice without a pass.
+        counts = {size: math.comb(num_failed, size) / math.comb(len(tested), size) for size in k}
+        return {f"pass@{size}": 1.0 - failing for size, failing in counts.items()}
 
-    def _code(self, answer: str) -> str:
-        return answer.partition(_FENCE)[0] if self._fenced else answer
-
-    def _verdict(self, program: str) -> Verdict:
-        if program not in self._verdicts:
-            self._verdicts[program] = run_program(program)
-        return self._verdicts[program]
+    def _run(self, programs: Iterable[str]) -> None:
+        fresh = [each for each in dict.fromkeys(programs) if each not in self._failures]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            self._failures.update(zip(fresh, pool.map(run_program, fresh), strict=True))
 
     def __deepcopy__(self, memo: Any) -> "Programs":
         return self
@@ -186,14 +159,3 @@ def is_sandboxed(task: Any) -> bool:
     metrics = task.get_config("metric_list") or ()
     owners = (getattr(each.get("metric"), "__self__", None) for each in metrics)
     return any(isinstance(owner, Programs) for owner in owners)
-
-
-def _tested(program: str, tests: str) -> str:
-    return f"{program}\n{tests}"
-
-
-def _estimate(num_tries: int, num_passed: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k)."""
-    if num_tries - num_passed < k:
-        return 1.0
-    return 1.0 - math.comb(num_tries - num_passed, k) / math.comb(num_tries, k)
