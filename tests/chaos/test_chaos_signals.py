@@ -23,8 +23,11 @@ def status(run):
 ALL = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
-@pytest.mark.parametrize("number", ALL, ids=by_name)
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [*((number, None) for number in ALL), (signal.SIGINT, 1), (signal.SIGTERM, 1)],
+    ids=by_name,
+)
 def test_a_signal_stops_a_run_at_the_next_step(project, number, rank):
     """``logging_steps`` is 5; one rank of two learns at the next step what the other was told."""
     options = ("training.logging_steps=5", "training.per_device_train_batch_size=2")

@@ -161,8 +161,9 @@ class Writer:
         is_thinking, answer = after_thinking(text, thinks=prompt.thinks)
         if not is_thinking and THINK_CLOSE not in text:
             answer = str(self._tokenizer.decode(ids[:end], skip_special_tokens=True))
-        for token in self._tokenizer.all_special_tokens:
-            answer = answer.replace(str(token), "")
+        else:
+            for token in self._tokenizer.all_special_tokens:
+                answer = answer.replace(str(token), "")
         cut = _first_stop(answer, prompt.stops)
         is_ended = end < len(ids) or cut is not None
         return Written(answer[:cut], text, is_ended and not is_thinking)

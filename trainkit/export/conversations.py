@@ -1,22 +1,23 @@
 """Twenty conversations of the kinds that a run trained on: its own, and made ones."""
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from trainkit.data import DataOptions
 from trainkit.data.files import RawRow, read_rows, resolve_files
 from trainkit.data.formats import decode_row, parse_row
-from trainkit.data.messages import Comparison, Conversation, Message, Row, RowError, TextRow
+from trainkit.data.messages import Comparison, Conversation, Row, RowError, TextRow
 from trainkit.data.prompt import conversation_of
 from trainkit.data.questions import QuestionOptions, read_question
 from trainkit.data.template import ChatTemplate, join_reasoning
 from trainkit.errors import DataError
 from trainkit.infer.engine import Engine
 from trainkit.recipe import load_recipe
+from trainkit.run.files import read_record
 
 COUNT = 20
 _MAX_ROWS_READ = 2000
@@ -85,7 +86,10 @@ def conversations_of(run: Path | None, engine: Engine, *, is_text: bool) -> list
     own = _spread([prompt for prompt in rows if _can_ask(engine, prompt)])
     wanted = {kind for prompt in own for kind in prompt.kinds}
     if not own and template is not None:
-        wanted = {"system", "several turns"} | _kinds_in(template)
+        wanted = {"system", "several turns"}
+        wanted |= {"tools"} if "tools" in template.text else set()
+        thinks = template.style.reasoning_field or "</think>" in template.text
+        wanted |= {"thinking"} if thinks else set()
     made = [
         prompt
         for prompt in (_as_asked(prompt, template) for prompt in _made(is_text=is_text))
@@ -94,13 +98,6 @@ def conversations_of(run: Path | None, engine: Engine, *, is_text: bool) -> list
     # Some are always made: they hold digits, spaces and scripts that a run's first rows may lack.
     num_made = max(COUNT - len(own), min(len(made), len(_TEXTS)))
     return [*own[: COUNT - num_made], *made[:num_made]]
-
-
-def _kinds_in(template: ChatTemplate) -> set[str]:
-    """What a template has a place for, besides turns."""
-    found = {"tools"} if "tools" in template.text else set()
-    thinks = template.style.reasoning_field or "</think>" in template.text
-    return found | ({"thinking"} if thinks else set())
 
 
 def _as_asked(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
@@ -120,15 +117,16 @@ def _as_asked(prompt: Prompt, template: ChatTemplate | None) -> Prompt:
     else:
         row, _ = template.prepare(row)
     if not template.style.reasoning_field:
-        row = replace(row, messages=tuple(_in_text(message) for message in row.messages))
+        messages = [
+            message
+            if message.reasoning is None
+            else replace(
+                message, reasoning=None, content=join_reasoning(message.reasoning, message.content)
+            )
+            for message in row.messages
+        ]
+        row = replace(row, messages=tuple(messages))
     return Prompt(prompt.id, row, kinds_of(row))
-
-
-def _in_text(message: Message) -> Message:
-    if message.reasoning is None:
-        return message
-    content = join_reasoning(message.reasoning, message.content)
-    return replace(message, reasoning=None, content=content)
 
 
 def _can_ask(engine: Engine, prompt: Prompt) -> bool:
@@ -183,7 +181,9 @@ def _stored_rows(run: Path | None) -> Iterator[tuple[Path, RawRow, QuestionOptio
     if run is None or resolved is None or not resolved.is_file():
         return
     recipe = load_recipe(resolved).recipe
-    home = _working_directory(run)
+    # Relative paths of a recipe begin where the run was started.
+    started = run / "environment.json"
+    home = read_record(started, lambda content: Path(content["working_directory"]), Path())
     for source in recipe.data.train:
         name = recipe.data.format if source.format == "auto" else source.format
         options = QuestionOptions(name, source.columns, plain_prompts=True)
@@ -193,15 +193,6 @@ def _stored_rows(run: Path | None) -> Iterator[tuple[Path, RawRow, QuestionOptio
                     yield file, raw, options
         except DataError:
             continue  # moved, or on the hub
-
-
-def _working_directory(run: Path) -> Path:
-    """Where the run was started: relative paths of its recipe begin there."""
-    try:
-        environment = json.loads((run / "environment.json").read_text("utf-8"))
-        return Path(environment["working_directory"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return Path()
 
 
 def _made(*, is_text: bool) -> Iterator[Prompt]:
@@ -217,29 +208,21 @@ def _made(*, is_text: bool) -> Iterator[Prompt]:
 
 
 def _conversation(text: str, shape: int) -> Conversation:
-    user = {"role": "user", "content": text}
-    before = [{"role": "user", "content": "First?"}, {"role": "assistant", "content": "Second."}]
+    user, first = {"role": "user", "content": text}, {"role": "user", "content": "First?"}
+    second: dict[str, Any] = {"role": "assistant", "content": "Second."}
+    thought = {**second, "reasoning_content": "It is about order."}
     system = {"role": "system", "content": "You are terse.\nAnswer in one line."}
-    call = {"name": "get_weather", "arguments": {"city": "Delft"}}
-    shapes = (
-        conversation_of([user]),
-        conversation_of([system, user]),
-        conversation_of([*before, user]),
-        conversation_of(
-            [before[0], {**before[1], "reasoning_content": "It is about order."}, user]
-        ),
-        conversation_of(
-            [
-                user,
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": "call00001", "type": "function", "function": call}],
-                },
-                {"role": "tool", "content": '{"celsius": 21}', "tool_call_id": "call00001"},
-            ],
-            [_TOOL],
-        ),
-        conversation_of([system, *before, user]),
-    )
-    return replace(shapes[shape % len(shapes)])
+    function = {"name": "get_weather", "arguments": {"city": "Delft"}}
+    call = {"id": "call00001", "type": "function", "function": function}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    found = {"role": "tool", "content": '{"celsius": 21}', "tool_call_id": "call00001"}
+    shapes: list[list[dict[str, Any]]] = [
+        [user],
+        [system, user],
+        [first, second, user],
+        [first, thought, user],
+        [user, called, found],
+        [system, first, second, user],
+    ]
+    messages = shapes[shape % len(shapes)]
+    return conversation_of(messages, [_TOOL] if called in messages else None)
