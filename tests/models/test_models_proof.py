@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rope
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -28,6 +29,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormG
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
+from trainkit import kernels
 from trainkit.models.loss import LazyLogits, LogitsChange, LossCall
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof.gates import find_gate
@@ -585,8 +587,8 @@ def test_plans_of_one_configuration_are_equal_and_others_are_not():
     plan, again = plan_for(make("llama")), plan_for(make("llama", seed=3))
     assert plan is again
     other = plan_for(make("llama", rms_norm_eps=1e-3))
-    assert plan.digest != plan_for(make("qwen3")).digest
-    assert other.digest != plan.digest
+    assert plan.digest() != plan_for(make("qwen3")).digest()
+    assert other.digest() != plan.digest()
     assert plan.whole_error < 1e-12
 
 
@@ -629,3 +631,55 @@ def test_what_fails_the_whole_step_alone_is_taken_out():
         "rms_norm",
         "linear_cross_entropy",
     }
+
+
+# Each module with its own weights.
+
+
+class Scaled(LlamaRMSNorm):
+    """What a checkpoint brings besides the weight: one, where nothing was loaded."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__(hidden_size, eps)
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * self.gain
+
+
+def test_what_a_checkpoint_alone_brings_keeps_its_modules_plain(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", Scaled)
+    ids = torch.randint(3, 120, (2, 9))
+    assert patch_kernels(make("llama", seed=5)).own.num == 3  # two layers and the last norm
+    model = make("llama")
+    model.model.layers[1].input_layernorm.gain.fill_(1.5)
+    plain = model(ids, labels=ids).loss
+    report = patch_kernels(model)
+    assert set(report.own.refused) == {"model.layers.1"}
+    assert "off by" in report.row("rms_norm").reason
+    assert (report.own.num, report.row("rms_norm").num_modules) == (3, 3)
+    assert type(model.model.layers[1].mlp) is LlamaMLP
+    torch.testing.assert_close(model(ids, labels=ids).loss, plain)
+    assert report.to_dict()["plan"] != patch_kernels(make("llama", seed=5)).to_dict()["plan"]
+
+
+def test_rounding_worse_than_the_modules_own_keeps_it_plain(monkeypatch):
+    exact = kernels.rms_norm
+
+    def coarse(x, *args, **options):
+        y = exact(x, *args, **options)
+        return y.to(torch.float8_e5m2).to(y) if x.dtype == torch.bfloat16 else y
+
+    monkeypatch.setattr(kernels, "rms_norm", coarse)
+    report = patch_kernels(make("llama").bfloat16())
+    assert "in bfloat16" in report.own.refused["model.norm"]
+
+
+def test_weights_in_parts_are_proved_by_kind():
+    model = make("llama")
+    with torch.device("meta"):
+        model.model.layers[0].to_empty(device="meta")
+    report = patch_kernels(model)
+    assert report.own.by_kind == {"weights in parts or nowhere": 1}
+    assert report.row("swiglu").num_modules == 2
+    assert "2 with their own weights" in str(report)

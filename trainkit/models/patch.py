@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from trainkit.errors import PatchError
 from trainkit.models.loss import why_no_loss_head
+from trainkit.models.proof.instances import OwnProof, prove_instances
 from trainkit.models.proof.plan import Plan, plan_for
 from trainkit.models.proof.replica import outermost
 from trainkit.models.swap import KernelForward, Swaps
@@ -56,8 +57,15 @@ class PatchReport:
         rows: one ``PatchRow`` per op: those of ``OPS``, then those of fused adapters.
     """
 
-    def __init__(self, plan: Plan | None, rows: list[PatchRow], swaps: Swaps) -> None:
+    def __init__(
+        self,
+        plan: Plan | None,
+        rows: list[PatchRow],
+        swaps: Swaps,
+        own: OwnProof | None = None,
+    ) -> None:
         self.rows = rows
+        self.own = own or OwnProof()
         self._plan = plan
         self._swaps = swaps
 
@@ -105,7 +113,7 @@ class PatchReport:
     def joined(self, later: "PatchReport") -> "PatchReport":
         """One report of this and of what a later one has swapped on top."""
         swaps = self._swaps.joined(later._swaps)
-        return PatchReport(self._plan or later._plan, [*self.rows, *later.rows], swaps)
+        return PatchReport(self._plan or later._plan, [*self.rows, *later.rows], swaps, self.own)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for kernels.json."""
@@ -114,9 +122,10 @@ class PatchReport:
         if plan is not None:
             proved = {
                 "family": plan.model_type,
-                "plan": plan.digest,
+                "plan": plan.digest(self.own.refused),
                 "whole_error": plan.whole_error,
                 "proof_seconds": round(plan.seconds, 3),
+                "own_weights": asdict(self.own),
             }
         ops = [asdict(row) for row in self.rows]
         return {"family": None, **proved, "transformers": transformers.__version__, "ops": ops}
@@ -124,8 +133,12 @@ class PatchReport:
     def __str__(self) -> str:
         plan = self._plan
         name = f" for {plan.model_type}" if plan else ""
-        proof = f", proved in {plan.seconds:.1f} s" if plan and plan.whole_error is not None else ""
+        proof = ""
+        if plan and plan.whole_error is not None:
+            proof = f", proved in {plan.seconds + self.own.seconds:.1f} s"
         lines = [f"kernels{name} (transformers {transformers.__version__}{proof})"]
+        if str(self.own):
+            lines.append(f"  modules: {self.own}")
         width = max(len(row.op) for row in self.rows)
         for row in self.rows:
             what = f"{', '.join(row.kernels)} in {row.num_modules} modules" if row.kernels else ""
@@ -149,7 +162,8 @@ def patch_kernels(
             DDP or FSDP wrap it.
         kernels: True for all, False for none, or ``{"rope": False, ...}``; an op that is not
             mentioned is on where it is proved.
-        plan: of a model of the same classes and settings; None finds it.
+        plan: of a model of the same classes and settings, whose modules are not run again; None
+            finds it.
 
     Returns:
         The report, with ``revert()``.
@@ -170,19 +184,26 @@ def patch_kernels(
             None, [PatchRow(op, "off", "switched off") for op in OPS], Swaps(model, {})
         )
     refuse_replaced(causal_lm)
+    proves = plan is None
     plan = plan_for(causal_lm) if plan is None else plan
     swaps, numbers, plain = plan.swaps(model, on)
+    own = OwnProof()
+    if proves:
+        calls = {module: plan.calls.get(plan.key_of(module)) for module in swaps}
+        own = prove_instances(causal_lm, calls, swaps, plan.attention)
+        if own.refused:
+            swaps, numbers, plain = plan.swaps(model, on, without=own.left_out(causal_lm))
     rows = []
     for op in OPS:
         row = PatchRow(op, "off", "switched off")
         if op in on:
-            row = _row(op, causal_lm, plan, numbers[op], plain[op])
+            row = _row(op, causal_lm, plan, numbers[op], plain[op], own)
         if row.status == "off" and wanted[op] == "named":
             raise PatchError(
                 f"{op} cannot be switched on for {plan.model_type}: {row.reason}", where="kernels"
             )
         rows.append(row)
-    return PatchReport(plan, rows, Swaps(model, swaps))
+    return PatchReport(plan, rows, Swaps(model, swaps), own)
 
 
 _USES = {
@@ -194,7 +215,9 @@ _USES = {
 """The kernels of ops whose forwards run several."""
 
 
-def _row(op: str, model: nn.Module, plan: Plan, number: int, num_others: int) -> PatchRow:
+def _row(
+    op: str, model: nn.Module, plan: Plan, number: int, num_others: int, own: OwnProof
+) -> PatchRow:
     """The report's line of one op."""
     findings = [(kind, each) for kind, each in plan.findings(op) if each.detail]
     by_verdict: dict[str, list[str]] = {"on": [], "no kernel": [], "refused": []}
@@ -204,7 +227,9 @@ def _row(op: str, model: nn.Module, plan: Plan, number: int, num_others: int) ->
             by_verdict[each.verdict].append(text)
     reasons = [*by_verdict["refused"], *by_verdict["no kernel"]]
     if num_others:
-        reasons.append(f"{num_others} modules whose settings are not those proved")
+        first = next((f" ({name} is {why})" for name, why in own.refused.items()), "")
+        what = "weights" if first else "settings"
+        reasons.append(f"{num_others} modules whose {what} are not those proved{first}")
     dropped = plan.dropped.get(op)
     if op == "rope" and "read together" in plan.dropped:
         reasons.append(f"q, k and v are read one by one: {plan.dropped['read together']}")

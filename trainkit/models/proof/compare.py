@@ -228,6 +228,29 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return difference / max(wanted.abs().max().item(), 1e-30) if difference else 0.0
 
 
+def furthest(truth: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> Error:
+    """The largest relative error of values and gradients by name ("d ..."), and where it is."""
+    gradients = {name: each for name, each in truth.items() if name.startswith("d ")}
+    sizes = {n: 0.0 if g is None else g.abs().max().item() for n, g in gradients.items()}
+    largest = max(sizes.values(), default=1.0)
+    worst: Error = (0.0, next(iter(truth), ""))
+    for name, wanted in truth.items():
+        given = found.get(name)
+        if wanted is None and given is None:
+            continue
+        if name not in gradients:
+            error = relative(given, wanted) if given is not None and wanted is not None else 1.0
+        else:
+            some: Any = given if wanted is None else wanted
+            other, true = (torch.zeros_like(some) if e is None else e for e in (given, wanted))
+            # Some gradients are zero in exact arithmetic: those of a bias of keys under a softmax.
+            size = max(sizes[name], 1e-4 * largest, 1e-300)
+            error = (other - true).abs_().max().item() / size
+        if not error <= worst[0]:
+            worst = (error, name)
+    return worst
+
+
 def share_of_other_bits(
     plain: Callable[..., Any], ours: Callable[..., Any], inputs: Sequence[Tensor]
 ) -> float:

@@ -268,7 +268,7 @@ def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Findi
     ):
         return Finding("experts", "refused", "its experts do not take tokens with their routes")
     index, _ = rest
-    routes = list(_routes(next(iter(sizes)), index.shape[1], x.device))
+    routes = list(expert_routes(next(iter(sizes)), index.shape[1], x.device))
     num = routes[0].shape[0]
     inputs = [
         torch.cat([draw(num // 3, x.shape[1], seed=i, scale=s) for i, s in enumerate(_SCALES)]),
@@ -322,7 +322,7 @@ def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Findi
 _SCALES = (1.0, 1e-3, 30.0)
 
 
-def _routes(num_experts: int, top_k: int, device: torch.device) -> Iterator[Tensor]:
+def expert_routes(num_experts: int, top_k: int, device: torch.device) -> Iterator[Tensor]:
     """Routes of twelve tokens: at random, all to the last K, all to one."""
     num = 4 * len(_SCALES)
     order = draw(num, num_experts, seed=9).argsort(1)[:, :top_k]

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from trainkit.errors import PatchError
 from trainkit.models.loss import CausalLM, LossHead, head_at_work, why_no_loss_head
-from trainkit.models.proof.compare import FAILURES, Finding, Wide, other_mode, relative
+from trainkit.models.proof.compare import FAILURES, Finding, Wide, furthest, other_mode, relative
 from trainkit.models.proof.gates import find_experts, find_gate
+from trainkit.models.proof.instances import recordable
 from trainkit.models.proof.norms import LayerNorm, RMSNorm, find_gated_norm, find_norm
 from trainkit.models.proof.replica import (
     Signature,
@@ -42,6 +43,7 @@ WHOLE = 1e-9
 """In fp64, loss and every gradient of the whole; the worst of 165 types is off by 2e-12."""
 
 _TOKENS = (2, 12)
+_FEW_TOKENS = (1, 4)
 _plans: dict[object, "Plan"] = {}
 
 
@@ -71,6 +73,8 @@ class Plan:
         whole_error: of loss and gradients of the whole replica, in fp64.
         dropped: label to reason, for what failed the whole step.
         missing: op to the reason why nothing of the model is what it is for.
+        calls: by signature, what the modules were called with.
+        attention: the implementation that they were called under.
         seconds: that it took.
     """
 
@@ -80,17 +84,22 @@ class Plan:
     whole_error: float | None = None
     dropped: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    calls: dict[Signature, Any] = field(default_factory=dict)
+    attention: str = "eager"
     seconds: float = 0.0
 
-    @property
-    def digest(self) -> str:
-        """The same for the same plan, on every rank and in every run."""
+    def digest(self, without: Iterable[str] = ()) -> str:
+        """The same for the same plan, on every rank and in every run.
+
+        Args:
+            without: names of modules that stay plain.
+        """
         lines = sorted(
             f"{kind} {part.label} {part.finding.verdict} {sorted(part.finding.settings.items())}"
             for kind, parts in self.parts.items()
             for part in parts
         )
-        lines += [str(self.loss and self.loss.verdict), str(sorted(self.dropped))]
+        lines += [str(self.loss and self.loss.verdict), str(sorted(self.dropped)), *sorted(without)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def key_of(self, module: nn.Module) -> Signature:
@@ -115,6 +124,7 @@ class Plan:
         model: nn.Module,
         ops: Iterable[str],
         signatures: Mapping[nn.Module, Signature] | None = None,
+        without: Collection[nn.Module] = (),
     ) -> tuple[dict[nn.Module, type[nn.Module]], Counter[str], Counter[str]]:
         """Module to class, for the ops that are on; how many run each op, and how many stay plain.
 
@@ -139,7 +149,7 @@ class Plan:
             if kinds[plain_class(module)] & (wanted | joins):
                 _refuse_bound(module)
             key = self.key_of(module) if signatures is None else signatures[module]
-            if key not in self.parts:
+            if key not in self.parts or module in without:
                 others.update(kinds[plain_class(module)])
                 continue
             parts = self.parts[key]
@@ -218,13 +228,18 @@ def _make_plan(model: Any) -> Plan:
     plan = Plan(model.config.model_type)
     try:
         with _quiet_logs():
-            replica: Any = make_replica(model)
+            replica: Any = make_replica(model, few_experts=True)
+            plan.attention = replica.config._attn_implementation
             replica = replica.double().train().requires_grad_(True)
             device = next(replica.parameters()).device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(1)
                 _find(replica, plan)
-                _settle(replica, plan)
+                for call in _first_calls(replica.eval(), _FEW_TOKENS):
+                    key = plan.key_of(call.module)
+                    if key in plan.parts:
+                        plan.calls.setdefault(key, recordable(call.args, call.kwargs))
+                _settle(replica.train(), plan)
     except FAILURES as error:
         reported = (str(error).splitlines() or [""])[0][:160]
         reason = (
@@ -261,12 +276,12 @@ class _Seen:
     result: Any
 
 
-def _batch(replica: Any) -> dict[str, Tensor]:
+def _batch(replica: Any, shape: tuple[int, int] = _TOKENS) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     size = replica.config.get_text_config().vocab_size
-    ids = torch.randint(min(3, size - 1), size, _TOKENS, generator=generator)
+    ids = torch.randint(min(3, size - 1), size, shape, generator=generator)
     labels = ids.clone()
-    labels[0, :4] = IGNORE_INDEX
+    labels[0, : shape[1] // 3] = IGNORE_INDEX
     device = next(replica.parameters()).device
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
@@ -318,15 +333,7 @@ def _find_leaf(call: _Seen) -> Finding | None:
 
 def _record(replica: Any) -> tuple[list[_Seen], dict[tuple[type, str], tuple[Any, ...]]]:
     """The first call of every module, and of every turning function by class and name."""
-    seen: dict[int, _Seen] = {}
     turned: dict[tuple[type, str], tuple[Any, ...]] = {}
-    handles = []
-    for module in replica.modules():
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            seen.setdefault(id(module), _Seen(module, args, kwargs, result))
-
-        handles.append(module.register_forward_hook(hook, with_kwargs=True))
     taps: dict[nn.Module, type[nn.Module]] = {}
     made: dict[type, type] = {}
     for module in replica.modules():
@@ -338,14 +345,26 @@ def _record(replica: Any) -> tuple[list[_Seen], dict[tuple[type, str], tuple[Any
     for module, tapped in taps.items():
         module.__class__ = tapped
     try:
-        with torch.no_grad(), Wide():
-            replica(**_batch(replica))
+        return _first_calls(replica, _TOKENS), turned
     finally:
         for module, tapped in taps.items():
             module.__class__ = tapped.__bases__[0]
-        for handle in handles:
-            handle.remove()
-    return list(seen.values()), turned
+
+
+def _first_calls(replica: Any, shape: tuple[int, int]) -> list[_Seen]:
+    seen: dict[nn.Module, _Seen] = {}
+
+    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        seen.setdefault(module, _Seen(module, args, kwargs, result))
+
+    hooks = [each.register_forward_hook(hook, with_kwargs=True) for each in replica.modules()]
+    try:
+        with torch.no_grad(), Wide():
+            replica(**_batch(replica, shape))
+    finally:
+        for each in hooks:
+            each.remove()
+    return list(seen.values())
 
 
 def _tapped(kind: type, turned: dict[tuple[type, str], tuple[Any, ...]]) -> type:
@@ -447,7 +466,7 @@ def _settle(replica: Any, plan: Plan) -> None:
             with Wide():
                 found, _, _ = part.swaps(replica, OPS, signatures)
                 swaps = Swaps(replica, found)
-                first = _difference(truth, _step(replica))
+                first = furthest(truth, _step(replica))
                 with other_mode(replica):
                     second = relative(_loss_of(replica), evaluated), "the loss in evaluation"
             return max(first, second, key=lambda each: each[0])
@@ -502,37 +521,19 @@ def replace_labels(plan: Plan, labels: set[str]) -> Plan:
     return Plan(plan.model_type, {key: each for key, each in parts.items() if each}, loss)
 
 
-def _step(replica: Any) -> tuple[Tensor, dict[str, Tensor | None]]:
+def _step(replica: Any) -> dict[str, Tensor | None]:
     """Loss and gradients."""
     replica.zero_grad(set_to_none=True)
     loss = replica(**_batch(replica)).loss
     loss.backward()
-    return loss.detach(), {name: each.grad for name, each in replica.named_parameters()}
+    gradients = {f"d {name}": each.grad for name, each in replica.named_parameters()}
+    return {"the loss": loss.detach().double(), **gradients}
 
 
 @torch.no_grad()
 def _loss_of(replica: Any) -> Tensor:
     loss: Tensor = replica(**_batch(replica)).loss
     return loss
-
-
-def _difference(truth: Any, found: Any) -> tuple[float, str]:
-    """The largest relative error and where it is."""
-    worst = (relative(found[0].double(), truth[0].double()), "the loss")
-    sizes = {n: 0.0 if g is None else g.abs().max().item() for n, g in truth[1].items()}
-    largest = max(sizes.values(), default=1.0)
-    for name, wanted in truth[1].items():
-        gradient = found[1][name]
-        if wanted is None and gradient is None:
-            continue
-        zeros = torch.zeros_like(gradient if wanted is None else wanted)
-        other, true = (zeros if each is None else each for each in (gradient, wanted))
-        # Some gradients are zero in exact arithmetic: those of a bias of keys under a softmax.
-        size = max(sizes[name], 1e-4 * largest, 1e-300)
-        difference = (other - true).abs_().max().item() / size
-        if not difference <= worst[0]:
-            worst = (difference, name)
-    return worst
 
 
 def _silence(replica: Any) -> None:

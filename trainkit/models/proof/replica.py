@@ -5,6 +5,7 @@ however the model itself is held: sharded, quantised, adapted, on the meta devic
 """
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,8 +20,15 @@ from trainkit.models.proof.compare import FAILURES
 from trainkit.models.swap import plain_class
 from trainkit.parallel.parameters import where_it_computes
 
+_PER_TOKEN = re.compile(
+    r"(num_experts_per_tok(en)?|moe_top_?k|moe_k|num_selected_experts|top_k_experts)"
+)
+
 CPU_VOCABULARY = 4096
 """On a CPU, a vocabulary of 150,000 in fp64 takes minutes."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""How many there are: the function is the same, and a replica has few."""
 
 _PLACES = ("layer_idx", "layer_id", "layer_index", "layer_number", "layer_num", "block_idx", "idx")
 Signature = tuple[Any, ...]
@@ -49,7 +57,7 @@ def signature(module: nn.Module) -> Signature:
         (name, value if isinstance(value, bool | int | float | str) else _named(value))
         for name, value in own
         if (isinstance(value, bool | int | float | str) or _named(value))
-        and name not in (*_PLACES, "training", "gradient_checkpointing")
+        and name not in (*_PLACES, *_EXPERTS, "training", "gradient_checkpointing")
         and not name.startswith("_")
     )
     children = tuple(
@@ -92,12 +100,15 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def make_replica(model: nn.Module, vocabulary: int | None = None) -> PreTrainedModel:
+def make_replica(
+    model: nn.Module, vocabulary: int | None = None, *, few_experts: bool = False
+) -> PreTrainedModel:
     """The plain model with a layer of each kind and random weights, in the model's dtype and place.
 
     Args:
         model: patched or not.
         vocabulary: the most tokens that it knows; None for the model's own, on a CPU a part.
+        few_experts: with no more experts than its routers need, where all would take gigabytes.
     """
     causal_lm: Any = outermost(model)
     if all(each.is_meta for each in (*causal_lm.parameters(), *causal_lm.buffers())):
@@ -107,6 +118,9 @@ def make_replica(model: nn.Module, vocabulary: int | None = None) -> PreTrainedM
         device, dtype = where_it_computes(causal_lm)
     config = _cut(copy.deepcopy(causal_lm.config), num_layers_needed(causal_lm))
     text = config.get_text_config()
+    config.use_cache = text.use_cache = False
+    if few_experts:
+        _cut_experts(text)
     if vocabulary is None and device.type == "cpu":
         vocabulary = CPU_VOCABULARY
     if vocabulary is not None:
@@ -128,6 +142,24 @@ def make_replica(model: nn.Module, vocabulary: int | None = None) -> PreTrainedM
         for end in _ends(replica):
             end.requires_grad_(False)
     return cast(replica, dtype).eval()
+
+
+_GROUPS = ("n_group", "num_expert_groups")
+
+
+def _cut_experts(config: Any) -> None:
+    """Twice as many as a token may go to, a whole number of groups of two at least."""
+    names = [name for name in _EXPERTS if isinstance(getattr(config, name, None), int)]
+    chosen = [
+        value
+        for name, value in vars(config).items()
+        if isinstance(value, int) and re.fullmatch(_PER_TOKEN, name)
+    ]
+    groups = max([getattr(config, name, None) or 1 for name in _GROUPS])
+    if chosen and names:
+        number = -(-max(2 * max(chosen), 2 * groups, 4) // groups) * groups
+        for name in names:
+            setattr(config, name, min(getattr(config, name), number))
 
 
 def _cut(config: Any, num_layers: int | None) -> Any:
