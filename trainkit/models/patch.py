@@ -7,6 +7,7 @@ What must hold before a class is swapped: one kernel library at a time.
 """
 
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -23,6 +24,9 @@ from trainkit.models.proof.plan import Plan, plan_for
 from trainkit.models.proof.replica import outermost
 from trainkit.models.swap import KernelForward, Swaps
 from trainkit.options.model import OPS
+
+_WIDTH = 80
+"""Of the report."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +141,17 @@ class PatchReport:
         if plan and plan.whole_error is not None:
             proof = f", proved in {plan.seconds + self.own.seconds:.1f} s"
         lines = [f"kernels{name} (transformers {transformers.__version__}{proof})"]
-        if str(self.own):
-            lines.append(f"  modules: {self.own}")
         width = max(len(row.op) for row in self.rows)
         for row in self.rows:
             what = f"{', '.join(row.kernels)} in {row.num_modules} modules" if row.kernels else ""
             proof = f"proved to {row.error:.0e}" if row.error is not None else ""
             detail = "; ".join(part for part in (what, *row.found, proof, row.reason) if part)
-            lines.append(f"  {row.op:<{width}}  {row.status:<3}  {detail}")
+            start = f"  {row.op:<{width}}  {row.status:<3}  "
+            lines += textwrap.wrap(
+                start + detail, _WIDTH, subsequent_indent=" " * (width + 4), break_long_words=False
+            )
+        if str(self.own):
+            lines.append(f"  modules: {self.own}")
         return "\n".join(lines)
 
     __repr__ = __str__

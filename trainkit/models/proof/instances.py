@@ -84,7 +84,7 @@ def recordable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
             return value.detach()
         return value if isinstance(value, bool | int | float | str) else None
 
-    return tree_map(kept, (tuple(args), dict(kwargs)))  # type: ignore[no-any-return]
+    return tree_map(kept, (tuple(args), dict(kwargs)))
 
 
 def prove_instances(
