@@ -41,7 +41,8 @@ def test_the_report_names_every_op_and_survives_json(llama):
     assert json.loads(json.dumps(report.to_dict()))["family"] == "llama"
     lines = str(report).splitlines()
     assert lines[1].split()[:6] == ["rms_norm", "on", "rms_norm", "in", "5", "modules;"]
-    assert lines[6].split() == ["rope", "off", "switched", "off"]
+    assert ["rope", "off", "switched", "off"] in [line.split() for line in lines]
+    assert max(map(len, lines)) <= 80
 
 
 def test_false_patches_nothing(llama):
