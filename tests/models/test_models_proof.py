@@ -379,13 +379,71 @@ class Packed(nn.Module):
     [
         (lambda y: y.chunk(2, -1), ("on", "gate_up")),
         (lambda y: y.chunk(2, -1)[::-1], ("on", "up_gate")),
-        (lambda y: (y[..., ::2], y[..., 1::2]), ("no kernel", None)),
+        (lambda y: (y[..., ::2], y[..., 1::2]), ("on", None)),
         (lambda y: (y[..., :48], y[..., 48:].roll(1, -1)), ("refused", None)),
     ],
 )
 def test_packed_gates(take, wanted):
     found = found_gate(Packed(take))
     assert (found.verdict, found.settings.get("order")) == wanted
+
+
+def limited(s, x, limit=2.0):
+    return g(s, x).clamp(max=limit), u(s, x).clamp(min=-limit, max=limit)
+
+
+def glu(gate, up, alpha=1.702):
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+LIMITED = {
+    "deepseek_v4": lambda s, x: s.down_proj(product(*limited(s, x))),
+    "gpt_oss": lambda s, x: s.down_proj(glu(*limited(s, x))),
+    "own_alpha": lambda s, x: s.down_proj(glu(*limited(s, x), s.alpha)),
+}
+NOT_LIMITED = {
+    "a_third_clamp_that_nothing_reaches": lambda s, x: s.down_proj(
+        product(*limited(s, x)).clamp(max=1e6)
+    ),
+    "gate_only": lambda s, x: s.down_proj(F.silu(g(s, x).clamp(max=2.0)) * u(s, x)),
+    "one_side_of_up": lambda s, x: s.down_proj(
+        F.silu(g(s, x).clamp(max=2.0)) * u(s, x).clamp(max=2.0)
+    ),
+    "another_limit_for_up": lambda s, x: s.down_proj(
+        F.silu(g(s, x).clamp(max=2.0)) * u(s, x).clamp(-3.0, 3.0)
+    ),
+    "clamped_behind": lambda s, x: s.down_proj(
+        F.silu(g(s, x)).clamp(max=2.0) * u(s, x).clamp(-2.0, 2.0)
+    ),
+    "exchanged": lambda s, x: s.down_proj(
+        F.silu(g(s, x).clamp(-2.0, 2.0)) * u(s, x).clamp(max=2.0)
+    ),
+    "a_limit_that_depends": lambda s, x: s.down_proj(product(*limited(s, x, x.detach().mean()))),
+    "gate_detached": lambda s, x: s.down_proj(product(limited(s, x)[0].detach(), limited(s, x)[1])),
+    "another_sigmoid": lambda s, x: s.down_proj(glu(*limited(s, x), 1.7021)),
+}
+
+
+def product(gate, up):
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_clamped_gates_are_recognised_and_run(name):
+    module = mlp_of(LIMITED[name])
+    module.alpha = 1.5
+    x = torch.cat([torch.randn(2, 7, H), 50 * torch.randn(2, 7, H)]).double()
+    found = find_gate(module, x, module(x))
+    assert (found.verdict, "clamped at 2" in found.detail) == ("on", True), found
+    plain = module(x)
+    module.__class__ = subclass_of(type(module), found.forward, found.settings)
+    torch.testing.assert_close(module(x), plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", NOT_LIMITED)
+def test_near_misses_of_clamped_gates_are_refused(name):
+    found = found_gate(mlp_of(NOT_LIMITED[name]))
+    assert found.verdict == "refused", found
 
 
 # Rotary functions.

@@ -98,11 +98,17 @@ class Finding:
 
 
 class Wide(TorchFunctionMode):
-    """Within, every cast to a narrower float goes to fp64; ``used`` holds what ran."""
+    """Within, every cast to a narrower float goes to fp64.
+
+    Attributes:
+        used: names of what ran.
+        bounds: of every ``clamp``, lower and upper.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.used: set[str] = set()
+        self.bounds: list[tuple[Any, Any]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -116,6 +122,9 @@ class Wide(TorchFunctionMode):
         drops = args[2] if len(args) > 2 else kwargs.get("training", True)
         if func is not functional.dropout or (rate and drops):
             self.used.add(name)
+        if name == "clamp":
+            given = dict(zip(("min", "max"), args[1:], strict=False)) | kwargs
+            self.bounds.append((given.get("min"), given.get("max")))
         if name in ("float", "half", "bfloat16") and args and isinstance(args[0], Tensor):
             return args[0].double()
         args = tuple(map(_widened, args))

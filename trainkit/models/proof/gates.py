@@ -12,7 +12,7 @@ Shapes: T tokens, K experts a token, E experts, H hidden, I an expert's width.
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from trainkit.models.proof.compare import (
     EXACT,
     Finding,
     Truth,
+    Wide,
     decisions,
     draw,
     why_not,
@@ -104,6 +105,53 @@ class PackedMLP(KernelForward):
         return down(kernels.swiglu_packed(packed(x), order=self.order))
 
 
+class Limits(NamedTuple):
+    """What is done besides: ``g * sigmoid(alpha * g) * (u + offset)``, g and u clamped first.
+
+    Attributes:
+        limit: of the gate from above, and of up in both directions; None for no clamp.
+        alpha: of the sigmoid.
+        offset: added to up.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate, up + self.offset if self.offset else up
+
+
+class SlicedMLP(KernelForward):
+    """The gate's kernel on slices of one projection, or on what was clamped before.
+
+    Attributes:
+        form: how gate and up are given, and the names of the linears.
+        activation: "silu" or "gelu_tanh".
+        limits: what is done before.
+    """
+
+    form: ClassVar[tuple[str, ...]]
+    activation: ClassVar[str] = "silu"
+    limits: ClassVar[Limits] = Limits()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, S, H) to (B, S, H)."""
+        if self.decodes(x):
+            return super().forward(x)
+        gate, up = self.limits.clamped(*_gate_and_up(self, self.form, x))
+        alpha = self.limits.alpha
+        if self.activation == "gelu_tanh":
+            h = kernels.geglu_tanh(gate, up)
+        elif alpha == 1.0:
+            h = kernels.swiglu(gate, up)
+        else:
+            h = kernels.swiglu(gate * alpha, up) / alpha
+        return getattr(self, self.form[-1])(h)  # type: ignore[no-any-return]
+
+
 _Form = tuple[str, ...]
 """How gate and up are given, then the names of the linears."""
 
@@ -120,21 +168,33 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
     if not forms or not isinstance(result, Tensor) or x.shape != result.shape:
         return None
     lead = (2, 2) if x.dim() == 3 else (4,)
-    scales = (1.0, 1e-3, 30.0)
+    scales = [1.0, 1e-3, 30.0]
+    limit = _limit_of(module, x)
+    if limit is not None:  # inputs that reach both sides of the clamps
+        size = torch.cat(_gate_and_up(module, forms[0], x), -1).std().item()
+        scales += [0.3 * limit / size, 4 * limit / size]
     inputs = [
         torch.cat([draw(*lead, x.shape[-1], seed=i, scale=s) for i, s in enumerate(scales)]).to(x)
     ]
     parameters = list(module.parameters())
-    truth = Truth(module, inputs, parameters)
+    allowed = () if limit is None else ("clamp",)
+    truth = Truth(module, inputs, parameters, allowed)
     if truth.error:
         return Finding("swiglu", "refused", truth.error[1])
     nearest = float("inf")
     ran = [name for name in ("silu", "gelu") if name in truth.used]  # else it is written out
     candidates = [name for name in ACTIVATIONS if not ran or name.partition("_")[0] in ran]
-    for form, name in itertools.product(forms, candidates):
+    limits = [Limits(limit)]
+    if limit is not None:
+        own = {each for each in vars(module).values() if isinstance(each, float)}
+        alphas = dict.fromkeys([1.0, *own, 1.702])
+        limits = [Limits(limit, *each) for each in itertools.product(alphas, (0.0, 1.0))]
+    for form, name, made in itertools.product(forms, candidates, limits):
+        if made.alpha != 1.0 and name != "silu":
+            continue
 
-        def ours(x: Tensor, form: _Form = form, name: str = name) -> Tensor:
-            return _gated(module, form, name, x)
+        def ours(x: Tensor, form: _Form = form, name: str = name, made: Limits = made) -> Tensor:
+            return _gated(module, form, name, made, x)
 
         error = truth.against(ours)[0]
         nearest = min(nearest, error)
@@ -142,15 +202,23 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
             break
     else:
         return Finding("swiglu", "refused", f"no gate fits, the nearest is off by {nearest:.0e}")
-    if reason := why_not(module, ours, inputs):
+    if reason := why_not(module, ours, inputs, allowed):
         return Finding("swiglu", "refused", reason, error)
     kind, *linears = form
     detail = f"{name}(gate) * up, {kind.replace('_', ', then ')}"
+    detail += "" if limit is None else f", clamped at {limit:g}"
+    detail += "" if made.alpha == 1.0 else f", sigmoid of {made.alpha:g} x"
+    detail += f", up + {made.offset:g}" if made.offset else ""
     forward: type[KernelForward] | None = None
     settings: dict[str, Any] = {"linears": tuple(linears)}
-    if kind == "split":
+    if made != Limits() or kind == "interleaved" or (kind != "split" and name == "gelu_tanh"):
+        if name in ("silu", "gelu_tanh"):
+            forward = SlicedMLP
+            op = "swiglu" if name == "silu" else "geglu_tanh"
+            settings = {"form": form, "activation": name, "limits": made, "uses": (op,)}
+    elif kind == "split":
         forward = {"silu": SplitMLP, "gelu_tanh": GeluMLP}.get(name)
-    elif name == "silu" and kind != "interleaved":
+    elif name == "silu":
         forward, settings["order"] = PackedMLP, kind
     if forward is None:
         return Finding("swiglu", "no kernel", f"{detail}: trainkit has no kernel for it", error)
@@ -175,20 +243,39 @@ def _forms(module: nn.Module) -> Iterator[_Form]:
                     yield kind, packed, down
 
 
-def _gated(module: nn.Module, form: _Form, activation: str, x: Tensor) -> Tensor:
-    """What a module would be in plain torch."""
+def _limit_of(module: nn.Module, x: Tensor) -> float | None:
+    """The limit of a gate that clamps gate from above and up on both sides, and nothing else."""
+    with torch.no_grad(), Wide() as mode:
+        module(x)
+    if len(mode.bounds) == 2:
+        low, high = (tuple(each) for each in mode.bounds)
+        for (_, first), both in ((low, high), (high, low)):
+            is_number = isinstance(first, float | int) and first > 0
+            if is_number and both == (-first, first) and (None, first) in (low, high):
+                return float(first)
+    return None
+
+
+def _gate_and_up(module: nn.Module, form: _Form, x: Tensor) -> tuple[Tensor, Tensor]:
     kind, *linears = form
-    *inner, down = (getattr(module, name) for name in linears)
+    inner = [getattr(module, name) for name in linears[:-1]]
     if kind == "split":
-        gate, up = (each(x) for each in inner)
-    else:
-        packed = inner[0](x)
-        gate, up = packed.chunk(2, -1)
-        if kind == "interleaved":
-            gate, up = packed[..., ::2], packed[..., 1::2]
-        elif kind == "up_gate":
-            gate, up = up, gate
-    return down(ACTIVATIONS[activation](gate) * up)
+        gate, up = apply_linears(x, inner)
+        return gate, up
+    packed = inner[0](x)
+    if kind == "interleaved":
+        return packed[..., ::2], packed[..., 1::2]
+    first, second = packed.chunk(2, -1)
+    return (first, second) if kind == "gate_up" else (second, first)
+
+
+def _gated(module: nn.Module, form: _Form, activation: str, made: Limits, x: Tensor) -> Tensor:
+    """What a module would be in plain torch."""
+    gate, up = made.clamped(*_gate_and_up(module, form, x))
+    down: nn.Module = getattr(module, form[-1])
+    alpha = made.alpha
+    y: Tensor = down(ACTIVATIONS[activation](gate * alpha if alpha != 1.0 else gate) / alpha * up)
+    return y
 
 
 _LOOP = {"expert_hit", "expert_idx == self.num_experts"}
