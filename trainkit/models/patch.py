@@ -247,7 +247,7 @@ def _row(
         reason = "; ".join([dropped] if dropped else reasons) or plan.missing.get(op)
         return PatchRow(op, "off", reason or "the modules are not those that were proved")
     on = [each for _, each in findings if each.verdict == "on"]
-    uses = dict.fromkeys(name for each in on if each.forward for name in each.forward.uses)
+    uses = dict.fromkeys(name for each in on if each.forward for name in each.uses)
     errors = [each.error for each in on if each.error is not None]
     bits = [each.bits for each in on if each.bits is not None]
     return PatchRow(

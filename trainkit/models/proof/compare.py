@@ -96,6 +96,12 @@ class Finding:
     forward: type[KernelForward] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The public functions of ``trainkit.kernels`` that then run."""
+        own: tuple[str, ...] = () if self.forward is None else self.forward.uses
+        return self.settings.get("uses", own)
+
 
 class Wide(TorchFunctionMode):
     """Within, every cast to a narrower float goes to fp64.

@@ -149,7 +149,7 @@ class SlicedMLP(KernelForward):
             h = kernels.swiglu(gate, up)
         else:
             h = kernels.swiglu(gate * alpha, up) / alpha
-        return getattr(self, self.form[-1])(h)  # type: ignore[no-any-return]
+        return getattr(self, self.form[-1])(h)
 
 
 _Form = tuple[str, ...]
