@@ -10,6 +10,7 @@ loop, and nothing else that decides, is allowed here; routes at its edges are pa
 Shapes: T tokens, K experts a token, E experts, H hidden, I an expert's width.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -31,10 +32,11 @@ from trainkit.models.proof.compare import (
     Wide,
     decisions,
     draw,
+    share_of_other_bits,
     why_not,
 )
 from trainkit.models.shared_input import apply_feed_forward, apply_linears
-from trainkit.models.swap import KernelForward
+from trainkit.models.swap import KernelForward, subclass_of
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -222,7 +224,14 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
         forward, settings["order"] = PackedMLP, kind
     if forward is None:
         return Finding("swiglu", "no kernel", f"{detail}: trainkit has no kernel for it", error)
-    return Finding("swiglu", "on", detail, error, None, forward, settings)
+    bits = None
+    if forward is SlicedMLP:  # which may round elsewhere
+        low = copy.deepcopy(module).to(torch.bfloat16)
+        swapped = copy.deepcopy(low)
+        swapped.__class__ = subclass_of(type(module), forward, settings)
+        bits = share_of_other_bits(low, swapped, [inputs[0].to(torch.bfloat16)])
+        detail += f"; {bits:.0%} of its bf16 results round otherwise" if bits else ""
+    return Finding("swiglu", "on", detail, error, bits, forward, settings)
 
 
 def _forms(module: nn.Module) -> Iterator[_Form]:
