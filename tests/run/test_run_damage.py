@@ -1,10 +1,15 @@
 """A damaged record is named by file and line: never a traceback, never dropped without a word."""
 
+import contextlib
+import io
+import json
+
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies
 
 from trainkit.cli.app import main
 from trainkit.compare.runs import read_run
-from trainkit.errors import RunDirectoryError
+from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.run.metrics import read_scores, say_damaged
 from trainkit.run.report import model_card, render_report
 
@@ -45,6 +50,7 @@ def test_every_command_names_the_rows_that_it_leaves_out(command, trained_run, c
     """One in the middle of a block, rows of another shape, and one whose end is yet to come."""
     lines = trained_run.metrics.read_text().split("\n")
     lines[3], lines[7], lines[9] = '{"step": 4, "lo', '{"step": -8}', '{"step": 10, "loss": [1]}'
+    lines[11] = '{"step": 12, "step_seconds": NaN}'
     trained_run.metrics.write_text("\n".join(lines) + '{"step": 61, "torn')
     say_damaged.cache_clear()
     trained_run.write_status("done")
@@ -57,7 +63,7 @@ def test_every_command_names_the_rows_that_it_leaves_out(command, trained_run, c
             "compare": [trained_run.root, trained_run.root],
         }
         assert main([command, *map(str, words.get(command, [trained_run.root]))]) == 0
-    for number in (4, 8, 10):
+    for number in (4, 8, 10, 12):
         assert caplog.text.count(f"{trained_run.metrics}:{number} is damaged") == 1
     assert ":61" not in caplog.text
 
@@ -85,3 +91,79 @@ def test_a_status_with_a_number_that_is_none(trained_run):
     trained_run.status_file.write_text('{"total_steps": "many"}')
     with pytest.raises(RunDirectoryError, match="total_steps"):
         trained_run.status()
+
+
+FILE_OF_DATA = {
+    **{"path": "d.jsonl", "source": "d", "sha256": "ab", "bytes": 9, "rows": 2, "kept": 2},
+    **{"dropped": 0, "cut": 0, "repaired": 0, "samples": 2, "tokens": 9, "trained_tokens": 4},
+    **{"reasons": {}, "dropped_for": {}, "cut_for": {}, "formats": {"messages": 2}},
+}
+WHOLE = {
+    "data.json": {"train": {"files": [FILE_OF_DATA], "totals": FILE_OF_DATA}, "eval": None},
+    "samples.json": {
+        "samples": [
+            {
+                "pieces": [[False, "a"], [True, "b"]],
+                **{"num_tokens": 2, "num_trained_tokens": 1, "is_cut": False},
+            }
+        ]
+    },
+    "kernels.json": {"model": {"rms_norm": {"is_on": True, "reason": "", "num_modules": 2}}},
+    "start.json": {"seconds": {"load": 1.0, "build": 2.0}},
+    "status.json": None,
+    "metrics.jsonl": None,
+}
+"""Records as a run leaves them; None: those of the fixture."""
+VALUES = [None, -5, 1e308, float("nan"), 10**30, True, "x", [], [[1]], {}, {"a": 1}]
+
+
+def places_in(value, place=()):
+    yield place
+    inner = value.items() if isinstance(value, dict) else ()
+    for key, item in enumerate(value) if isinstance(value, list) else inner:
+        yield from places_in(item, (*place, key))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(random=strategies.randoms(use_true_random=False), name=strategies.sampled_from([*WHOLE]))
+def test_any_field_of_any_record_is_anything(trained_run, random, name):
+    """Every command that reads a run says what is wrong with which file, and goes on or refuses."""
+    path = trained_run.root / name
+    before = path.read_text() if path.exists() else None
+    is_lines = name.endswith(".jsonl")
+    if is_lines:
+        whole = [json.loads(line) for line in before.splitlines()]
+    else:
+        whole = WHOLE[name] or json.loads(before)
+    place = random.choice([each for each in places_in(whole) if each])
+    damaged = json.loads(json.dumps(whole))
+    inside = damaged
+    for key in place[:-1]:
+        inside = inside[key]
+    if isinstance(inside, dict) and random.random() < 0.2:
+        del inside[place[-1]]
+    else:
+        inside[place[-1]] = random.choice(VALUES)
+    text = "".join(f"{json.dumps(row)}\n" for row in damaged) if is_lines else json.dumps(damaged)
+    path.write_text(text)
+    say_damaged.cache_clear()
+    try:
+        said = io.StringIO()
+        for read in (
+            lambda: render_report(trained_run),
+            lambda: model_card(trained_run, base_model="m", adapter=False),
+            lambda: read_run(trained_run.root, {}),
+        ):
+            refused = ""
+            try:
+                read()
+            except TrainkitError as error:
+                refused = str(error)
+            assert not refused or name in refused, (place, refused)
+        for words in (["runs", trained_run.root.parent], ["compare", *[trained_run.root] * 2]):
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
+                code = main([*map(str, words)])
+            assert "bug in trainkit" not in said.getvalue(), (place, said.getvalue())
+            assert code == 0 or name in said.getvalue(), (place, said.getvalue())
+    finally:
+        path.unlink() if before is None else path.write_text(before)
