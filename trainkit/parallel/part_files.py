@@ -160,7 +160,7 @@ def load_parts(state: dict[str, Any], checkpoint: Path) -> None:
 KEY = "optimizer"
 """Where the parts of a checkpoint keep it."""
 WITHOUT = "without_state"
-"""Beside it, whose state was not there yet when it was saved, since no gradient had come. A
+"""Next to it, whose state was not there yet when it was saved, since no gradient had come. A
 checkpoint without this entry is of a version that did not say."""
 
 

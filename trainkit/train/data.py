@@ -23,6 +23,7 @@ import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -589,15 +590,9 @@ def prepare_run_data(
     entries = Ledger(ledger)
     kept_back: PreparedData | None = None
 
-    def prepared(sources: Sequence[Source], *, is_evaluation: bool = False) -> PreparedData:
-        return prepare(
-            sources,
-            tokenizer,
-            options,
-            ledger=entries,
-            progress=progress,
-            is_evaluation=is_evaluation,
-        )
+    prepared = partial(
+        prepare, tokenizer=tokenizer, options=options, ledger=entries, progress=progress
+    )
 
     def shape(length: int, names: Sequence[str]) -> RowShape:
         wanted = len(names) > 1 if per_source_loss is None else per_source_loss
