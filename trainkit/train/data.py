@@ -600,12 +600,7 @@ def prepare_run_data(
         return RowShape(length, pad_token_id, packing, found, row_parts)
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
-        # A packed row has no more tokens than an epoch could ever fill, however large the limit.
-        num_samples = sum(len(part) * math.ceil(part.share.epochs) for part in data.parts)
-        most = num_samples * int(data.lengths.max(initial=1))
-        aligned = math.lcm(ALIGNED, row_parts)
-        longest = options.max_length * objective.num_together
-        rows = shape(min(longest, -(-most // aligned) * aligned), data.source_names)
+        rows = shape(_row_length(data, options, objective, row_parts), data.source_names)
         made = objective.training_data(objective.dataset(data, rows, seed), rows)
         return replace(made, sample_name=data.sample_id, has_equal_epochs=data.has_equal_epochs)
 
@@ -630,8 +625,8 @@ def prepare_run_data(
     refuse_unfit(summary)
     if evaluation:
         kept_back = prepared(evaluation, is_evaluation=True)
-        about = kept_back.summary
-        notes += [*notes_of(about, "evaluation data"), *about["listed_twice"]]
+        notes += notes_of(kept_back.summary, "evaluation data")
+        notes += kept_back.summary["listed_twice"]
     entries.close()
     evaluated = kept_back.summary if kept_back else None
     return RunData(
@@ -736,3 +731,13 @@ def fingerprint_of(parts: Mapping[str, Any]) -> str:
 
 ALIGNED = 64
 """Shorter packed rows are padded to a multiple of so many tokens."""
+
+
+def _row_length(
+    data: PreparedData, options: DataOptions, objective: Objective, row_parts: int
+) -> int:
+    """Tokens of a packed row: no more than an epoch could ever fill, however large the limit."""
+    num_samples = sum(len(part) * math.ceil(part.share.epochs) for part in data.parts)
+    most = num_samples * int(data.lengths.max(initial=1))
+    aligned = math.lcm(ALIGNED, row_parts)
+    return min(options.max_length * objective.num_together, -(-most // aligned) * aligned)

@@ -119,7 +119,7 @@ class LoopState:
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         transformers_logging.set_verbosity(args.get_process_log_level())
         self.run, self.hooks = run, list(hooks)
-        self._asked: dict[str, list[Hook]] = {}
+        self._of_moment: dict[str, list[Hook]] = {}
         self.model, self.args, self.layout, self.engine = model, args, layout, layout.engine
         self.tokenizer, self.checkpoints, self.stop = run.tokenizer, run.checkpoints, run.stop
         self.train_data, self.eval_data = run.data.train, run.data.eval
@@ -166,11 +166,12 @@ class LoopState:
 
     def tell(self, name: str, *given: Any) -> None:
         """Ask our hooks, in order: those that do something then, which are found once."""
-        if name not in self._asked:
+        if name not in self._of_moment:
             nothing = getattr(Hook, name, None)
-            asked = [each for each in self.hooks if getattr(type(each), name, None) is not nothing]
-            self._asked[name] = asked
-        for hook in self._asked[name]:
+            self._of_moment[name] = [
+                hook for hook in self.hooks if getattr(type(hook), name, None) is not nothing
+            ]
+        for hook in self._of_moment[name]:
             getattr(hook, name)(self, *given)
 
     def hook(self, kind: type[Kind]) -> Kind:

@@ -6,7 +6,7 @@ load (ZeRO-3 shards while loading), adapters before kernels (the report counts w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -188,51 +188,17 @@ def build_model(
         PatchError: a kernel was asked for by name and cannot be put in.
         RecipeError: quantised weights without adapters, or where they cannot be.
     """
-    here = device or device_of_ranks()
     chosen = _attention(source, attention, packing=packing)
     # Every class has eager attention; what was chosen is set to be proved.
     can_set = attention == "auto" or can_set_attention(load_config(source))
     loaded_with = "eager" if can_set else chosen.name
-    quantization = base = None
-    if quantize is not None:
-        if lora is None:
-            raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
-        from trainkit.lora import quant
-
-        quant.refuse_unfit_device(quantize, here)
-        with loading_whole():
-            quant.refuse_unpacked_experts(
-                load_config(source),
-                source.name_or_path,
-                quantize,
-                trust_remote_code=source.trust_remote_code,
-            )
     model: Any
-    if lora is not None and quantize is not None and packed_kind(quantize).convert is not None:
-        model, base = quant.packed_base(
-            source, quantize, lora, fp8, here, loaded_with, loading_whole
-        )
-    else:
-        if quantize is not None:
-            quantization = quantization_config(quantize, dtype_of(source))
-        # Adapters may begin from the base's weights, or be around more than its linear maps.
-        reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
-        model = load_model(
-            source,
-            attention=loaded_with,
-            quantization=quantization,
-            device=device,
-            load_part=load_part,
-            reads_parts=None if fp8 is not None or reads_base else reads_parts,
-        )
+    model, base = _loaded(
+        source, loaded_with, quantize, lora, fp8, device, loading_whole, load_part, reads_parts
+    )
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
-    towers = outside_text(model)
-    for parameter in towers.values():
-        parameter.requires_grad_(False)
-    frozen = freeze(model, source.frozen) if source.frozen else {}
-    if frozen and reentrant:
-        model.enable_input_require_grads()  # else nothing after a frozen embedding trains
+    num_towers, num_frozen = _freeze(model, source.frozen, reentrant)
     adapters = training = None
     if lora is not None:
         model, adapters = _adapted(model, source, lora, adapters_from, reentrant, device)
@@ -251,13 +217,67 @@ def build_model(
         from trainkit.models.fp8.decide import train_in_fp8
         from trainkit.models.proof.norms import let_norms_quantize
 
-        training = train_in_fp8(model, fp8, here)
+        training = train_in_fp8(model, fp8, device or device_of_ranks())
         let_norms_quantize(model)
-    num_towers, num_frozen = (sum(map(num_weights, each.values())) for each in (towers, frozen))
     counts = count_parameters(model)
     return BuiltModel(
         model, chosen, report, *counts, adapters, num_towers, training, base, num_frozen
     )
+
+
+def _loaded(
+    source: ModelOptions,
+    attention: str,
+    quantize: str | None,
+    lora: LoraOptions | None,
+    fp8: Fp8Setup | None,
+    device: torch.device | None,
+    loading_whole: Callable[[], AbstractContextManager[None]],
+    load_part: LoadPart | None,
+    reads_parts: Callable[[nn.Module], bool] | None,
+) -> tuple[Any, Fp8Choice | None]:
+    """The model where it will train, and which linear layers of its base are in fp8."""
+    quantization = None
+    if quantize is not None:
+        if lora is None:
+            raise RecipeError("a quantised base cannot be trained itself", where="lora.quantize")
+        from trainkit.lora import quant
+
+        here = device or device_of_ranks()
+        quant.refuse_unfit_device(quantize, here)
+        with loading_whole():
+            quant.refuse_unpacked_experts(
+                load_config(source),
+                source.name_or_path,
+                quantize,
+                trust_remote_code=source.trust_remote_code,
+            )
+        if packed_kind(quantize).convert is not None:
+            return quant.packed_base(source, quantize, lora, fp8, here, attention, loading_whole)
+        quantization = quantization_config(quantize, dtype_of(source))
+    # Adapters may begin from the base's weights, or be around more than its linear maps.
+    reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
+    plain = load_model(
+        source,
+        attention=attention,
+        quantization=quantization,
+        device=device,
+        load_part=load_part,
+        reads_parts=None if fp8 is not None or reads_base else reads_parts,
+    )
+    return plain, None
+
+
+def _freeze(model: PreTrainedModel, patterns: Sequence[str], reentrant: bool) -> tuple[int, int]:
+    """Towers, and what the recipe names; how many weights each are."""
+    towers = outside_text(model)
+    for parameter in towers.values():
+        parameter.requires_grad_(False)
+    frozen = freeze(model, patterns) if patterns else {}
+    if frozen and reentrant:
+        model.enable_input_require_grads()  # else nothing after a frozen embedding trains
+    first, second = (sum(map(num_weights, each.values())) for each in (towers, frozen))
+    return first, second
 
 
 def _adapted(
