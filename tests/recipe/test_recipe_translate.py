@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from rare_keys import RARE
 
 from trainkit.cli.app import main
 from trainkit.errors import RecipeError
@@ -16,6 +15,7 @@ from trainkit.recipe.translate.draft import TOOLS, known_keys, table, tool_table
 from trainkit.recipe.translate.engine import translate
 
 RECIPES = yaml.safe_load((Path(__file__).parent / "foreign_recipes.yaml").read_text())
+RARE = yaml.safe_load((Path(__file__).parent / "rare_keys.yaml").read_text())
 DATASET_INFO = {
     "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a"}},
     "raw": {"file_name": "raw.jsonl", "columns": {"prompt": "body"}},
