@@ -714,6 +714,7 @@ def test_what_a_checkpoint_alone_brings_keeps_its_modules_plain(monkeypatch):
     plain = model(ids, labels=ids).loss
     report = patch_kernels(model)
     assert set(report.own.refused) == {"model.layers.1"}
+    assert "float32" not in report.own.refused["model.layers.1"]  # it is seen in fp64
     assert "off by" in report.row("rms_norm").reason
     assert (report.own.num, report.row("rms_norm").num_modules) == (3, 3)
     assert type(model.model.layers[1].mlp) is LlamaMLP
