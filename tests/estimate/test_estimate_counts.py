@@ -1,45 +1,28 @@
 """What the estimate repeats of other rooms, held against them; and whole numbers of real models."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from families.family_models import FAMILIES
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainkit.errors import ModelError
+from trainkit.auto_class import auto_class
 from trainkit.estimate import peak as counts
 from trainkit.estimate.gpus import GPUS, gpu_named
+from trainkit.estimate.job import Adapters
 from trainkit.estimate.peak import OWNERS, peak
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan
+from trainkit.estimate.plan import MIN_OFFLOAD_WIDTH, Plan
 from trainkit.estimate.recipe import plan_of
-from trainkit.estimate.shape import NAMED, TRAITS, find_shape, from_config, plain_name
-from trainkit.kernels.linear_cross_entropy import function as loss
-from trainkit.kernels.linear_cross_entropy.products import _NUMBERS_THAT_FILL, default_chunk_tokens
+from trainkit.estimate.shape import NAMED, find_shape, from_config, plain_name
 from trainkit.models import recompute
-from trainkit.options.model import LORA_OPS, OPS
+from trainkit.models.frozen import outside_text
 from trainkit.options.optimizers import OPTIMIZERS, SERVED
 from trainkit.recipe import Recipe, load_recipe
 from trainkit.recipe.write import shipped_recipes
 from trainkit.train import masters as rounding
-
-
-def test_families_with_kernels_are_counted() -> None:
-    assert {name for name, traits in TRAITS.items() if traits.kernels} == set(FAMILIES)
-
-
-def test_ops_exist() -> None:
-    assert {*OPS, *LORA_OPS} >= ALL_OPS
-
-
-@pytest.mark.parametrize("tokens", [1, 255, 8192, 32768, 50001])
-@pytest.mark.parametrize("vocab", [32000, 151936])
-def test_chunks_are_the_kernels(tokens: int, vocab: int) -> None:
-    limit = default_chunk_tokens(vocab, 2)
-    assert counts.chunk_rows(tokens, vocab, 2) == loss.chunk_rows(tokens, limit)
-    assert counts.NUMBERS_THAT_FILL == _NUMBERS_THAT_FILL
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -49,7 +32,7 @@ def test_the_states_are_what_the_table_says(name: str) -> None:
     found = counts.optimizer_bytes(row, shape, full=True) * shape.parameters
     least = row.matrix_bytes if row.per_rank_bytes is None else 0.0
     tables = (row.embedding_bytes + row.head_bytes) * shape.table
-    matrices = shape.layers * shape.layer_matrices
+    matrices = shape.matrix_numbers
     assert least * matrices + tables <= found
     assert found <= 1.001 * (max(row.matrix_bytes, 0.01) * matrices + tables) + 8e6
     if row.per_rank_bytes is not None:
@@ -104,51 +87,64 @@ def test_offload_width() -> None:
     assert recompute.MIN_WIDTH == MIN_OFFLOAD_WIDTH
 
 
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "llama-3-8b", "phi-4", "gemma-3-1b", "glm4-9b"])
 def test_parameters_are_the_models(name: str) -> None:
-    values = {**NAMED[name], "num_hidden_layers": 2}
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    config.pad_token_id = None
+    config = NAMED[name]
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**{**config, "num_hidden_layers": 2})
+        )
     real = sum(parameter.numel() for parameter in model.parameters())
-    assert from_config(config.to_dict(), name).parameters == pytest.approx(real, rel=1e-4)
-    two = replace(find_shape(name), layers=2)
-    assert from_config(config.to_dict(), two.name) == two
+    assert from_config({**config, "num_hidden_layers": 2}, name).parameters == real
+    shape = find_shape(name)
+    assert shape.layers == config["num_hidden_layers"]
+    assert shape.parameters == real + (shape.layers - 2) * shape.kinds[0].numbers
 
 
-@pytest.mark.parametrize("family", sorted(TRAITS.keys() - {"qwen2_vl"}))
-def test_biases_are_the_models(family: str) -> None:
-    """Switched on where the family has a switch; a class without one keeps to its own."""
-    sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
-    }  # fmt: skip
-    kind = f"{family}_text" if family == "gemma3" else family
-    config = AutoConfig.for_model(kind, **sizes, attention_bias=True, mlp_bias=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    real = sum(parameter.numel() for parameter in model.parameters())
-    assert from_config(config.to_dict(), family).parameters == real
+def test_layers_of_several_kinds_are_told_apart() -> None:
+    """Five that look near to one that looks far; and a dense one before those with experts."""
+    gemma = find_shape("gemma-3-1b")
+    assert [gemma.order.count(kind) for kind in range(len(gemma.kinds))] == [22, 4]
+    moe = from_config({**_MOE, "mlp_only_layers": [0], "num_hidden_layers": 5}, "moe")
+    assert moe.order == (0, 1, 1, 1, 1)
+    stacks = [each for each in moe.kinds[1].matrices if each.in_stack]
+    assert sum(each.numbers for each in stacks) == 3 * 16 * 64 * 32
 
 
-def test_a_tower_for_sound_is_refused() -> None:
-    for kind in ("qwen2_audio", "voxtral"):
-        with pytest.raises(ModelError, match="with a tower for sound"):
-            from_config(AutoConfig.for_model(kind).to_dict(), kind)
+_MOE = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "intermediate_size": 96, "head_dim": 16,
+    "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 2, "vocab_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+}  # fmt: skip
 
 
-def test_a_tower_for_images_is_counted_or_refused() -> None:
-    config = AutoConfig.for_model("qwen2_vl")
-    config.text_config.num_hidden_layers = 1
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config)
-    shape = from_config(config.to_dict(), "a")
-    tower = [each.numel() for name, each in model.named_parameters() if "visual" in name]
-    assert shape.tower == sum(tower)
-    assert counts.weights(Plan(shape, 1, 8)) == 2 * sum(each.numel() for each in model.parameters())
-    with pytest.raises(ModelError, match="gemma3 with a tower for images"):
-        from_config(AutoConfig.for_model("gemma3").to_dict(), "b")
+def test_experts_compute_for_the_tokens_they_get() -> None:
+    """Two of sixteen: the products of experts are an eighth of what all of them would be."""
+    found = {}
+    for active in (2, 4):
+        shape = from_config({**_MOE, "num_experts_per_tok": active}, "moe")
+        found[active] = Plan(shape, 1, 256).recorded.kinds[-1].matrix[0]
+    assert found[4] - found[2] == 2 * 256 * 2 * 3 * 64 * 32
+
+
+def test_towers_are_counted_as_weights() -> None:
+    for kind in ("qwen2_vl", "gemma3"):
+        config = AutoConfig.for_model(kind)
+        config.text_config.num_hidden_layers = 1
+        if getattr(config.text_config, "layer_types", None):
+            config.text_config.layer_types = config.text_config.layer_types[:1]
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config)
+        shape = from_config(json.loads(config.to_json_string(use_diff=False)), "a")
+        tower = sum(each.numel() for each in outside_text(model).values())
+        assert shape.tower == tower > 0
+        every = sum(each.numel() for each in model.parameters())
+        assert shape.tower + shape.parameters == every
+        assert counts.weights(Plan(shape, 1, 8)) == 2 * every
+
+
+def test_what_a_model_asks_of_numbers_is_said() -> None:
+    assert not Plan(find_shape("llama-3.2-1b"), 1, 64).recorded.assumed
 
 
 @pytest.mark.parametrize(
@@ -188,7 +184,7 @@ def test_drivers_names(driver: str, name: str) -> None:
     assert gpu_named("Voodoo 2") is None
 
 
-def test_comes_without_torch() -> None:
+def test_torch_waits_until_something_is_estimated() -> None:
     code = (
         "import sys, trainkit.estimate.recipe, trainkit.estimate.estimate;"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -21,6 +21,10 @@ from pathlib import Path
 import torch
 from tiny_classes import _EXTRA, classes, make_tiny
 
+from trainkit.errors import TrainkitError
+from trainkit.estimate.peak import peak
+from trainkit.estimate.plan import ALL_OPS, Plan
+from trainkit.estimate.shape import from_config
 from trainkit.models.patch import patch_kernels
 from trainkit.models.proof.compare import FAILURES
 from trainkit.options.model import OPS
@@ -76,6 +80,19 @@ def distance(found, wanted):
     )
 
 
+def why_no_estimate(model):
+    """None where `trainkit estimate` answers for a step of the model, with kernels and without."""
+    config = {**json.loads(model.config.to_json_string(use_diff=False))}
+    config["model_type"] = model.config.model_type
+    try:
+        for ops in (frozenset(), ALL_OPS):
+            plan = Plan(from_config(config, "tiny"), 2, 32, ops=ops)
+            assert peak(plan).gib > 0
+    except (TrainkitError, *FAILURES) as error:
+        return f"{type(error).__name__}: {error}"[:150]
+    return plan.recorded.plain and f"without kernels: {plan.recorded.plain}"
+
+
 def survey(model_type):
     """One type's row."""
     start = time.time()
@@ -92,6 +109,7 @@ def survey(model_type):
     row["verdicts"] = {op: sorted({each.verdict for _, each in plan.findings(op)}) for op in OPS}
     row["fp32"] = distance(step(model), plain) if report.active else None
     report.revert()
+    row["no_estimate"] = why_no_estimate(model)
     row["reverted"] = all(torch.equal(each, plain[n]) for n, each in step(model).items())
     model.to(torch.bfloat16)
     with torch.no_grad(), contextlib.suppress(*FAILURES):
@@ -151,11 +169,14 @@ def summary(rows):
         and not row["dropped"]
         for row in built
     )
+    estimated = [row.get("no_estimate") or "" for row in built]
+    answers = sum(not why or why.startswith("without kernels") for why in estimated)
     equal = sum(row.get("bf16_bits_differ") == 0 for row in built)
     lines.append("")
     lines.append(
         f"{len(rows)} types, of which {len(built)} build tiny and take a step; on {complete} of "
-        f"them every op that applies is on; bf16 logits equal plain's bit for bit on {equal}."
+        f"them every op that applies is on; bf16 logits equal plain's bit for bit on {equal}; "
+        f"`trainkit estimate` answers for {answers}, for {estimated.count('')} with kernels."
     )
     return lines
 

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainkit.estimate.gpus import Gpu
+from trainkit.estimate.job import Adapters
 from trainkit.estimate.peak import (
     GIB,
     HELD_ON_THE_WAY,
     Peak,
-    input_per_token,
     keep_to_budget,
     optimizer_bytes,
     peak,
     ranks_of,
 )
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan, within_budget
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Plan, within_budget
 from trainkit.estimate.speed import band, seconds
 from trainkit.options import Fp8Options
 from trainkit.options.optimizers import OPTIMIZERS
@@ -220,7 +220,7 @@ are offloaded anyhow, where it pays."""
 
 def _axes(plan: Plan, gpu: Gpu) -> Iterator[list[str]]:
     """Settings that exclude each other, axis by axis."""
-    if not plan.ops and plan.shape.traits.kernels:
+    if not plan.ops:
         yield ["kernels"]
     if plan.batch_size > 1:
         yield [f"batch {size}" for size in _smaller(plan)]
@@ -279,7 +279,8 @@ def host_gib(plan: Plan) -> float:
     found = plan.paged * plan.trained * (1 if plan.stage else plan.gpus)
     if plan.offloads_inputs:
         away = max(plan.recomputed_share * plan.shape.layers - HELD_ON_THE_WAY, 0)
-        found += away * input_per_token(plan) * plan.tokens * plan.gpus * plan.tensor
+        each = max(layer.output for layer in plan.recorded.kinds)
+        found += away * each * plan.gpus * plan.tensor
     if plan.offloads_optimizer:
         found += plan.trained * (8 + (plan.optimizer or 0.0))
     if plan.offloads_weights:

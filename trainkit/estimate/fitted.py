@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainkit.errors import ModelError, RecipeError
-from trainkit.estimate.context import context_of
 from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.recipe import plan_of, replanning
@@ -132,6 +131,8 @@ def fitted_recipe(
     values: dict[str, Any] = {"name": _name_of(model, method), "model.name_or_path": model}
     values["model.dtype"] = "bfloat16"
     comments, shipped = dict(_COMMENTS), shipped_text(_like(method, shape))
+    from trainkit.models.context import context_of  # which comes with torch
+
     context = context_of(config)
     longest = re.search(r"^  max_length: (\d+)", shipped, re.MULTILINE)
     if context is not None and longest is not None and context < int(longest[1]):
@@ -212,7 +213,10 @@ def _estimated(text: str, gpu: Gpu, gpus: int, shape: ModelShape | None) -> Esti
         recipe = loaded.recipe
     if shape is None:
         return None
-    return estimate(plan_of(recipe, gpus, shape), gpu, replan=replanning(loaded, gpus))
+    try:
+        return estimate(plan_of(recipe, gpus, shape), gpu, replan=replanning(loaded, gpus))
+    except ModelError:  # `sft` says what of the recipe the model does not take
+        return None
 
 
 def _too_large(found: Estimate) -> str:

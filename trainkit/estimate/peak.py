@@ -2,10 +2,8 @@
 
 A step has four kinds of moments: the head (all activations, and the logits), the backward pass of
 each layer (fewer activations, more gradients), the end of the backward pass, and the optimizer.
-
-What a decoder layer keeps for its backward pass is counted tensor by tensor, for trainkit's kernels
-and for plain transformers (with peft). H hidden, F feed-forward, A query width, K key width; sizes
-are per token unless something else is said.
+What layers, head and loss hold is recorded (`record`); what a run holds besides, masters,
+gradients, states and what ranks share, is counted here.
 """
 
 from __future__ import annotations
@@ -13,10 +11,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from trainkit.estimate.plan import Plan
-from trainkit.estimate.shape import ModelShape
+from trainkit.estimate.shape import LayerKind, ModelShape
 from trainkit.options.optimizers import Optimizer
+
+if TYPE_CHECKING:
+    from trainkit.estimate.record import Frontier, Layer
 
 SUB_GROUP = 1e9
 """Numbers that DeepSpeed's ZeRO-3 gathers ahead, and steps at a time."""
@@ -25,6 +27,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a weight in 4 bits: blocks of 64 with 8-bit scales, these in blocks of 256."""
 
 MATRIX_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0, "nf4": NF4, "fp8": 1.0}
+"""What a number of the layers takes where ranks gather it."""
 
 RANK = 128
 """Of GaLore's and APOLLO's projections, where ``training.optim_args`` says nothing."""
@@ -47,14 +50,20 @@ def optimizer_bytes(
     """
     if not full:
         return row.matrix_bytes + row.kept_by(args)
-    matrices = row.matrix_bytes * shape.layer_matrices
-    if row.per_rank_bytes is not None:
-        # A moment has rank rows (or columns) of the longer side; the projection, of the shorter.
-        matrices = sum(
-            rank * (row.per_rank_bytes * max(sizes) + 4 * min(sizes))
-            for sizes in shape.linears().values()
-        )
-    total = shape.layers * (matrices + 8 * shape.layer_vectors) + row.embedding_bytes * shape.table
+
+    def of_layer(kind: LayerKind) -> float:
+        found = 8.0 * kind.vectors
+        for each in kind.matrices:
+            bytes_ = row.matrix_bytes * each.inputs * each.outputs
+            if row.per_rank_bytes is not None:
+                # A moment has rank rows (or columns) of the longer side; the projection, of the
+                # shorter.
+                sides = (each.inputs, each.outputs)
+                bytes_ = rank * (row.per_rank_bytes * max(sides) + 4 * min(sides))
+            found += each.number * bytes_
+        return found
+
+    total: float = shape.total(of_layer) + row.embedding_bytes * shape.table + 8.0 * shape.others
     if not shape.tied:
         total += row.head_bytes * shape.table
     return total / shape.parameters + row.kept_by(args)
@@ -78,14 +87,20 @@ def stepping(plan: Plan) -> float:
     """Temporaries of the optimizer's step, where it comes after the backward pass."""
     of_all, of_largest = plan.stepping
     shape = plan.shape
-    largest = max(inputs * outputs for inputs, outputs in shape.linears().values())
-    if plan.adapters is not None:
-        largest = 0
-    elif shape.tables:
+    largest = 0 if plan.adapters is not None else largest_matrix(shape)
+    if plan.adapters is None and shape.tables:
         largest = max(largest, shape.table)
     if not plan.keeps_masters:  # one weight after another
         return (of_all + of_largest) * largest
     return of_all * plan.trained * _sharded(plan, 1) + of_largest * largest
+
+
+def largest_matrix(shape: ModelShape) -> int:
+    """Numbers of the largest weight of any layer."""
+    sizes = (
+        e.numbers if e.in_stack else e.inputs * e.outputs for k in shape.kinds for e in k.matrices
+    )
+    return max(sizes, default=0)
 
 
 def _sharded(plan: Plan, least: int) -> float:
@@ -94,22 +109,16 @@ def _sharded(plan: Plan, least: int) -> float:
 
 def weights(plan: Plan) -> float:
     """The model's, adapters included."""
-    shape = plan.shape
-    per_layer = MATRIX_BYTES[plan.base] * shape.layer_matrices
-    if plan.base == "fp8":
-        per_layer += (2 - MATRIX_BYTES["fp8"]) * (1 - (plan.fp8 or 0.0)) * shape.layer_matrices
-    if plan.base in ("nf4", "fp8"):
-        plain = 4.0 if plan.upcast else 2.0
-    else:
-        plain = MATRIX_BYTES[plan.base]
-    if plan.base == "fp8":
-        per_layer += 4 * sum(outputs for _, outputs in shape.linears().values())
-    total = shape.layers * (per_layer + plain * shape.layer_vectors) + plain * shape.outside
-    total += plain * shape.tower
-    if plan.adapters is not None:
-        total += plan.adapters.element * plan.trained
-    elif plan.fp8 is not None:
-        total += plan.fp8 * shape.layers * shape.layer_matrices  # codes, kept between steps
+    shape, recorded = plan.shape, plan.recorded
+    total = plan.over_layers(lambda layer: layer.weights)
+    if shape.has_embeddings or (shape.has_head and shape.tied):
+        total += recorded.embeddings
+    total += shape.has_head * recorded.head + recorded.tower
+    if plan.fp8 is not None:
+        in_fp8 = shape.numbers_of(plan.job.in_fp8)
+        taken = plan.fp8 * shape.matrix_numbers
+        # Codes, kept between steps; or, of a frozen base, 16 bits for what was not taken.
+        total += taken if plan.adapters is None else in_fp8 - taken
     if plan.fsdp and plan.adapters is None:  # its fp32 shards are the masters
         return 0.0
     return 0.0 if plan.offloads_weights else total * _sharded(plan, 3)
@@ -165,9 +174,15 @@ def buffers(plan: Plan) -> float:
     bucket = min(plan.shape.hidden**2, plan.trained)
     total += 2 * element * bucket
     if plan.stage == 3:
-        live = min(2 * plan.shape.layer_matrices + plan.shape.table, SUB_GROUP)
+        live = min(2 * _of_a_layer(plan) + plan.shape.table, SUB_GROUP)
         total += MATRIX_BYTES[plan.base] * (live + plan.shape.table)
     return total
+
+
+def _of_a_layer(plan: Plan) -> float:
+    """Weights of the largest layer's matrices."""
+    kinds = plan.shape.kinds
+    return max((kind.numbers - kind.vectors for kind in kinds), default=0)
 
 
 AVERAGED = 2**26
@@ -196,7 +211,7 @@ def gathered(plan: Plan, layer: int) -> float:
     """
     if not plan.fsdp:
         return 0.0
-    shape, each = plan.shape, MATRIX_BYTES[plan.base] * plan.shape.layer_matrices
+    shape, each = plan.shape, MATRIX_BYTES[plan.base] * _of_a_layer(plan)
     at_loss = layer == shape.layers
     table = plan.element * shape.table if shape.tables else 0
     tables = plan.element * shape.outside if at_loss else table
@@ -209,232 +224,7 @@ def gathered(plan: Plan, layer: int) -> float:
             tables += table
     if at_loss:
         return layers + tables
-    numbers = shape.layer_matrices if plan.adapters is None else plan.adapter_numbers_per_layer
-    return layers + tables + 4 * numbers
-
-
-_STATISTIC = 4
-"""An fp32 number per row: a norm's reciprocal, attention's log-sum-exp."""
-
-
-def kept_per_token(plan: Plan) -> float:
-    """Bytes that a layer keeps for each token when nothing is recomputed."""
-    block = plan.element * plan.shape.hidden if plan.is_tiled else _feed_forward(plan)
-    return _norms(plan) + _attention(plan) + block
-
-
-def input_per_token(plan: Plan) -> float:
-    """Bytes of a layer's input, which is all that a recomputed layer keeps."""
-    return plan.stream * plan.shape.hidden
-
-
-def kept_selectively(plan: Plan) -> float:
-    """Bytes per token where products and attention are kept and the rest is recomputed."""
-    shape, e = plan.shape, plan.element
-    # q, k, v, o_proj's and the first layers of the feed-forward block; nobody asks for down_proj's.
-    products = shape.hidden + shape.query + 2 * shape.key + 2 * shape.ffn
-    attention = shape.query + _STATISTIC / e * shape.heads
-    return input_per_token(plan) + e * (products + attention)
-
-
-def backward_per_token(plan: Plan) -> float:
-    """Bytes per token that exist for a moment beyond what the layer has kept.
-
-    The feed-forward block's: the gradients of gate, up and their product next to those of the
-    residual stream.
-    """
-    shape = plan.shape
-    stream: float = 2 * plan.stream * shape.hidden
-    if not plan.fuses("rms_norm"):
-        stream += 2 * 4 * shape.hidden
-    return stream + (0 if plan.is_tiled else _wide_gradients(plan))
-
-
-def attention_backward_per_token(plan: Plan) -> float:
-    """The same at the moment of attention's backward pass, when the block behind it has let go.
-
-    The gradients of q, k, v and attention's output, sums of q's in fp32, and that of the residual
-    stream. Less than the block's, unless the block is tiled.
-    """
-    shape, e = plan.shape, plan.element
-    block = e * shape.hidden if plan.is_tiled else _feed_forward(plan)
-    gradients = e * (2 * shape.query + 2 * shape.key) + 4 * shape.query
-    return plan.stream * shape.hidden + gradients - block - _norms(plan) / shape.traits.norms
-
-
-def of_a_tile(plan: Plan) -> float:
-    """Bytes of the one tile of a feed-forward block that is there at a time."""
-    if not plan.is_tiled or plan.tile_tokens is None:
-        return 0.0
-    shape = plan.shape
-    sums = plan.adapter_numbers_per_layer
-    if plan.adapters is None:
-        sums = 3 * shape.hidden * shape.ffn
-    return (_feed_forward(plan) + _wide_gradients(plan)) * plan.tile_tokens + 4 * sums
-
-
-def _wide_gradients(plan: Plan) -> float:
-    """Of gate and up, a token."""
-    codes = 2 * plan.shape.ffn if plan.base == "fp8" else 0  # in fp8, too
-    return 2 * plan.element * plan.shape.ffn + codes
-
-
-def backward_of_weights(plan: Plan) -> float:
-    """Bytes of a layer's largest weight for a moment: its gradient, or itself unpacked."""
-    largest = max(inputs * outputs for inputs, outputs in plan.shape.linears().values())
-    if plan.adapters is None:
-        return plan.element * largest
-    # Unpacked: the next one is made before the last one is let go. In fp8: turned.
-    return {"nf4": 2 * 2, "fp8": 1}.get(plan.base, 0) * largest
-
-
-def _norms(plan: Plan) -> float:
-    """The norms' own inputs; their outputs belong to the layers that read them."""
-    shape = plan.shape
-    count, width = shape.traits.norms, shape.hidden
-    if plan.fuses("rms_norm"):
-        return count * (plan.stream * width + _STATISTIC)
-    return count * (4 * width + norm_output(plan) * width + _STATISTIC)
-
-
-def norm_output(plan: Plan) -> int:
-    """Bytes that Hugging Face's norm keeps of a number besides its input in fp32.
-
-    Where its weight is trained, what the weight multiplies: rounded, or still in fp32.
-    """
-    if plan.adapters is not None:
-        return 0
-    return 4 if plan.shape.traits.wide_norms else plan.element
-
-
-def _attention(plan: Plan) -> float:
-    shape, e = plan.shape, plan.element
-    a, k = shape.query, shape.key
-    # q and k after the rotation, v, and the output, which is the input of o_proj as well.
-    value = a + 2 * k if shape.traits.packed_qkv else k
-    kept: float = e * (2 * a + k + value) + _STATISTIC * shape.heads
-    if plan.masked:  # heads of k and v are repeated, and each layer makes a mask of its own
-        kept += e * (2 * (a - k) + plan.length)
-    if shape.traits.head_norms:
-        if plan.fuses("rms_norm"):
-            kept += e * (a + k) + _STATISTIC * (shape.heads + shape.kv_heads)
-        else:
-            kept += (4 + norm_output(plan)) * (a + k)
-            kept += _STATISTIC * (shape.heads + shape.kv_heads)
-    names = ["qkv_proj"] if shape.traits.packed_qkv else ["q_proj", "k_proj", "v_proj"]
-    kept += _shared_input(plan, names, shape.hidden)
-    if plan.adapters is None:
-        copies = shape.traits.rope_copies and not plan.ops
-        codes = a if plan.in_fp8("o_proj") else 0  # of the output, next to attention's own
-        return kept + (e * a if copies else 0) + codes
-    return kept + _shared_input(plan, ["o_proj"], shape.query, kept_anyway=True)
-
-
-def _feed_forward(plan: Plan) -> float:
-    shape, e = plan.shape, plan.element
-    first = ["gate_up_proj"] if shape.traits.packed_gate else ["gate_proj", "up_proj"]
-    kept = _shared_input(plan, first, shape.hidden) + 2 * e * shape.ffn
-    if not plan.fuses("swiglu") and not plan.fuses_lora:
-        kept += e * shape.ffn  # the activated gate
-    if plan.adapters is None:
-        # The product; where the whole block is in fp8 it is formed again in the backward pass.
-        in_one = not shape.traits.packed_gate
-        if in_one and all(plan.in_fp8(name) for name in (*first, "down_proj")):
-            return kept
-        return kept + (1 if plan.in_fp8("down_proj") else e) * shape.ffn
-    if plan.fuses_lora:  # the product is formed again in the backward pass
-        return kept + (e * plan.adapters.rank if plan.adapted("down_proj") else 0)
-    return kept + _shared_input(plan, ["down_proj"], shape.ffn)
-
-
-def _shared_input(plan: Plan, names: list[str], width: int, *, kept_anyway: bool = False) -> float:
-    """What layers that read the same input keep of it: once, or a copy each under peft."""
-    e = plan.element
-    if plan.adapters is None:
-        kinds = {plan.in_fp8(name) for name in names}
-        return sum(1 if in_fp8 else e for in_fp8 in kinds) * width
-    adapted = [name for name in names if plan.adapted(name)]
-    if not adapted:
-        return 0
-    inner = e * plan.adapters.rank * len(adapted)
-    if plan.fuses_lora:
-        return inner + (0 if kept_anyway else e * width)
-    # peft casts the input to the adapter's dtype; autocast makes a new copy for every layer.
-    mask = width if plan.adapters.dropout > 0 else 0
-    return inner + len(adapted) * (e * width + mask)
-
-
-# -- The final norm, the logits and the loss. Bytes; T tokens, H hidden, V vocabulary -------------
-
-
-CHUNK_BYTES = int(1.65 * 2**30)
-ROWS_MULTIPLE = 256
-NUMBERS_THAT_FILL = 112 * 128 * 128
-"""All as in ``kernels.linear_cross_entropy``, which a test compares."""
-
-
-@dataclass(frozen=True)
-class Head:
-    """What the head adds to the activations.
-
-    Attributes:
-        kept: by the final norm, until its backward pass.
-        forward: besides, at the worst moment until the loss's own backward pass is done.
-        after: besides, while the decoder layers go backward.
-    """
-
-    kept: float
-    forward: float
-    after: float
-
-
-def head(plan: Plan) -> Head:
-    shape, e, tokens = plan.shape, plan.element, plan.tokens
-    if not shape.has_head:
-        return Head(0.0, 0.0, 0.0)
-    trained = plan.trains_head
-    if plan.fuses("rms_norm"):
-        norm = plan.stream * shape.hidden
-    else:
-        norm = (4 + norm_output(plan)) * shape.hidden
-    normed = e * shape.hidden * tokens
-    copy = e * shape.table if plan.upcast else 0  # autocast's copy of an fp32 head
-    codes = 2 * shape.table if plan.fp8_head else 0  # of the head's weight, by rows and by columns
-    if plan.fuses("linear_cross_entropy"):
-        a_logit = e + 1 if plan.fp8_head else e  # in fp8 their gradient has codes of its own
-        limit = plan.chunk_tokens
-        if limit is None and plan.fp8_head and not trained:
-            fill = -(-NUMBERS_THAT_FILL // (shape.hidden * ROWS_MULTIPLE)) * ROWS_MULTIPLE
-            limit = min(fill, default_chunk_tokens(shape.vocab, a_logit))
-        rows = chunk_rows(tokens, shape.vocab, a_logit, limit)
-        logits = a_logit * rows * (-(-shape.vocab // 64) * 64)
-        if trained and not plan.in_backward:  # the loss's backward pass rounds the head's gradient
-            logits = max(logits, e * shape.table)
-        wide = e if plan.fp8_head else 4
-        gradients = wide * shape.hidden * tokens + (4 * shape.table if trained else 0)
-        after = e * shape.hidden * tokens + (e * shape.table if trained and shape.tied else 0)
-        return Head(norm * tokens, normed + copy + codes + gradients + logits, copy + after)
-    # The loss in fp32: log-probabilities, their gradient, and the logits' gradient.
-    wide = 12 * shape.vocab * tokens
-    kept = (normed if trained else 0) + copy + codes
-    after = e * shape.hidden * tokens + (e * shape.table if trained and shape.tied else 0)
-    return Head(norm * tokens, kept + wide, copy + after)
-
-
-def chunk_rows(tokens: int, vocab: int, element: int, limit: int | None = None) -> int:
-    """Rows whose logits exist at a time in the fused loss."""
-    if limit is None:
-        limit = default_chunk_tokens(vocab, element)
-    if tokens <= limit:
-        return tokens
-    chunks = -(-tokens // limit)
-    return min(-(-tokens // (chunks * ROWS_MULTIPLE)) * ROWS_MULTIPLE, limit)
-
-
-def default_chunk_tokens(vocab: int, element: int) -> int:
-    """As many rows as a chunk's bytes hold."""
-    fitting = CHUNK_BYTES // (vocab * element)
-    return max(ROWS_MULTIPLE, fitting // ROWS_MULTIPLE * ROWS_MULTIPLE)
+    return layers + tables + 4 * _trained_in(plan, layer)
 
 
 # -- What one rank has where ranks share a model's layers (a pipeline) or its matrix products
@@ -460,12 +250,12 @@ def ranks_of(plan: Plan) -> list[Plan]:
 
 def split(shape: ModelShape, ranks: int) -> ModelShape:
     """What each of some ranks has of every layer; embeddings, head and norms stay whole."""
-    return replace(
-        shape,
-        heads=shape.heads // ranks,
-        kv_heads=max(shape.kv_heads // ranks, 1),
-        ffn=shape.ffn // ranks,
-    )
+    if ranks == 1:
+        return shape
+    from trainkit.estimate.build import shape_of, split_config  # which need torch
+
+    part = shape_of(split_config(shape.config, ranks), shape.name)
+    return replace(part, config=shape.config)  # which `record` splits
 
 
 def in_flight(schedule: str, ranks: int, stages: int, rank: int, micro_batches: int) -> int:
@@ -497,7 +287,8 @@ def _share(plan: Plan, rank: int) -> Plan:
     has_first, has_last = rank == 0, rank == (0 if folds else ranks - 1)
     flying = in_flight(plan.schedule, ranks, stages, rank, plan.accumulation)
     late = min(waiting_for_weights(plan.schedule, rank), flying - 1)
-    shape = replace(plan.shape, layers=sum(layers), has_embeddings=has_first, has_head=has_last)
+    order = tuple(plan.shape.order[at] for at in plan.dealt[rank])
+    shape = replace(plan.shape, order=order, has_embeddings=has_first, has_head=has_last)
     # Every micro-batch has a place for what comes in; what goes out is kept for its backward pass.
     coming, going = stages - has_first, stages - has_last
     tokens = -(-plan.tokens // WIRE_TOKENS) * WIRE_TOKENS
@@ -523,7 +314,7 @@ OWNERS = (
     "fragmentation",
 )
 STEP = "the optimizer's step"
-FRAGMENTATION = 0.005
+FRAGMENTATION = 0.007
 """Share of the rest: rounding of the allocator, and small tensors that nobody counts."""
 
 RESERVED = 1.03
@@ -618,9 +409,9 @@ def _moments(plan: Plan, *, has_states: bool) -> Iterator[tuple[str, dict[str, f
         return
     shape = plan.shape
     table = passing(plan, shape.table) if plan.trains_head else 0.0
-    matrix = max((inputs * outputs for inputs, outputs in shape.linears().values()), default=0)
+    matrix = largest_matrix(shape)
     if plan.adapters is not None:
-        matrix = plan.adapter_numbers_per_layer
+        matrix = int(max(layer.trained for layer in plan.recorded.kinds))
     held = plan.element * shape.table if plan.adapters is None else 0.0  # counted in `table`
     largest = {"the loss": 0.0, "the end of the backward pass": table}
     for name, owners in _moments_of_all_gradients(plan):
@@ -639,60 +430,80 @@ def _moments(plan: Plan, *, has_states: bool) -> Iterator[tuple[str, dict[str, f
 
 
 def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float]]]:
-    shape, tokens = plan.shape, plan.tokens
-    its_head = head(plan)
-    layers = _kept_by_layer(plan)
-    all_gradients = gradient_bytes(plan) * plan.trained
+    shape, recorded = plan.shape, plan.recorded
+    each = gradient_bytes(plan)
+    all_gradients = each * plan.trained
     # Under accumulation the gradients of earlier micro-batches are there from the start.
     # In one buffer they are always there.
     earlier = all_gradients if plan.accumulation > 1 or plan.flat else 0.0
+    layers = [recorded.kinds[kind] for kind in shape.order]
+    kept = _kept_by_layer(plan)
+    before = recorded.before
     # Other micro-batches that are on their way through a pipeline.
-    others = max(plan.held - plan.held_late - 1, 0.0) * sum(layers)
-    others += plan.held_late * shape.layers * _kept_for_weights(plan)
+    others = max(plan.held - plan.held_late - 1, 0.0) * sum(kept)
+    others += plan.held_late * sum(_kept_for_weights(plan, at) for at in range(len(layers)))
     late_gradients = 0.0
     if plan.held_late:
         # The head's gradient waits in fp32; those of a stage's weights come together.
         others += 4 * shape.table if plan.trains_head else 0
-        in_stages = max(map(max, plan.stage_layers)) * _trained_per_layer(plan)
+        in_stages = max(map(max, plan.stage_layers)) * max(map(_trained, layers))
         late_gradients = plan.element * in_stages
-    kept = sum(layers) + others + its_head.kept
-    yield (
-        "the loss",
-        {
-            "activations": kept,
-            "logits": its_head.forward,
-            "gradients": earlier,
-            "buffers": gathered(plan, shape.layers),
-        },
-    )
-    moving = backward_per_token(plan) * tokens + backward_of_weights(plan)
-    moving += of_a_tile(plan)
-    moving = max(moving, attention_backward_per_token(plan) * tokens)
-    per_layer = gradient_bytes(plan) * _trained_per_layer(plan)
-    # An untied head's gradient is there first; a tied one waits for the embedding's.
-    done = 0.0
-    if plan.trains_head and plan.adapters is None and not shape.tied:
-        done = gradient_bytes(plan) * shape.table
-    for layer in reversed(range(shape.layers)):
-        again = _computed_again(plan) if plan.is_recomputed(layer) else 0.0
+
+    def worst(frontier: Frontier, done: float) -> tuple[float, float]:
+        """Bytes and gradients at a phase's worst moment, given those that were there before."""
+        grown = ((most, max(earlier, done + each * numbers)) for numbers, most in frontier)
+        return max(grown, key=sum)
+
+    done = after = 0.0
+    if shape.has_head:
+        most, gradients = worst(recorded.loss, 0.0)
+        yield (
+            "the loss",
+            {
+                "activations": before + sum(kept) + others,
+                "logits": most,
+                "gradients": gradients,
+                "buffers": gathered(plan, shape.layers),
+            },
+        )
+        after = recorded.after
+        # A tied head's gradient waits for the embedding's.
+        done = each * recorded.loss[-1][0]
+    forward = [
+        layer.forward + sum(kept[:at])
+        for at, layer in enumerate(layers)
+        if not plan.is_recomputed(at)
+    ]
+    if forward:
+        yield (
+            "the forward pass",
+            {"activations": before + max(forward) + others, "gradients": earlier},
+        )
+    for at in reversed(range(len(layers))):
+        layer, held = layers[at], sum(kept[: at + 1])
+        if plan.is_recomputed(at):
+            held = sum(kept[:at]) + max(layer.kept, kept[at])
+            if at and not kept[at - 1]:  # its input is back, and so may be that of the next one
+                held += 2 * layer.output
+        most, gradients = worst(layer.moving, done)
         owners = {
-            "activations": sum(layers[: layer + 1]) + others + again + moving,
-            "gradients": max(earlier, done) + late_gradients,
-            "logits": its_head.after,
-            "buffers": gathered(plan, layer),
+            "activations": before + held + others + most,
+            "gradients": gradients + late_gradients,
+            "logits": after,
+            "buffers": gathered(plan, at),
         }
-        yield f"the backward pass of layer {layer}", owners
-        done += per_layer
-    table = plan.element * shape.table if plan.adapters is None and shape.has_embeddings else 0
-    yield (
-        "the end of the backward pass",
-        {
-            "gradients": max(earlier, all_gradients),
-            "logits": table if shape.tied and shape.has_head else 0.0,
-            "activations": table + plan.stream * shape.hidden * tokens,
-            "buffers": plan.element * shape.table if plan.fsdp else 0.0,
-        },
-    )
+        yield f"the backward pass of layer {at}", owners
+        done += each * layer.trained
+    if shape.has_embeddings:
+        most = max(most for _, most in recorded.end)
+        yield (
+            "the end of the backward pass",
+            {
+                "gradients": max(earlier, all_gradients),
+                "activations": most,
+                "buffers": plan.element * shape.table if plan.fsdp else 0.0,
+            },
+        )
     if plan.optimizer is not None:
         step = stepping(plan)
         sums_whole = plan.stage == 1 and plan.accumulation > 1  # in fp32 already
@@ -705,39 +516,33 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
         yield STEP, {"gradients": all_gradients + step}
 
 
-def _kept_for_weights(plan: Plan) -> float:
+def _trained(layer: Layer) -> int:
+    return layer.trained
+
+
+def _trained_in(plan: Plan, layer: int) -> int:
+    return plan.recorded.kinds[plan.shape.order[layer]].trained
+
+
+def _kept_for_weights(plan: Plan, at: int) -> float:
     """Bytes of a layer between the two parts of its backward pass, as ``zbv`` has them.
 
     What the layer keeps, computed again or not, and the gradients of its products' outputs.
     """
-    outputs = sum(outputs for _, outputs in plan.shape.linears().values())
-    return (kept_per_token(plan) + plan.element * outputs) * plan.tokens
-
-
-def _computed_again(plan: Plan) -> float:
-    """Bytes that a recomputed layer has for its own backward pass, besides what it kept."""
-    whole: float = kept_per_token(plan) * plan.tokens
-    if plan.selective:  # what it kept is a part of them
-        kept = kept_selectively(plan) - input_per_token(plan)
-        return max(whole - kept * plan.tokens, 0.0)
-    return whole
+    kind = plan.shape.order[at]
+    outputs = sum(each.outputs * each.number for each in plan.shape.kinds[kind].matrices)
+    return plan.recorded.kinds[kind].kept + plan.element * outputs * plan.tokens
 
 
 def _kept_by_layer(plan: Plan) -> list[float]:
     """Bytes that each layer keeps from its forward to its backward pass."""
-    whole = kept_per_token(plan) * plan.tokens
-    slim = input_per_token(plan) * plan.tokens
-    if plan.selective:
-        slim = kept_selectively(plan) * plan.tokens
-    kept = [slim if plan.is_recomputed(i) else whole for i in range(plan.shape.layers)]
-    if plan.offloads_inputs:
-        away = [i for i in range(plan.shape.layers) if plan.is_recomputed(i)]
-        for layer in away[HELD_ON_THE_WAY:]:
-            kept[layer] = 0.0
+    kept, recomputed = [], 0
+    for at, kind in enumerate(plan.shape.order):
+        layer = plan.recorded.kinds[kind]
+        if not plan.is_recomputed(at):
+            kept.append(layer.kept)
+            continue
+        recomputed += 1
+        slim = layer.selectively if plan.selective else layer.output
+        kept.append(0.0 if plan.offloads_inputs and recomputed > HELD_ON_THE_WAY else slim)
     return kept
-
-
-def _trained_per_layer(plan: Plan) -> int:
-    if plan.adapters is not None:
-        return plan.adapter_numbers_per_layer
-    return plan.shape.layer_matrices + plan.shape.layer_vectors

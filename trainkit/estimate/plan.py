@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from trainkit.estimate.shape import ModelShape
-from trainkit.options.model import ALL, Fp8Options
+from trainkit.estimate.job import Adapters, Job
+from trainkit.estimate.shape import Matrices, ModelShape
+from trainkit.options.model import ALL, LORA_OPS, OPS, Fp8Options
 
-FUSED_OPS = frozenset({"rms_norm", "swiglu", "linear_cross_entropy"})
-"""Kernels that change what is kept for the backward pass."""
-FUSED_LORA = frozenset({"lora_mlp", "lora_qkv", "lora_linear"})
-ALL_OPS = FUSED_OPS | FUSED_LORA
+if TYPE_CHECKING:
+    from trainkit.estimate.record import Layer, Recording
+
+ALL_OPS = frozenset((*OPS, *LORA_OPS))
+"""Trainkit's kernels."""
 
 MIN_OFFLOAD_WIDTH = 2048
 """From which width on ``lora.offload_activations: auto`` offloads, as in ``lora.offload``."""
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """LoRA.
-
-    Attributes:
-        rank: of every adapter.
-        targets: names of the adapted linear layers; None is all of them.
-        element: bytes of an adapter's number.
-        dropout: above 0 the fused backward is off, and masks are kept.
-        offload: checkpointed activations wait in host memory.
-        saved_tables: embedding and head that are trained in full (``modules_to_save``).
-    """
-
-    rank: int = 16
-    targets: frozenset[str] | None = None
-    element: int = 4
-    dropout: float = 0.0
-    offload: bool = False
-    saved_tables: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,6 +121,20 @@ class Plan:
     upcast: bool = False
 
     @property
+    def dealt(self) -> list[list[int]]:
+        """The layers of each rank of a pipeline: stage after stage, there, or there and back."""
+        ranks = len(self.stage_layers)
+        found: list[list[int]] = [[] for _ in range(ranks)]
+        start = 0
+        for number in range(len(self.stage_layers[0])):
+            back = number % 2 and self.schedule == "zbv"
+            for rank in reversed(range(ranks)) if back else range(ranks):
+                count = self.stage_layers[rank][number]
+                found[rank] += range(start, start + count)
+                start += count
+        return found
+
+    @property
     def tokens(self) -> int:
         """Of a micro-batch, on one rank: ranks that share a row have equal parts of it."""
         return -(-self.batch_size * self.length // self.sequence)
@@ -161,16 +158,37 @@ class Plan:
         """Bytes of a number between two layers."""
         return 4 if self.upcast or self.base == "float32" else 2
 
-    def fuses(self, op: str) -> bool:
-        """Whether a kernel runs."""
-        return op in self.ops and self.shape.traits.kernels
+    @functools.cached_property
+    def job(self) -> Job:
+        """What is put into the model whose step is recorded."""
+        roles: frozenset[str] = frozenset()
+        if self.fp8 is not None:
+            roles = frozenset(self.shape.roles) - self.in_16_bits
+        return Job(
+            self.shape.config,
+            base=self.base,
+            adapters=self.adapters and replace(self.adapters, offload=False),
+            in_fp8=roles,
+            fp8_head=self.fp8_head,
+            ops=self.ops,
+            masked=self.masked,
+            upcast=self.upcast,
+            chunk_tokens=self.chunk_tokens,
+            tile_tokens=self.tile_tokens,
+            keeps_gradient=not self.in_backward,
+            tensor=self.tensor,
+        )
 
-    @property
-    def fuses_lora(self) -> bool:
-        """Whether the adapters' own backward pass runs."""
-        return (
-            self.adapters is not None and self.adapters.dropout == 0 and bool(self.ops & FUSED_LORA)
-        ) and self.shape.traits.kernels
+    @functools.cached_property
+    def recorded(self) -> Recording:
+        """A step on this rank's tokens, of a model with a few layers."""
+        from trainkit.estimate.record import record  # which needs torch
+
+        return record(self.job, self.batch_size, -(-self.length // self.sequence))
+
+    def fuses(self, op: str) -> bool:
+        """Whether a kernel is counted."""
+        return op in self.ops and self.recorded.plain is None
 
     def is_recomputed(self, layer: int) -> bool:
         """Whether a layer (from 0) is computed again in the backward pass."""
@@ -189,38 +207,29 @@ class Plan:
         wants = self.offload or (self.adapters is not None and self.adapters.offload)
         return wants and not self.selective and self.recomputed_share > 0
 
-    def adapted(self, name: str) -> bool:
-        """Whether a linear layer has an adapter."""
-        if self.adapters is None:
-            return False
-        return self.adapters.targets is None or name in self.adapters.targets
-
-    def in_fp8(self, name: str) -> bool:
-        """Whether a linear layer's products may run in fp8."""
-        return self.fp8 is not None and name not in self.in_16_bits
-
-    @property
-    def adapter_numbers_per_layer(self) -> int:
-        """Trained numbers of a decoder layer's adapters."""
-        if self.adapters is None:
-            return 0
-        return self.adapters.rank * sum(
-            inputs + outputs
-            for name, (inputs, outputs) in self.shape.linears().items()
-            if self.adapted(name)
-        )
+    def over_layers(self, of: Callable[[Layer], float]) -> float:
+        """The sum of something over this rank's layers, as they are recorded."""
+        kinds = self.recorded.kinds
+        order = self.shape.order
+        return sum(order.count(kind) * of(kinds[kind]) for kind in set(order))
 
     @property
     def trained(self) -> int:
+        """Numbers, on this rank."""
         if self.adapters is None:
             return self.shape.parameters
-        tables = self.adapters.saved_tables * self.shape.table
-        return self.adapter_numbers_per_layer * self.shape.layers + tables
+        shape, recorded = self.shape, self.recorded
+        found = self.over_layers(lambda layer: layer.trained)
+        found += shape.has_embeddings * recorded.trained_embeddings
+        return int(found + shape.has_head * recorded.trained_head)
 
     @property
     def trains_head(self) -> bool:
         """Whether the output layer's weight gets a gradient."""
-        return self.shape.has_head and (self.adapters is None or self.adapters.saved_tables > 0)
+        if not self.shape.has_head or self.adapters is None:
+            return self.shape.has_head
+        ends = self.recorded.trained_head + self.shape.tied * self.recorded.trained_embeddings
+        return ends >= self.shape.table
 
 
 TAKEN: Mapping[str, float] = {
@@ -292,47 +301,43 @@ def shares_of(options: Fp8Options, shape: ModelShape) -> Shares:
         options: the recipe's.
         shape: of the whole model.
     """
-    linears = shape.linears()
-    gains = {role: _together(role, linears) for role in linears}
-    out = frozenset(
-        role
-        for role, sizes in linears.items()
-        if role in options.skip or not _fits(sizes, options) or gains[role] < GAINS_FORWARD
-    )
-    everywhere = 1 - _skipped_layers(options.skip, shape.layers) / shape.layers
-    total = shape.layer_matrices
+    total = shape.matrix_numbers
     forward = backward = 0.0
-    for role, (inputs, outputs) in linears.items():
-        if role in out:
-            continue
-        numbers = inputs * outputs
-        backward += numbers * (gains[role] >= GAINS_BACKWARD)
-        forward += numbers * _taken(role, options.loss_budget)
-    return Shares(everywhere * forward / total, everywhere * backward / total, out)
+    out: set[str] = set()
+    for number, kind in enumerate(shape.kinds):
+        layers = [at for at, each in enumerate(shape.order) if each == number]
+        taken = sum(f"layers.{at}" not in options.skip for at in layers)
+        for each in kind.matrices:
+            gain = _together(each, kind.matrices)
+            fits = min(each.inputs, each.outputs) >= options.min_size
+            fits &= not (each.inputs % 16 or each.outputs % 16 or each.in_stack)
+            if each.role in options.skip or not fits or gain < GAINS_FORWARD:
+                out.add(each.role)
+                continue
+            backward += taken * each.numbers * (gain >= GAINS_BACKWARD)
+            forward += taken * each.numbers * _taken(each.role, options.loss_budget)
+    if not total:
+        return Shares(0.0, 0.0, frozenset(out))
+    return Shares(forward / total, backward / total, frozenset(out))
 
 
-def _fits(sizes: Sequence[int], options: Fp8Options) -> bool:
-    return min(sizes) >= options.min_size and not any(size % 16 for size in sizes)
-
-
-def _skipped_layers(skip: Sequence[str], layers: int) -> int:
-    """How many decoder layers are named: by their number, behind the name of the list."""
-    return sum(f"layers.{number}" in skip for number in range(layers))
-
-
-def _together(role: str, linears: Mapping[str, tuple[int, int]]) -> float:
+def _together(each: Matrices, others: Sequence[Matrices]) -> float:
     """Of the layers that read the same input, whose rows are quantised once."""
-    roles = ("q_proj", "k_proj", "v_proj") if role in ("q_proj", "k_proj", "v_proj") else (role,)
-    inputs = linears[role][0]
-    outputs = sum(linears[each][1] for each in roles)
-    return inputs * outputs / (inputs + outputs)
+    roles = ("q_proj", "k_proj", "v_proj")
+    together = [o for o in others if each.role in roles and o.role in roles] or [each]
+    outputs = sum(o.outputs for o in together)
+    return each.inputs * outputs / (each.inputs + outputs)
+
+
+MEAN_TAKEN = 0.5
+"""Of a role that is in no measured model."""
 
 
 def _taken(role: str, budget: float | str) -> float:
     if budget == ALL:
         return 1.0
-    whole = _at(float(budget))
-    return min(TAKEN[role] * whole / _at(Fp8Options().loss_budget), 1.0) if whole < 1 else 1.0
+    whole, usual = _at(float(budget)), TAKEN.get(role, MEAN_TAKEN)
+    return min(usual * whole / _at(Fp8Options().loss_budget), 1.0) if whole < 1 else 1.0
 
 
 def _at(budget: float | str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import json
 import os
@@ -11,18 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainkit.errors import RecipeError, TrainkitError
+from trainkit.errors import TrainkitError
 from trainkit.estimate.estimate import Replan
+from trainkit.estimate.job import Adapters
 from trainkit.estimate.peak import RANK, keep_to_budget, optimizer_bytes, split
-from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Adapters, Plan, within_budget
+from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Plan, within_budget
 from trainkit.estimate.shape import ModelShape, find_shape
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
-from trainkit.options.model import ALL_LINEAR
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
 from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
-from trainkit.patterns import refuse_endless
 from trainkit.recipe import LoadedRecipe, Recipe, resolve_accumulation
 from trainkit.recipe.training import CHECKPOINTING
 
@@ -127,7 +125,7 @@ def _stages(parallel: ParallelOptions, shape: ModelShape) -> tuple[tuple[int, ..
     """Layers of each stage of each rank; nothing without a pipeline."""
     if parallel.pipeline == 1:
         return ()
-    head = shape.table / shape.layer_matrices
+    head = shape.table * shape.layers / max(shape.matrix_numbers, 1)
     shares = [Share.of(parallel, rank, shape.layers, head) for rank in range(parallel.pipeline)]
     return tuple(tuple(map(len, share.stages.values())) for share in shares)
 
@@ -158,9 +156,17 @@ def _rank(training: dict[str, Any]) -> int:
     return RANK if found is None else int(found.group(1))
 
 
-def notes_of(recipe: Recipe, shape: ModelShape) -> list[str]:
+def notes_of(recipe: Recipe, plan: Plan) -> list[str]:
     """What a reader of the estimate should know."""
-    found = uncounted(recipe, shape)
+    found = uncounted(recipe, plan.shape)
+    recorded = plan.recorded
+    if recorded.plain is not None:
+        found.append(f"counted without trainkit's kernels: {recorded.plain}")
+    if recorded.assumed:
+        found.append(
+            f"the model asks numbers of the GPU ({', '.join(sorted(recorded.assumed))}): experts "
+            "are taken to get equal shares, and what is asked of a batch to hold of all or none"
+        )
     row = optimizer_row(recipe.training.get("optim"))
     if row.paged:
         found.append(
@@ -179,10 +185,6 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
         found.append(f"the files hold quantised weights ({shape.stored}); counted in model.dtype")
     if recipe.model.frozen:
         found.append("model.frozen is not counted: what does not train takes less")
-    if recipe.lora is not None and recipe.lora.use_dora:
-        found.append("lora.use_dora is not counted: a DoRA run takes more memory and time")
-    if recipe.lora is not None and recipe.lora.target_parameters:
-        found.append("lora.target_parameters are not counted")
     if recipe.training.get("torch_compile"):
         found.append("training.torch_compile is not counted: measure with --dry-run")
     if recipe.model.attn_implementation == "eager":
@@ -193,47 +195,24 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
 
 
 def _adapters(lora: LoraOptions, shape: ModelShape, *, adds_tokens: bool) -> Adapters:
-    offload = lora.offload_activations
-    names = {name.rpartition(".")[2] for name in lora.modules_to_save}
+    offload, saved = lora.offload_activations, list(lora.modules_to_save)
     if adds_tokens:  # both ends of the vocabulary train whole
-        names |= set(_TABLES[:1] if shape.tied else _TABLES)
-    saved = names & set(_TABLES)
+        saved += [end for end in shape.ends if end not in saved]
     return Adapters(
         rank=lora.r,
-        targets=_targets(lora, shape),
+        targets=_fixed(lora.target_modules),
+        excluded=_fixed(lora.exclude_modules),
+        parameters=tuple(lora.target_parameters),
         element=4 if lora.adapter_dtype == "float32" else 2,
         dropout=lora.dropout,
+        dora=lora.use_dora,
         offload=shape.hidden >= MIN_OFFLOAD_WIDTH if offload == "auto" else offload,
-        saved_tables=len(saved),
+        saved=tuple(saved),
     )
 
 
-def _targets(lora: LoraOptions, shape: ModelShape) -> frozenset[str] | None:
-    names = list(shape.linears())
-    paths = {
-        name: f"model.layers.0.{'self_attn' if name in _OF_ATTENTION else 'mlp'}.{name}"
-        for name in names
-    }
-
-    chosen = {key: getattr(lora, key) for key in ("target_modules", "exclude_modules")}
-    refuse_endless(chosen, paths.values(), "lora", RecipeError)
-
-    def match(wanted: Any) -> set[str]:
-        if wanted is None:
-            return set()
-        if wanted == ALL_LINEAR:
-            return set(names)
-        if isinstance(wanted, str):
-            with contextlib.suppress(re.error):  # peft says what is wrong with it
-                return {name for name in names if re.fullmatch(wanted, paths[name])}
-            return set(names)
-        return {n for n in names if any(paths[n].endswith(f".{word}") for word in wanted)}
-
-    found = match(lora.target_modules) - match(lora.exclude_modules)
-    return None if found == set(names) else frozenset(found)
-
-
-_OF_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+def _fixed(names: Any) -> Any:
+    return names if names is None or isinstance(names, str) else tuple(names)
 
 
 def _in_fp8(plan: Plan, recipe: Recipe) -> Plan:

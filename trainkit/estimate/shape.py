@@ -1,13 +1,13 @@
-"""A model's sizes, from its ``config.json`` or by a well-known name. No torch, no weights.
+"""What a model is made of, by its ``config.json`` or by a well-known name. No weights.
 
-H hidden, F feed-forward, A query width (heads x head size), K key width, V vocabulary.
+transformers builds it on the meta device; its layers and sizes are read from that.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,58 +18,47 @@ from trainkit.places import local_path, regular
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a family adds to the common decoder.
+class Matrices:
+    """Linear layers of one role in a decoder layer.
 
     Attributes:
-        packed_gate: gate and up are one layer.
-        packed_qkv: q, k and v are one layer.
-        head_norms: q and k are normalised head by head.
-        whole_norms: all heads of them at once, each number with a weight of its own.
-        norms: RMSNorms in a layer.
-        wide_norms: they multiply by their weight in fp32, and round then.
-        qkv_bias: the projections of attention have biases; None where ``attention_bias`` says it.
-        o_bias: that of its output has one where they have.
-        mlp_bias: ``mlp_bias`` counts.
-        rope_copies: Hugging Face's rotation leaves attention's output to be copied.
-        tied: the default of ``tie_word_embeddings``.
-        kernels: trainkit has a row for it; else it runs as plain transformers.
+        role: the last part of their name.
+        inputs: of each.
+        outputs: of each.
+        number: how many.
+        in_stack: they are experts in one parameter, which is neither packed nor in fp8.
     """
 
-    packed_gate: bool = False
-    packed_qkv: bool = False
-    head_norms: bool = False
-    whole_norms: bool = False
-    norms: int = 2
-    wide_norms: bool = False
-    qkv_bias: bool | None = None
-    o_bias: bool = True
-    mlp_bias: bool = False
-    rope_copies: bool = False
-    tied: bool = False
-    kernels: bool = True
+    role: str
+    inputs: int
+    outputs: int
+    number: int = 1
+    in_stack: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Weights of all of them."""
+        return self.inputs * self.outputs * self.number
 
 
-TRAITS: Mapping[str, Traits] = {
-    "llama": Traits(mlp_bias=True),
-    "mistral": Traits(qkv_bias=False),
-    "qwen2": Traits(qkv_bias=True, o_bias=False),
-    "qwen2_vl": Traits(qkv_bias=True, o_bias=False),
-    "qwen3": Traits(head_norms=True),
-    "glm": Traits(packed_gate=True, o_bias=False, rope_copies=True),
-    "glm4": Traits(packed_gate=True, o_bias=False, norms=4, rope_copies=True),
-    "phi3": Traits(qkv_bias=False, packed_gate=True, packed_qkv=True, rope_copies=True),
-    "gemma": Traits(tied=True, wide_norms=True),
-    "gemma3": Traits(tied=True, wide_norms=True, norms=4, head_norms=True, kernels=False),
-    "olmo2": Traits(head_norms=True, whole_norms=True, wide_norms=True, kernels=False),
-    "olmo3": Traits(head_norms=True, whole_norms=True, wide_norms=True, kernels=False),
-    "smollm3": Traits(tied=True, mlp_bias=True, kernels=False),
-    "granite": Traits(mlp_bias=True, kernels=False),
-    "ministral": Traits(qkv_bias=False, kernels=False),
-    "exaone4": Traits(qkv_bias=False, head_norms=True, kernels=False),
-    "hunyuan_v1_dense": Traits(head_norms=True, kernels=False),
-}
-"""Families of dense decoders whose saved tensors are counted in `peak`."""
+@dataclass(frozen=True)
+class LayerKind:
+    """Decoder layers that are equal but for their weights.
+
+    Attributes:
+        matrices: its linear layers, and stacks of experts.
+        vectors: all other numbers.
+        number_of_vectors: parameters that these are in.
+    """
+
+    matrices: tuple[Matrices, ...]
+    vectors: int
+    number_of_vectors: int
+
+    @property
+    def numbers(self) -> int:
+        """Weights."""
+        return self.vectors + sum(each.numbers for each in self.matrices)
 
 
 @dataclass(frozen=True)
@@ -79,72 +68,63 @@ class ModelShape:
     Args:
         name: where they are from, for the report.
         family: ``model_type``.
+        config: the whole configuration, as JSON.
+        kinds: of decoder layers.
+        order: the kind of each layer.
+        hidden: width between two layers.
+        vocab: rows of the output layer, or of the embedding.
+        head_size: of attention; 0 without it.
+        tied: embedding and output layer are one.
+        others: weights outside of layers, embedding and output layer.
         has_embeddings: not on a later stage of a pipeline.
-        has_head: and the final norm; only on its last stage.
-        tower: weights that see images and are frozen.
+        has_head: and what lies behind the layers; only on its last stage.
+        tower: weights that see images or hear, and are frozen.
+        ends: what the embedding, and an untied output layer, are called.
         stored: how the files hold the layers' weights, where they are quantised: ``nf4``, or the
             method's own name.
     """
 
     name: str
     family: str
+    config: str
+    kinds: tuple[LayerKind, ...]
+    order: tuple[int, ...]
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
     vocab: int
+    head_size: int
     tied: bool
-    qkv_bias: bool = False
-    mlp_bias: bool = False
+    others: int
     has_embeddings: bool = True
     has_head: bool = True
     tower: int = 0
+    ends: tuple[str, ...] = ()
     stored: str | None = None
 
     @property
-    def traits(self) -> Traits:
-        """What the family adds."""
-        return TRAITS[self.family]
+    def layers(self) -> int:
+        return len(self.order)
+
+    def total(self, of: Any) -> Any:
+        """The sum of something over all layers, given a layer's kind."""
+        return sum(of(self.kinds[kind]) * self.order.count(kind) for kind in set(self.order))
 
     @property
-    def query(self) -> int:
-        """A: width of q and of attention's output."""
-        return self.heads * self.head_dim
+    def roles(self) -> tuple[str, ...]:
+        """Of linear layers in any layer."""
+        return tuple(dict.fromkeys(each.role for kind in self.kinds for each in kind.matrices))
 
     @property
-    def key(self) -> int:
-        """K: width of k, and of v."""
-        return self.kv_heads * self.head_dim
+    def matrix_numbers(self) -> int:
+        """Weights of all layers' linear layers and experts."""
+        return int(self.total(lambda kind: kind.numbers - kind.vectors))
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """The linear layers of a decoder layer: name to (inputs, outputs)."""
-        h, f, a, k = self.hidden, self.ffn, self.query, self.key
-        heads = {"q_proj": (h, a), "k_proj": (h, k), "v_proj": (h, k)}
-        gate = {"gate_proj": (h, f), "up_proj": (h, f)}
-        if self.traits.packed_qkv:
-            heads = {"qkv_proj": (h, a + 2 * k)}
-        if self.traits.packed_gate:
-            gate = {"gate_up_proj": (h, 2 * f)}
-        return {**heads, "o_proj": (a, h), **gate, "down_proj": (f, h)}
+    def numbers_of(self, roles: Collection[str]) -> int:
+        """Weights of all layers' linear layers of some roles."""
 
-    @property
-    def layer_matrices(self) -> int:
-        """Weights of a decoder layer's linear layers."""
-        return sum(inputs * outputs for inputs, outputs in self.linears().values())
+        def of_kind(kind: LayerKind) -> int:
+            return sum(each.numbers for each in kind.matrices if each.role in roles)
 
-    @property
-    def layer_vectors(self) -> int:
-        """Norms and biases of a decoder layer."""
-        count = self.traits.norms * self.hidden
-        if self.qkv_bias:
-            count += self.query + 2 * self.key + self.traits.o_bias * self.hidden
-        if self.mlp_bias:
-            count += 2 * self.ffn + self.hidden
-        if self.traits.whole_norms:
-            return count + self.query + self.key
-        return count + (2 * self.head_dim if self.traits.head_norms else 0)
+        return int(self.total(of_kind))
 
     @property
     def table(self) -> int:
@@ -159,113 +139,31 @@ class ModelShape:
     @property
     def outside(self) -> int:
         """Weights outside the decoder layers."""
-        return self.tables * self.table + self.has_head * self.hidden
+        return self.tables * self.table + self.has_head * self.others
 
     @property
     def parameters(self) -> int:
-        return self.layers * (self.layer_matrices + self.layer_vectors) + self.outside
+        return int(self.total(lambda kind: kind.numbers)) + self.outside
 
 
 def from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The sizes in a ``config.json``.
 
     Raises:
-        ModelError: a family whose tensors nobody has counted, or a size is missing.
+        ModelError: transformers cannot build it.
     """
-    parts = {key: config.get(key) or {} for key in ("text_config", "vision_config")}
-    for key, part in parts.items():
-        if not isinstance(part, Mapping):
-            raise ModelError(f"{key} is {part!r}, and must be an object", where=name)
-    config, vision = {**config, **parts["text_config"]}, parts["vision_config"]
-    family = str(config.get("model_type", "")).removesuffix("_text")
-    others = {key for key, part in config.items() if key.endswith("_config") and part}
-    if others - {"text_config", "vision_config", "quantization_config", "compression_config"}:
-        family += " with a tower for sound"
-    elif vision and family != "qwen2_vl":
-        family += " with a tower for images"
-    if family not in TRAITS or any(config.get(key) for key in ("num_experts", "num_local_experts")):
-        raise ModelError(
-            f"no estimate for model_type {family!r}: its layers have not been counted",
-            where=name,
-            fix=f"known are {', '.join(TRAITS)}; `trainkit sft --dry-run` measures one real step",
-        )
-    wanted = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    hidden, layers, heads, vocab = (_size(config, key, name) for key in wanted)
-    kv_heads = _size(config, "num_key_value_heads", name, heads)
-    if heads % kv_heads:
-        raise ModelError(
-            f"{heads} num_attention_heads cannot share {kv_heads} num_key_value_heads", where=name
-        )
-    traits = TRAITS[family]
-    return ModelShape(
-        name=name,
-        family=family,
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=_size(config, "head_dim", name, max(hidden // heads, 1)),
-        ffn=_size(config, "intermediate_size", name),
-        vocab=vocab,
-        tied=_flag(config, "tie_word_embeddings", name, traits.tied),
-        qkv_bias=_flag(config, "attention_bias", name, False)
-        if traits.qkv_bias is None
-        else traits.qkv_bias,
-        mlp_bias=traits.mlp_bias and _flag(config, "mlp_bias", name, False),
-        tower=_tower(vision, name) if vision else 0,
-        stored=_stored(config.get("quantization_config")),
-    )
+    from trainkit.estimate.build import shape_of  # which needs torch
+
+    return shape_of(json.dumps(config, sort_keys=True), name)
 
 
-def _stored(quantization: Any) -> str | None:
+def stored_as(quantization: Any) -> str | None:
     """How a ``quantization_config`` holds weights."""
     if not isinstance(quantization, Mapping):
         return None
     if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit"):
         return "nf4"
     return str(quantization.get("quant_method", "unknown"))
-
-
-_MOST = {"num_hidden_layers": 10_000, "depth": 10_000}
-
-
-def _size(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
-    """A whole number of a configuration.
-
-    Raises:
-        ModelError: it is missing, and has no default, or no layer could have such a size.
-    """
-    found, most = config.get(key), _MOST.get(key, 100_000_000)
-    if found is None and default is not None:
-        return default
-    if found is None:
-        raise ModelError(f"its config has no {key}", where=name)
-    if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= most:
-        said = f"{found!r:.40}, and must be a whole number from 1 to {most:,}"
-        raise ModelError(f"{key} is {said}", where=name)
-    return found
-
-
-def _flag(config: Mapping[str, Any], key: str, name: str, default: bool) -> bool:
-    found = config.get(key)
-    if found is None:
-        return default
-    if not isinstance(found, bool):
-        raise ModelError(f"{key} is {found!r:.40}, and must be true or false", where=name)
-    return found
-
-
-def _tower(vision: Mapping[str, Any], name: str) -> int:
-    """Weights of Qwen2-VL's tower: its blocks, the patches, and what merges four of them."""
-    sizes = {"embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "patch_size": 14, "depth": 32}
-    width, out, ratio, patch, depth = (
-        _size(vision, key, name, size) for key, size in sizes.items()
-    )
-    inner, merged = ratio * width, 4 * width
-    block = 4 * width * width + 9 * width + 2 * width * inner + inner
-    patches = 3 * 2 * patch**2 * width
-    ends = 2 * width + merged * merged + merged + merged * out + out
-    return depth * block + patches + ends
 
 
 def _named(

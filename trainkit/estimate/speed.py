@@ -6,11 +6,9 @@ on one H200; another GPU is scaled by its datasheet. T tokens of a micro-batch.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainkit.estimate import peak
 from trainkit.estimate.gpus import ANCHOR, GPUS, Gpu
 from trainkit.estimate.peak import ranks_of
 from trainkit.estimate.plan import Plan
@@ -57,43 +55,42 @@ class Work:
 
 
 def work(plan: Plan) -> Work:
-    shape, tokens = plan.shape, plan.tokens
+    shape, recorded, tokens = plan.shape, plan.recorded, plan.tokens
     share = plan.recomputed_share
-    matrices = shape.layers * shape.layer_matrices
-    per_weight = 6 if plan.adapters is None else 4
-    again = 0 if plan.selective else matrices
-    if plan.fuses_lora and again:
-        again -= shape.layers * shape.ffn * shape.hidden  # `down` is not computed again
-    products = tokens * (per_weight * matrices + 2 * share * again)
-    if plan.is_tiled:  # each block forward once more, tile by tile
-        products += tokens * 2 * 3 * shape.layers * shape.hidden * shape.ffn
-    products += tokens * 2 * (3 + share) * plan.adapter_numbers_per_layer * shape.layers
-    head, head_in_fp8 = tokens * per_weight * shape.table * shape.has_head, 0.0
-    in_fp8 = 0.0
-    if plan.fp8 is not None:  # forward products, once more where layers are; the others backward
-        forward = tokens * 2 * (matrices + share * again)
-        in_fp8 = plan.fp8 * forward + plan.fp8_backward * (products - forward)
-        if plan.fp8_head:  # its logits and their gradient
-            head_in_fp8 = tokens * 4 * shape.table * shape.has_head
-    # Causal: half of 4 S A forward, and two and a half times that backward.
-    times = 3.5 if plan.selective else 3.5 + share
-    attention = tokens * shape.layers * 2 * plan.length * shape.query * times
-    kept = peak.kept_per_token(plan) * tokens * shape.layers
+    forward = plan.over_layers(lambda layer: layer.matrix[0])
+    backward = plan.over_layers(lambda layer: layer.matrix[1])
+    again = 0.0 if plan.selective else share * forward
+    if again and plan.fuses("lora_mlp") and plan.adapters is not None:
+        again -= share * 2 * tokens * shape.numbers_of(("down_proj",))  # not computed again
+    products = forward + again + backward
+    head = recorded.matrix * shape.has_head
+    in_fp8, head_in_fp8 = 0.0, recorded.fp8 * shape.has_head
+    if plan.fp8 is not None:
+        in_fp8 = plan.fp8 * (forward + again) + plan.fp8_backward * backward
+    attention = plan.over_layers(lambda layer: sum(layer.attention)) * plan.sequence
+    if not plan.selective:
+        attention += share * plan.over_layers(lambda layer: layer.attention[0]) * plan.sequence
     adapters = 0.0
     if plan.adapters is not None:
-        widths = [sum(sizes) for name, sizes in shape.linears().items() if plan.adapted(name)]
-        adapters = plan.element * tokens * shape.layers * sum(widths) * (1 + share / 3)
-    unpacked = matrices * 2.5 * (2 + share) if plan.base == "nf4" else 0.0
+        rank, numbers = plan.adapters.rank, shape.matrix_numbers
+        widths = plan.over_layers(lambda layer: layer.trained) / rank
+        active = min(forward / (2 * tokens * numbers), 1.0) if numbers else 0.0  # of experts
+        adapters = plan.element * tokens * widths * active * (1 + share / 3)
+    unpacked = 0.0
+    if plan.base == "nf4":
+        linears = shape.total(lambda kind: sum(m.numbers for m in kind.matrices if not m.in_stack))
+        unpacked = linears * 2.5 * (2 + share)
     trained = plan.trained
     ranks = plan.gpus if plan.stage else 1
     optimizer = 0.0 if plan.optimizer is None else (26 + plan.optimizer) * trained / ranks
     if not plan.keeps_masters and not plan.one_pass:
         optimizer += ROUNDING * trained
+    launched = plan.over_layers(lambda layer: max(layer.operations / OPERATIONS, 1.0))
     return Work(
         matrix=head - head_in_fp8 + products - in_fp8,
         matrix_fp8=in_fp8 + head_in_fp8,
         attention=attention,
-        passes=kept * (1 + share / 3),
+        passes=plan.over_layers(lambda layer: layer.kept) * (1 + share / 3),
         logits=0.0
         if plan.fuses("linear_cross_entropy")
         else 4.0 * tokens * shape.vocab * shape.has_head,
@@ -103,8 +100,12 @@ def work(plan: Plan) -> Work:
         optimizer=optimizer,
         traffic=_traffic(plan),
         exchanged=_exchanged(plan),
-        layers=shape.layers * (1 + share * AGAIN[bool(plan.ops)]),
+        layers=launched * (1 + share * AGAIN[bool(plan.ops)]),
     )
+
+
+OPERATIONS = 1000
+"""Of the dispatcher, of a layer that `HOST_LAYER` was measured on, at most; more take longer."""
 
 
 def _traffic(plan: Plan) -> float:
@@ -127,9 +128,16 @@ def _exchanged(plan: Plan) -> float:
     if plan.tensor > 1:  # two sums over ranks a pass: after attention, after the block
         a_layer += 2 * 2 * (plan.tensor - 1) / plan.tensor * shape.hidden
     if plan.sequence > 1:  # q, k, v and attention's output: tokens for heads
-        width = 2 * shape.query + 2 * max(shape.key, plan.sequence * shape.head_dim)
+        query, key = _of_attention(plan)
+        width = 2 * query + 2 * max(key, plan.sequence * shape.head_size)
         a_layer += (plan.sequence - 1) / plan.sequence * width
     return plan.element * plan.tokens * shape.layers * passes * a_layer
+
+
+def _of_attention(plan: Plan) -> tuple[int, int]:
+    """Width of queries and of keys; the model's where its layers do not say."""
+    sizes = {m.role: m.outputs for kind in plan.shape.kinds for m in kind.matrices}
+    return sizes.get("q_proj", plan.shape.hidden), sizes.get("k_proj", plan.shape.hidden)
 
 
 @dataclass(frozen=True)
@@ -209,7 +217,7 @@ def _turns(plan: Plan) -> float:
 
 def _computing(plan: Plan, gpu: Gpu) -> tuple[float, float]:
     """Seconds of a micro-batch on the GPU, and of the host that launches it."""
-    each, rates = work(plan), FUSED if plan.ops and plan.shape.traits.kernels else PLAIN
+    each, rates = work(plan), FUSED if plan.fuses("rms_norm") or plan.fuses("layer_norm") else PLAIN
     flops, moved = gpu.teraflops * 1e12, gpu.bandwidth * 1e9
     fp8 = 2 * flops if gpu.fp8 else flops
     micro_batch = (
@@ -229,7 +237,7 @@ def _launched(plan: Plan) -> str:
     """The row of `HOST_LAYER`."""
     if plan.adapters is None:
         return "full" if plan.fp8 is None else "full, fp8"
-    if plan.fuses_lora:
+    if plan.fuses("lora_linear") and not plan.adapters.dropout:
         return {"nf4": "nf4", "fp8": "fp8"}.get(plan.base, "lora")
     return "peft, nf4" if plan.base == "nf4" else "peft"
 
@@ -238,9 +246,10 @@ def _micro_batch(plan: Plan, gpu: Gpu) -> float:
     micro_batch, host = _computing(plan, gpu)
     # Where the two are near each other, each waits for the other now and then.
     total: float = (micro_batch**3 + host**3) ** (1 / 3)
+    shape = plan.shape
     if plan.stage == 3 and not plan.fsdp and plan.gpus > 1:
-        shape = plan.shape
-        at_once = plan.ops and plan.adapters is None and shape.layer_matrices <= AT_ONCE
+        largest = max(kind.numbers for kind in shape.kinds)
+        at_once = plan.ops and plan.adapters is None and largest <= AT_ONCE
         each = FETCH if at_once else FETCH_MATRICES
         total += each * (2 + plan.recomputed_share) * shape.layers
     exchanges = 2 * (plan.tensor > 1) + 4 * (plan.sequence > 1)
@@ -274,25 +283,19 @@ def _update(plan: Plan, gpu: Gpu) -> float:
 
 
 def _weights(plan: Plan) -> int:
-    shape = plan.shape
-    each = len(shape.linears())
-    if plan.adapters is not None:
-        return 2 * shape.layers * sum(map(plan.adapted, shape.linears()))
-    each += (
-        shape.traits.norms
-        + 2 * shape.traits.head_norms
-        + (3 + shape.traits.o_bias) * shape.qkv_bias
-    )
-    each += 3 * shape.mlp_bias
-    return shape.layers * each + shape.tables + shape.has_head
+    outside = plan.recorded.trained_tensors
+    return int(plan.over_layers(lambda layer: layer.trained_tensors) + outside)
 
 
 def _numbers_by_width(plan: Plan) -> float:
     """Numbers of the layers' trained matrices, each times the narrower side of its matrix."""
     if plan.adapters is not None:
         return plan.adapters.rank * plan.trained
-    sizes = plan.shape.linears().values()
-    return plan.shape.layers * sum(math.prod(size) * min(size) for size in sizes)
+    return float(
+        plan.shape.total(
+            lambda kind: sum(m.numbers * min(m.inputs, m.outputs) for m in kind.matrices)
+        )
+    )
 
 
 def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
@@ -301,6 +304,8 @@ def band(plan: Plan, gpu: Gpu) -> tuple[float, str]:
         return BAND_GUESSED, "the host's part is not measured"
     if any(host > WAITING * own for own, host in (_computing(p, gpu) for p in ranks_of(plan))):
         return BAND_GUESSED, "so few tokens that the GPU waits for Python, as fast as the host is"
+    if plan.recorded.assumed or any(m.in_stack for k in plan.shape.kinds for m in k.matrices):
+        return BAND_GUESSED, "layers with experts, or that ask numbers, were not timed"
     if not plan.keeps_masters or plan.in_backward:
         return BAND_SCALED, "rounding by chance and steps in the backward pass: one run, on an H200"
     if plan.stage_layers:

@@ -17,7 +17,6 @@ from jinja2 import TemplateError
 
 from trainkit.data.messages import Conversation, TextRow
 from trainkit.errors import ModelError
-from trainkit.estimate.context import context_of
 from trainkit.export.gguf import (
     COPIES,
     GgufServed,
@@ -28,6 +27,7 @@ from trainkit.export.gguf import (
 )
 from trainkit.export.llama_cpp import LlamaServer
 from trainkit.export.source import Job, Source, Written
+from trainkit.models.context import context_of
 from trainkit.models.loading import load_tokenizer
 
 __all__ = ["COPIES", "check", "write"]

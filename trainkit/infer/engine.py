@@ -27,10 +27,10 @@ from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow
 from trainkit.data.prompt import PromptRenderer, conversation_of
 from trainkit.data.template import ChatTemplate
 from trainkit.errors import CheckpointError, DataError, ModelError
-from trainkit.estimate.context import context_of
 from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
+from trainkit.models.context import context_of
 from trainkit.models.generation import generate_rows
 from trainkit.models.linears import is_packed, packed_kind, quantization_config
 from trainkit.models.loading import (

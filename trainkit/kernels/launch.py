@@ -9,7 +9,7 @@ compiled for; otherwise it takes Triton's own road.
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,37 @@ _dtype = operator.attrgetter("dtype")
 _NO_GUARD = contextlib.nullcontext()
 
 
+_shapes_only: list[float] | None = None
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[list[float]]:
+    """Within, ops on fake tensors do all that they do on a GPU, but launch nothing.
+
+    What they allocate, save and return is then what a GPU would hold, and no GPU is needed. Yields
+    the floating-point operations of products inside kernels, which the dispatcher does not see.
+    """
+    global _shapes_only
+    before, _shapes_only = _shapes_only, []
+    try:
+        yield _shapes_only
+    finally:
+        _shapes_only = before
+
+
+def launches(flops: float = 0.0) -> bool:
+    """Whether kernels run at all; where shapes alone are asked for, a product's work is noted."""
+    if _shapes_only is None:
+        return True
+    _shapes_only.append(flops)
+    return False
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is on a GPU, or stands for one that is."""
+    return _shapes_only is not None or tensor.is_cuda
+
+
 def runs_kernel(*tensors: Tensor) -> bool:
     """Whether an op on these tensors runs its Triton kernel; otherwise it runs its reference.
 
@@ -43,14 +74,15 @@ def runs_kernel(*tensors: Tensor) -> bool:
     dtypes a kernel does not know, and tensor subclasses such as DTensor, whose data a kernel
     cannot address.
     """
-    if not (HAS_TRITON and (INTERPRETING or tensors[0].is_cuda)):
+    if not (HAS_TRITON and (INTERPRETING or is_on_gpu(tensors[0]))):
         return False
-    for tensor in tensors:
-        if tensor.dtype not in KERNEL_DTYPES:
-            return False
-        if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return False
-    return True
+    return all(each.dtype in KERNEL_DTYPES and is_plain(each) for each in tensors)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel can address a tensor: no subclass, but for one that has a shape alone."""
+    kind = type(tensor)
+    return kind is Tensor or kind is torch.nn.Parameter or _shapes_only is not None
 
 
 def device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -83,6 +115,8 @@ def _multiprocessors(device_index: int) -> int:
 
 def num_multiprocessors(tensor: Tensor) -> int:
     """Multiprocessors of the tensor's GPU; two under the interpreter, to exercise the loops."""
+    if _shapes_only is not None:
+        return 132  # an H100's, H200's
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
@@ -183,6 +217,8 @@ class Kernel:
             num_warps: warps of a program.
             num_stages: depth of software pipelining.
         """
+        if _shapes_only is not None:
+            return
         if torch.compiler.is_compiling() or INTERPRETING:
             self.jitted[programs,](
                 *pointers, *strides, *free, *constants, num_warps=num_warps, num_stages=num_stages

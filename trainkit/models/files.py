@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainkit.errors import ModelError
-from trainkit.estimate.context import context_of, learned_positions
+from trainkit.models.context import context_of, learned_positions
 from trainkit.places import WEIGHTS
 
 MOST = 10**6

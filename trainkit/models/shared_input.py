@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
+from trainkit.kernels.launch import is_plain
 from trainkit.kernels.sums import column_sums
 from trainkit.models.fp8.trained import TrainedFp8, feed_forward_in_fp8, together
 
@@ -89,8 +90,8 @@ def _is_plain(layer: nn.Linear, x: Tensor) -> bool:
         and "forward" not in layer.__dict__
         and not any(hooks)
         and not module_hooks._has_any_global_hook()
-        and type(x) is Tensor
-        and type(layer.weight) is nn.Parameter
+        and is_plain(x)
+        and is_plain(layer.weight)
         and layer.weight.dtype == x.dtype == computes_in
     )
 

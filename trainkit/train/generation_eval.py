@@ -15,8 +15,8 @@ from trainkit.data.messages import Conversation
 from trainkit.data.options import DataOptions
 from trainkit.data.prompt import PromptRenderer
 from trainkit.errors import RecipeError
-from trainkit.estimate.context import context_of
 from trainkit.evals.metrics import AnswerMetric, answer_metrics, is_exact
+from trainkit.models.context import context_of
 from trainkit.models.generation import generate_rows
 from trainkit.options import TaskOptions
 from trainkit.options.training import ANSWERS, METRICS

@@ -180,7 +180,7 @@ def estimate(
         plan,
         chosen,
         tokens=tokens_of(recipe, plan),
-        notes=notes_of(recipe, plan.shape),
+        notes=notes_of(recipe, plan),
         replan=replanning(loaded, number),
     )
     tell(found.to_dict(), as_json, *lines(found))

@@ -13,7 +13,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trainkit.kernels.experts.route_kernel import ROWS, Route
-from trainkit.kernels.launch import INTERPRETING, device_of, num_multiprocessors, shared_bytes
+from trainkit.kernels.launch import (
+    INTERPRETING,
+    device_of,
+    launches,
+    num_multiprocessors,
+    shared_bytes,
+)
 from trainkit.kernels.lora.products import precision
 
 _LARGE_SHARED = 200 * 1024
@@ -98,7 +104,7 @@ def grouped_product(
     rows, depth = x.shape
     cols = weight.shape[1 if transposed else 2]
     y = x.new_empty((rows, cols))
-    if not y.numel():
+    if not y.numel() or not launches(2.0 * rows * depth * cols):
         return y
     block_cols, block_depth = _block(x)
     block_rows = ROWS
@@ -193,6 +199,8 @@ def grouped_outer(a: Tensor, b: Tensor, route: Route) -> Tensor:
     out = a.new_empty((num_experts, a.shape[1], b.shape[1]))
     if not a.shape[0]:
         return out.zero_()
+    if not launches(2.0 * a.shape[0] * a.shape[1] * b.shape[1]):
+        return out
     block_m = 64 if INTERPRETING else 128
     block_n, depth = _block(a)
     programs = num_multiprocessors(a)

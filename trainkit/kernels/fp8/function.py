@@ -21,7 +21,15 @@ from trainkit.kernels.fp8.reference import (
     fp8_quantize_joint_reference,
     fp8_transpose_reference,
 )
-from trainkit.kernels.launch import HAS_TRITON, as_rows, device_of, remembered, runs_kernel
+from trainkit.kernels.launch import (
+    HAS_TRITON,
+    as_rows,
+    device_of,
+    is_on_gpu,
+    is_plain,
+    remembered,
+    runs_kernel,
+)
 
 if HAS_TRITON:
     from trainkit.kernels.fp8 import columns_kernel, gate_kernel, kernel, transpose_kernel
@@ -251,7 +259,7 @@ def fp8_matmul(
     Returns:
         (M, N) in bf16.
     """
-    if a.dtype != FP8 or not a.is_cuda or not a.shape[0]:
+    if a.dtype != FP8 or not is_on_gpu(a) or not a.shape[0]:
         result = fp8_matmul_reference(a, a_scales, b, b_scales, bias)
         return result if out is None else out.copy_(result)
     with device_of(a):
@@ -275,7 +283,7 @@ def _takes_kernel(*rows: Tensor) -> bool:
 
 def _has_kernels(codes: Tensor) -> bool:
     like = codes.new_empty(0, dtype=torch.bfloat16)
-    return runs_kernel(like) and type(codes) is Tensor and _is_fit(codes)
+    return runs_kernel(like) and is_plain(codes) and _is_fit(codes)
 
 
 def _is_fit(tensor: Tensor) -> bool:

@@ -24,7 +24,7 @@ from trainkit.kernels.cross_entropy.function import (
     token_losses_reference,
 )
 from trainkit.kernels.fp8.trained import Directions
-from trainkit.kernels.launch import device_of
+from trainkit.kernels.launch import device_of, is_on_gpu
 from trainkit.kernels.linear_cross_entropy.products import (
     ROWS_MULTIPLE,
     add_product,
@@ -135,7 +135,7 @@ def linear_cross_entropy_counted(
     """As `linear_cross_entropy`, with token counts and row losses, which cost next to nothing."""
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     labels = labels.reshape(-1)
-    if num_trained is None and not labels.is_cuda:
+    if num_trained is None and not is_on_gpu(labels):
         num_trained = int(torch.count_nonzero(labels != ignore_index))
     settings = Settings(
         compute_dtype=compute_dtype_of(hidden, weight),

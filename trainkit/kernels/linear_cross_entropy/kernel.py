@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainkit.kernels.launch import launches
+
 _BLOCK = 4096
 
 
@@ -29,6 +31,8 @@ def launch(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     out = torch.empty_like(gradient, dtype=dtype)
     if count := gradient.numel():
+        if not launches():
+            return out
         with torch.cuda.device_of(gradient):
             scale_and_round[triton.cdiv(count, _BLOCK),](gradient, scale, out, count, BLOCK=_BLOCK)
     return out

@@ -15,7 +15,7 @@ from trainkit.kernels.fp8.function import (
     fp8_quantize_columns,
 )
 from trainkit.kernels.fp8.trained import Codes, Directions
-from trainkit.kernels.launch import HAS_TRITON, runs_kernel
+from trainkit.kernels.launch import HAS_TRITON, is_on_gpu, runs_kernel
 
 ROWS_MULTIPLE = 256
 """Chunks and the compacted rows are multiples of this: whole tiles for the matrix products."""
@@ -158,7 +158,7 @@ def add_product(out: Tensor, left: Tensor, right: Tensor, *, add: bool = False) 
     """``out (+)= left @ right``, summed in the dtype of ``out``, which may be the wider one."""
     if left.dtype == out.dtype:
         torch.addmm(out, left, right, beta=float(add), out=out)
-    elif left.is_cuda:
+    elif is_on_gpu(left):
         if add:
             torch.addmm(out, left, right, out_dtype=out.dtype, out=out)
         else:

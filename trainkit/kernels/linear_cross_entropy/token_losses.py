@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from trainkit.kernels.cross_entropy.function import cross_entropy_chunk
 from trainkit.kernels.fp8.trained import Directions
-from trainkit.kernels.launch import device_of
+from trainkit.kernels.launch import device_of, is_on_gpu
 from trainkit.kernels.linear_cross_entropy.function import (
     Settings,
     check_shapes,
@@ -74,7 +74,7 @@ def linear_token_losses(
     """
     check_shapes(hidden, weight, labels, bias, chunk_tokens)
     flat = labels.reshape(-1)
-    if num_trained is None and not flat.is_cuda:
+    if num_trained is None and not is_on_gpu(flat):
         num_trained = int(torch.count_nonzero(flat != ignore_index))
     settings = Settings(
         compute_dtype=compute_dtype_of(hidden, weight),

@@ -16,6 +16,7 @@ from trainkit.kernels.launch import (
     HAS_TRITON,
     INTERPRETING,
     device_of,
+    launches,
     num_multiprocessors,
     remembered,
 )
@@ -153,7 +154,7 @@ def _takes_blocks(largest_rank: int, wide: tuple[Tensor, ...]) -> bool:
     for tensor in wide:
         if tensor.element_size() != 2 or tensor.numel() == 0 or tensor.stride(1) != 1:
             return False
-        if tensor.stride(0) % 8 or tensor.data_ptr() % 16:  # in units of 16 bytes
+        if tensor.stride(0) % 8 or (launches() and tensor.data_ptr() % 16):  # in units of 16 bytes
             return False
     return INTERPRETING or (wide[0].is_cuda and _is_hopper(wide[0].get_device()))
 
@@ -197,7 +198,7 @@ def gate_forward(ops: GateOperands) -> tuple[Tensor, Tensor | None]:
     slots = tile.programs * num_multiprocessors(h)
     splits, per_split = split(max(num_blocks, 1), num_tiles, slots)
     parts = h.new_empty((splits, num_rows, r_down), dtype=torch.float32) if r_down else h
-    if h.numel():
+    if h.numel() and launches():
         with device_of(h):
             gate_kernel.gate_forward_kernel[(num_blocks, splits)](
                 _wide(ops.gate, tile, way),
@@ -265,6 +266,8 @@ def gate_backward(
     largest = None
     if column_factors is not None:
         largest = dh.new_empty((num_blocks, num_rows), dtype=torch.int32)
+    if not launches():
+        return _gradients(total(parts), ops, largest)
     with device_of(dh):
         gate_kernel.gate_backward_kernel[(num_blocks, splits)](
             _wide(ops.gate, tile, way),

@@ -19,6 +19,7 @@ from torch import Tensor
 from trainkit.kernels.launch import (
     HAS_TRITON,
     INTERPRETING,
+    is_on_gpu,
     next_power_of_2,
     num_multiprocessors,
     runs_kernel,
@@ -107,7 +108,7 @@ def columns(
     if takes_kernel(lora_rank, y.dtype, y, p):
         return _launch_columns(y, p, scale, transposed).to(dtype)
     left, right = (p.t(), y) if transposed else (y.t(), p)
-    if y.is_cuda and y.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+    if is_on_gpu(y) and y.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
         product = torch.mm(left, right, out_dtype=torch.float32)
     else:
         product = torch.mm(left, right)

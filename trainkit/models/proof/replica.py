@@ -116,7 +116,7 @@ def make_replica(
         dtype = torch.float32
     else:
         device, dtype = where_it_computes(causal_lm)
-    config = _cut(copy.deepcopy(causal_lm.config), num_layers_needed(causal_lm))
+    config = with_layers(copy.deepcopy(causal_lm.config), num_layers_needed(causal_lm))
     text = config.get_text_config()
     config.use_cache = text.use_cache = False
     if few_experts:
@@ -162,7 +162,7 @@ def _cut_experts(config: Any) -> None:
             setattr(config, name, min(getattr(config, name), number))
 
 
-def _cut(config: Any, num_layers: int | None) -> Any:
+def with_layers(config: Any, num_layers: int | None) -> Any:
     """The configuration with so many layers; lists of one value a layer are cut with them."""
     text = config.get_text_config()
     before = getattr(text, "num_hidden_layers", None)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import trainkit
-from trainkit.estimate.context import context_of
+from trainkit.models.context import context_of
 
 LLAMA_3_2 = {
     "max_position_embeddings": 131072,
@@ -45,4 +45,4 @@ def test_nobody_else_reads_it_off_a_configuration():
         and path.relative_to(package).parts[0] not in ("bench", "quickstart.py")
         and "convert" not in path.parts
     }
-    assert readers == {"estimate/context.py", "models/files.py"}  # the second in a message
+    assert readers == {"models/context.py", "models/files.py"}  # the second in a message
