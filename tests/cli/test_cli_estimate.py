@@ -113,10 +113,17 @@ def test_words_for_a_terminal(recipe: Path, capsys: pytest.CaptureFixture[str]) 
         assert part in out
 
 
-def test_shipped_recipes_have_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_recipes_have_estimates_and_the_list_has_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["new", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    listed = {row["name"]: row["one_gpu_gib"] for row in rows}
     for name, path in shipped_recipes().items():
         if name != "quickstart":  # its model is made by `trainkit new`
-            assert _json(capsys, str(path), "--gpu", "h200", "--gpus", "1")["peak_gib"] > 0
+            found = _json(capsys, str(path), "--gpu", "h200", "--gpus", "1")["needed_gib"]
+            assert listed.pop(name) == pytest.approx(found, abs=0.051)
+    assert listed == {"quickstart": None}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import functools
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -128,7 +129,7 @@ def first_line(error: BaseException) -> str:
 
 def _built(config: Any) -> Any:
     try:
-        with _quiet():
+        with quiet():
             return empty_model(config, trust_remote_code=False)
     except FAILURES as error:
         raise ModelError(
@@ -277,11 +278,13 @@ class Built:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)  # of what a model says of itself when it is built
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -310,7 +313,7 @@ def built(job: Job, attention: str | None) -> Built:
         config = with_layers(config, num_needed(shape.order))
     plan, why = _proved(config) if job.ops else (None, None)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _quiet():
+    with quiet():
         model = _assembled(config, job, attention, plan)
         _become_fake(model, fake)
         base = model.get_base_model() if job.adapters is not None else model
@@ -361,7 +364,7 @@ def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
 
     def fake_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            plain = FakeTensor(fake, tensor.detach(), torch.device("cpu"))
+            plain: Tensor = FakeTensor(fake, tensor.detach(), torch.device("cpu"))
             if isinstance(tensor, nn.Parameter):
                 plain = nn.Parameter(plain, tensor.requires_grad)
                 vars(plain).update(vars(tensor))
@@ -498,11 +501,11 @@ def _proof(text: str, num_layers: int | None) -> tuple[Any, Any, str | None]:
     for factor in (16, 8, 4, 2, 1):
         try:
             config = with_layers(copy.deepcopy(_narrow(text, factor)), num_layers)
-            with _quiet():
+            with quiet():
                 model = empty_model(config, trust_remote_code=False)
             if sum(p.numel() for p in model.parameters()) > _MOST_PROVED:
                 continue
-            with _quiet():
+            with quiet():
                 plan = plan_for(model)
         except (*FAILURES, TrainkitError) as error:
             why = first_line(error)

@@ -63,6 +63,7 @@ class Tracker(TorchDispatchMode):
         self.live = 0.0
         self.gradients = 0
         self.phases: dict[str, Phase] = {}
+        self.now = Phase()
         self.assumed: set[str] = set()
         self._all: set[int] = set()
         self.products: list[float] = []
@@ -416,7 +417,7 @@ def _step(
     build.attention_notes.clear()
     try:
         with tracker:
-            with autocast, _AutocastOfGpu():
+            with autocast, _AutocastOfGpu(), build.quiet():
                 loss = model(**batch).loss
             loss.backward()
             tracker.begin("done")

@@ -106,21 +106,22 @@ def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> N
     _say(target, {"recipe": str(target)}, as_json)
 
 
+ONE_GPU = "one_gpu_gib.json"
+"""What `trainkit estimate` says of each shipped recipe, which takes seconds; a test compares."""
+
+
 def _list(as_json: bool) -> None:
     """The shipped recipes, with what they take."""
-    from trainkit.estimate.peak import peak
-    from trainkit.estimate.recipe import plan_of
     from trainkit.recipe.load import load_recipe
     from trainkit.recipe.write import describe_recipe, shipped_recipes
 
     recipes = shipped_recipes()
+    needs = json.loads(recipes[QUICKSTART].with_name(ONE_GPU).read_text())
     for each, path in recipes.items():
         recipe = load_recipe(path).recipe
         quantized = recipe.lora.quantize if recipe.lora else None
         method = "full" if recipe.lora is None else "lora" if quantized is None else "qlora"
-        memory: float | None = None
-        if each != QUICKSTART:  # `new quickstart` makes its model: no hub has it
-            memory = round(peak(plan_of(recipe, 1)).needed_gib, 1)
+        memory: float | None = needs[each]
         row = {
             "name": each,
             "method": method,
