@@ -1,5 +1,6 @@
 """``trainkit new``: a recipe to start from."""
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
