@@ -37,7 +37,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trainkit.estimate.context import context_of
 
 from trainkit.checkpoint.weights.base_fingerprint import base_files
 from trainkit.checkpoint.whole.atomic import staged_directory
@@ -45,6 +44,7 @@ from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.data.datasets import Share, choose_rows, epoch_order, row_keys, stream_names
 from trainkit.data.formats import pair_of
 from trainkit.errors import CheckpointError, ModelError
+from trainkit.models.context import context_of
 from trainkit.patterns import refuse_endless
 from trainkit.places import regular_files
 from trainkit.recipe.schema import late_warmup
