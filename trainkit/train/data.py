@@ -572,15 +572,14 @@ def prepare_run_data(
     packing: bool,
     shuffle: bool = True,
     per_source_loss: bool | None = None,
-    stream_buffer: int = 0,
+    stream_buffer: int = 0,  # samples in a block of a stream; 0 prepares all
     num_shards: int = 1,
     row_parts: int = 1,
-    held_out: int | float | None = None,
+    held_out: int | float | None = None,  # a share below 1, or a number of conversations
 ) -> RunData:
     """Read, mask and tokenise; call it before there is a process group.
 
-    Rows that cannot be trained on raise a TrainkitError. A stream has ``stream_buffer`` samples in
-    a block, and 0 prepares all; ``held_out`` is a share below 1, or a number of conversations.
+    Rows that cannot be trained on raise a TrainkitError.
     """
     refuse_unfit_feeding(
         objective, packing=packing, streaming=bool(stream_buffer), splits_rows=row_parts > 1
