@@ -35,7 +35,8 @@ def test_all_that_follows_training_works_over_a_gguf(gguf, tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     (tmp_path / "r.yaml").write_text(RECIPE.replace("base", "g/model.gguf"))
     (tmp_path / "p.txt").write_text("hello\n")
-    said = trainkit(tmp_path, "sft", "r.yaml", "training.max_steps=2", pictures=False)
+    steps = ["training.max_steps=2", "training.save_steps=1", "training.save_total_limit=2"]
+    said = trainkit(tmp_path, "sft", "r.yaml", *steps, pictures=False)
     assert said.code == 0, said.err
     run = str(next(path.parent for path in tmp_path.rglob("status.json")))
     words = ["merge", run, "deep/er/merged"]
@@ -47,7 +48,8 @@ def test_all_that_follows_training_works_over_a_gguf(gguf, tmp_path):
     assert [path.name for path in tmp_path.glob("deep/er/*")] == ["merged"]
     asked = ["--prompts", "p.txt", "-o", "out.jsonl", "--max-new-tokens", "2", "--device", "cpu"]
     for words in (
-        ["generate", run, *asked], ["merge", run, "merged"], ["export", "vllm", run, "served"],
+        ["generate", run, *asked], ["merge", f"{run}/checkpoint-1", "merged"],
+        ["export", "vllm", f"{run}/checkpoint-1", "served"],
     ):  # fmt: skip
         said = trainkit(tmp_path, *words)
         assert said.code == 0, said.err
