@@ -30,8 +30,7 @@ from transformers import (
 
 from trainkit.auto_class import empty_model
 from trainkit.errors import ModelError, TrainkitError
-from trainkit.estimate.job import Job
-from trainkit.estimate.shape import LayerKind, Matrices, ModelShape, stored_as
+from trainkit.estimate.job import Job, LayerKind, Matrices, ModelShape, stored_as
 from trainkit.lora.adapter import attach
 from trainkit.lora.targets import expert_parameters
 from trainkit.models.attention import attention_heads

@@ -12,8 +12,9 @@ from typing import Any
 from trainkit.errors import ModelError, RecipeError
 from trainkit.estimate.estimate import Estimate, estimate
 from trainkit.estimate.gpus import Gpu
+from trainkit.estimate.job import ModelShape
 from trainkit.estimate.recipe import plan_of, replanning
-from trainkit.estimate.shape import NAMED, ModelShape, find_config, from_config
+from trainkit.estimate.shape import NAMED, find_config, from_config
 from trainkit.places import local_path
 from trainkit.recipe.document import parse_override
 from trainkit.recipe.load import load_recipe
@@ -131,9 +132,7 @@ def fitted_recipe(
     values: dict[str, Any] = {"name": _name_of(model, method), "model.name_or_path": model}
     values["model.dtype"] = "bfloat16"
     comments, shipped = dict(_COMMENTS), shipped_text(_like(method, shape))
-    from trainkit.models.context import context_of  # which comes with torch
-
-    context = context_of(config)
+    context = _context_of(config)
     longest = re.search(r"^  max_length: (\d+)", shipped, re.MULTILINE)
     if context is not None and longest is not None and context < int(longest[1]):
         values["data.max_length"] = context
@@ -173,6 +172,12 @@ def fitted_recipe(
         text = with_values(text, lower, said)
         found = _estimated(text, gpu, gpus, shape)
     return Fitted(_with_header(text, model, method, found), found, changed)
+
+
+def _context_of(config: Mapping[str, Any]) -> int | None:
+    from trainkit.models.context import context_of  # which comes with torch
+
+    return context_of(config)
 
 
 def _known_of(model: str) -> tuple[Mapping[str, Any], ModelShape | None]:

@@ -1,10 +1,150 @@
-"""What is put into a model whose step is recorded. No torch."""
+"""What a model is made of, and what is put into it for a step. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trainkit.options import LoraOptions
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Linear layers of one role in a decoder layer.
+
+    Attributes:
+        role: the last part of their name.
+        inputs: of each.
+        outputs: of each.
+        number: how many.
+        in_stack: they are experts in one parameter, which is neither packed nor in fp8.
+    """
+
+    role: str
+    inputs: int
+    outputs: int
+    number: int = 1
+    in_stack: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Weights of all of them."""
+        return self.inputs * self.outputs * self.number
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Decoder layers that are equal but for their weights.
+
+    Attributes:
+        matrices: its linear layers, and stacks of experts.
+        vectors: all other numbers.
+        number_of_vectors: parameters that these are in.
+    """
+
+    matrices: tuple[Matrices, ...]
+    vectors: int
+    number_of_vectors: int
+
+    @property
+    def numbers(self) -> int:
+        """Weights."""
+        return self.vectors + sum(each.numbers for each in self.matrices)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that decide memory and time.
+
+    Args:
+        name: where they are from, for the report.
+        family: ``model_type``.
+        config: the whole configuration, as JSON.
+        kinds: of decoder layers.
+        order: the kind of each layer.
+        hidden: width between two layers.
+        vocab: rows of the output layer, or of the embedding.
+        head_size: of attention; 0 without it.
+        tied: embedding and output layer are one.
+        others: weights outside of layers, embedding and output layer.
+        has_embeddings: not on a later stage of a pipeline.
+        has_head: and what lies behind the layers; only on its last stage.
+        tower: weights that see images or hear, and are frozen.
+        ends: what the embedding, and an untied output layer, are called.
+        stored: how the files hold the layers' weights, where they are quantised: ``nf4``, or the
+            method's own name.
+    """
+
+    name: str
+    family: str
+    config: str
+    kinds: tuple[LayerKind, ...]
+    order: tuple[int, ...]
+    hidden: int
+    vocab: int
+    head_size: int
+    tied: bool
+    others: int
+    has_embeddings: bool = True
+    has_head: bool = True
+    tower: int = 0
+    ends: tuple[str, ...] = ()
+    stored: str | None = None
+
+    @property
+    def layers(self) -> int:
+        return len(self.order)
+
+    def total(self, of: Any) -> Any:
+        """The sum of something over all layers, given a layer's kind."""
+        return sum(of(self.kinds[kind]) * self.order.count(kind) for kind in set(self.order))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of linear layers in any layer."""
+        return tuple(dict.fromkeys(each.role for kind in self.kinds for each in kind.matrices))
+
+    @property
+    def matrix_numbers(self) -> int:
+        """Weights of all layers' linear layers and experts."""
+        return int(self.total(lambda kind: kind.numbers - kind.vectors))
+
+    def numbers_of(self, roles: Collection[str]) -> int:
+        """Weights of all layers' linear layers of some roles."""
+
+        def of_kind(kind: LayerKind) -> int:
+            return sum(each.numbers for each in kind.matrices if each.role in roles)
+
+        return int(self.total(of_kind))
+
+    @property
+    def table(self) -> int:
+        """Weights of the embedding, and of an untied head."""
+        return self.vocab * self.hidden
+
+    @property
+    def tables(self) -> int:
+        ends = self.has_embeddings + self.has_head
+        return min(ends, 1) if self.tied else ends
+
+    @property
+    def outside(self) -> int:
+        """Weights outside the decoder layers."""
+        return self.tables * self.table + self.has_head * self.others
+
+    @property
+    def parameters(self) -> int:
+        return int(self.total(lambda kind: kind.numbers)) + self.outside
+
+
+def stored_as(quantization: Any) -> str | None:
+    """How a ``quantization_config`` holds weights."""
+    if not isinstance(quantization, Mapping):
+        return None
+    if quantization.get("load_in_4bit") or quantization.get("_load_in_4bit"):
+        return "nf4"
+    return str(quantization.get("quant_method", "unknown"))
 
 
 @dataclass(frozen=True)

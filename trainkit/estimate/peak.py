@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trainkit.estimate.job import LayerKind, ModelShape
 from trainkit.estimate.plan import Plan
-from trainkit.estimate.shape import LayerKind, ModelShape
 from trainkit.options.optimizers import Optimizer
 
 if TYPE_CHECKING:
@@ -439,15 +439,7 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
     layers = [recorded.kinds[kind] for kind in shape.order]
     kept = _kept_by_layer(plan)
     before = recorded.before
-    # Other micro-batches that are on their way through a pipeline.
-    others = max(plan.held - plan.held_late - 1, 0.0) * sum(kept)
-    others += plan.held_late * sum(_kept_for_weights(plan, at) for at in range(len(layers)))
-    late_gradients = 0.0
-    if plan.held_late:
-        # The head's gradient waits in fp32; those of a stage's weights come together.
-        others += 4 * shape.table if plan.trains_head else 0
-        in_stages = max(map(max, plan.stage_layers)) * max(map(_trained, layers))
-        late_gradients = plan.element * in_stages
+    others, late_gradients = _of_others(plan, sum(kept), layers)
 
     def worst(frontier: Frontier, done: float) -> tuple[float, float]:
         """Bytes and gradients at a phase's worst moment, given those that were there before."""
@@ -514,6 +506,18 @@ def _moments_of_all_gradients(plan: Plan) -> Iterator[tuple[str, dict[str, float
                 step = min(step, 4 * SUB_GROUP)
         step += averaged(plan)
         yield STEP, {"gradients": all_gradients + step}
+
+
+def _of_others(plan: Plan, kept: float, layers: list[Layer]) -> tuple[float, float]:
+    """Bytes of other micro-batches on their way through a pipeline, and of late gradients."""
+    others = max(plan.held - plan.held_late - 1, 0.0) * kept
+    if not plan.held_late:
+        return others, 0.0
+    others += plan.held_late * sum(_kept_for_weights(plan, at) for at in range(len(layers)))
+    # The head's gradient waits in fp32; those of a stage's weights come together.
+    others += 4 * plan.shape.table if plan.trains_head else 0
+    in_stages = max(map(max, plan.stage_layers)) * max(map(_trained, layers))
+    return others, plan.element * in_stages
 
 
 def _trained(layer: Layer) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from trainkit.estimate.job import Adapters, Job
-from trainkit.estimate.shape import Matrices, ModelShape
+from trainkit.estimate.job import Adapters, Job, Matrices, ModelShape
 from trainkit.options.model import ALL, LORA_OPS, OPS, Fp8Options
 
 if TYPE_CHECKING:

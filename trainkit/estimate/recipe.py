@@ -12,10 +12,10 @@ from typing import Any
 
 from trainkit.errors import TrainkitError
 from trainkit.estimate.estimate import Replan
-from trainkit.estimate.job import Adapters
+from trainkit.estimate.job import Adapters, ModelShape
 from trainkit.estimate.peak import RANK, keep_to_budget, optimizer_bytes, split
 from trainkit.estimate.plan import ALL_OPS, MIN_OFFLOAD_WIDTH, Plan, within_budget
-from trainkit.estimate.shape import ModelShape, find_shape
+from trainkit.estimate.shape import find_shape
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
@@ -165,7 +165,7 @@ def notes_of(recipe: Recipe, plan: Plan) -> list[str]:
     if recorded.assumed:
         found.append(
             f"the model asks numbers of the GPU ({', '.join(sorted(recorded.assumed))}): experts "
-            "are taken to get equal shares, and what is asked of a batch to hold of all or none"
+            "are taken to get equal shares, and a batch to be the same throughout"
         )
     row = optimizer_row(recipe.training.get("optim"))
     if row.paged:
