@@ -31,6 +31,8 @@ PRIVATE = {
     "_partition_sizes": "how AutoTP has cut a layer",
     "_all_gather_shards": "AutoTP's way back to whole weights",
     "_init_tp_mesh_device": "AutoTP's group of ranks",
+    "_set_fp32_optimizer_param_groups": "DeepSpeed's own groups, as its state's layout needs them",
+    "_clear_fp32_optimizer_param_groups": "and back; ZeRO does both around its own saves",
     "_get_hf_tp_plan": "the plan of a class, as AutoTP reads it",
 }
 """Private names of others that ``train`` and ``parallel`` use, and why."""

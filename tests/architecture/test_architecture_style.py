@@ -32,8 +32,8 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 390, "code": 57_400, "words": 12_900},
-    "tests": {"code": 37_100},
+    "trainkit": {"files": 360, "code": 57_100, "words": 12_700},
+    "tests": {"code": 37_500},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},
 }
@@ -92,7 +92,7 @@ def test_nothing_dangerous_is_called(path):
 
 
 COMMANDS = sorted((ROOT / "trainkit" / "cli").rglob("*.py"))
-ESCAPES_ITSELF = {"options.py", "failures.py", "data.py"}
+ESCAPES_ITSELF = {"options.py", "app.py", "data.py"}
 """data.py marks tokens in colour."""
 FOR_SHELLS = {"launch.py"}
 """Lines that another program reads: a character changed would be another command."""

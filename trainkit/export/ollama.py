@@ -44,11 +44,11 @@ def write(source: Source, staging: Path, job: Job) -> Written:
         )
     file, work = write_gguf(source, staging, job), staging / "merged"
     with served_gguf(file, source) as served:
-        asked = OllamaServed(served.server, source, work)
+        through_ollama = OllamaServed(served.server, source, work)
         note = "Ollama itself was not run; llama.cpp read its file"
         quantized = is_quantized(source, job)
-        certificate = job.certify(source, asked, note, is_quantized=quantized)
-    text = modelfile(file.name, asked.wrapping, source, job.system, work)
+        certificate = job.certify(source, through_ollama, note, is_quantized=quantized)
+    text = modelfile(file.name, through_ollama.wrapping, source, job.system, work)
     (staging / "Modelfile").write_text(text, encoding="utf-8")
     shutil.rmtree(work)
     name, path = shlex.quote(job.name), shlex.quote(str((job.out / "Modelfile").absolute()))

@@ -155,8 +155,8 @@ def _write_adapter(source: Source, staging: Path, job: Job) -> Written:
     if source.template is not None and not source.named_templates:  # it would be taken for all
         words.append(f"--chat-template {_quoted(job.out / 'chat_template.jinja')}")
     command = _written_command(source, staging, " ".join(words))
-    asked = f"ask for the model {job.name!r}"
-    reminder = f"{asked}: requests for {base} are answered without the adapter"
+    how = f"ask for the model {job.name!r}"
+    reminder = f"{how}: requests for {base} are answered without the adapter"
     return Written(certificate, command, (reminder,))
 
 

@@ -6,7 +6,7 @@ again, so a value that nobody wrote is never frozen.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,11 +182,27 @@ def derive(
     # What TrainingArguments works out by itself; set here so that it is visible before.
     if value("eval_strategy") == "steps" and not value("eval_steps"):
         found["eval_steps"] = Derived(value("logging_steps"), "from training.logging_steps")
+    found |= _best_model(training, value, stops_early)
+    for name in ("torch_compile_mode", "torch_compile_backend"):
+        if value(name) is not None and not value("torch_compile"):
+            found["torch_compile"] = Derived(True, f"from training.{name}")
+    if value("torch_compile") and not value("torch_compile_backend"):
+        found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
+    return found
+
+
+def _best_model(
+    training: Mapping[str, Any], value: Callable[[str], Any], stops_early: bool
+) -> dict[str, Derived]:
+    """When checkpoints are written that may be the best, and by which figure they are judged."""
+    found: dict[str, Derived] = {}
     best, origin = value("load_best_model_at_end"), "from training.load_best_model_at_end"
+    saved_by = value("save_strategy")
     if best and "save_steps" not in training:  # every evaluation has a checkpoint: it may be best
         if value("eval_strategy") == "epoch" and "save_strategy" not in training:
             found["save_strategy"] = Derived("epoch", origin)
-        if value("eval_strategy") == value("save_strategy") == "steps":
+            saved_by = "epoch"
+        if value("eval_strategy") == saved_by == "steps":
             found["save_steps"] = Derived(value("eval_steps"), origin)
     metric = value("metric_for_best_model")
     reason = "from training.metric_for_best_model" if metric else origin if best else None
@@ -199,11 +215,6 @@ def derive(
         found["metric_for_best_model"] = Derived(metric, reason)
     if reason is not None and value("greater_is_better") is None:
         found["greater_is_better"] = Derived(not is_loss(metric), reason)
-    for name in ("torch_compile_mode", "torch_compile_backend"):
-        if value(name) is not None and not value("torch_compile"):
-            found["torch_compile"] = Derived(True, f"from training.{name}")
-    if value("torch_compile") and not value("torch_compile_backend"):
-        found["torch_compile_backend"] = Derived("inductor", "from training.torch_compile")
     return found
 
 

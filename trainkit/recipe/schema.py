@@ -120,7 +120,7 @@ class Recipe(Section):
     def _combination(self) -> Combination:
         lora, recompute = self.lora, RecomputeOptions.of(self.recompute)
         answers = self.generation_eval is not None and self.generation_eval.every is not None
-        asked = {"generation_eval.every": answers, "eval_tasks": self.eval_tasks is not None}
+        figures = {"generation_eval.every": answers, "eval_tasks": self.eval_tasks is not None}
         offloads = {
             "recompute.offload": recompute is not None and recompute.offload is True,
             "lora.offload_activations": lora is not None and lora.offload_activations is True,
@@ -134,7 +134,7 @@ class Recipe(Section):
             training=self.training,
             attention=self.model.attn_implementation,
             max_length=self.data.max_length,
-            measures=tuple(key for key, is_on in asked.items() if is_on),
+            measures=tuple(key for key, is_on in figures.items() if is_on),
             computes_fp8=bool(self.model.fp8 or (lora is not None and lora.quantize == "fp8")),
             recompute=recompute,
             optim_in_backward=self.optim_in_backward,
