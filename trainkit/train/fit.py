@@ -42,8 +42,7 @@ def refuse_unfit_model(
         RecipeError: adapters of this size are none.
     """
     if packing:
-        named = kernels if isinstance(kernels, bool) else kernels.get("gated_delta_rule", True)
-        refuse_recurrent(config, apart=named)
+        refuse_recurrent(config)
     skeleton = skeleton_of(config)
     if skeleton is None:
         return  # its own code: judged when it is loaded

@@ -18,10 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
-from trainkit.errors import ModelError, RecipeError
+from trainkit.errors import RecipeError
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
-from trainkit.models.attention.packable import kept_apart, state_of
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.frozen import freeze, outside_text
 from trainkit.models.linears import (
@@ -40,7 +39,6 @@ from trainkit.models.loading import (
     load_model,
     new_tokens,
 )
-from trainkit.models.proof.replica import outermost
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
 
@@ -199,10 +197,7 @@ def build_model(
         source, loaded_with, quantize, lora, fp8, device, loading_whole, load_part, reads_parts
     )
     prepare_for_training(model)  # before the first forward
-    with kept_apart(model, packing and kernels is not False):
-        chosen = settle(
-            model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved
-        )
+    chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
     num_towers, num_frozen = _freeze(model, source.frozen, reentrant)
     adapters = training = None
     if lora is not None:
@@ -214,12 +209,6 @@ def build_model(
         from trainkit.patching import patch
 
         report = patch(model, kernels)
-        if packing and (state := state_of(outermost(model))) is not None:
-            raise ModelError(
-                f"rows cannot be packed: {state}, and {report.row('gated_delta_rule').reason}",
-                where="data.packing",
-                fix="set data.packing to false",
-            )
     if source.mlp_chunk_tokens is not None:
         from trainkit.models.tiled import tile
 

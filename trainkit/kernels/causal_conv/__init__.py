@@ -1,1 +1,0 @@
-"""A causal depthwise convolution over packed documents, with its activation."""

@@ -1,1 +1,0 @@
-"""Gated delta rule and causal convolution over packed documents."""
