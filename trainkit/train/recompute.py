@@ -189,7 +189,8 @@ class CountedMemory(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._now = self._peak = 0
         for each in gc.get_objects():
-            if issubclass(type(each), Tensor) and each.device.type == "cpu":
+            # Tensors without numbers say "cpu", too; their memory is nowhere.
+            if issubclass(type(each), Tensor) and each.untyped_storage().device.type == "cpu":
                 self._count(each)
         self._is_on = False
 
