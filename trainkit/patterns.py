@@ -94,6 +94,8 @@ def _refuse_sizes(
     lists = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern")
     for key in ("rank_pattern", "alpha_pattern", *lists):
         held = config.get(key)
+        if not isinstance(held, str | dict | list | tuple | set | None):
+            refuse(key, held, "a name or a list of names")
         if isinstance(held, dict | list | tuple | set) and len(held) > most:
             refuse(
                 key, [*held][:3], f"a list of at most {most:,} entries, but one of {len(held):,}"

@@ -66,10 +66,10 @@ def full(root, stage, number=errno.ENOSPC):
 
 def copied(root, name, stage, **options):
     """Blocks of pinned memory that are made after the first step, and those of the first save."""
-    from trainkit.parallel import snapshot
+    from trainkit.parallel import engine
     from trainkit.train import saves
 
-    given, taken, plain = [], [], snapshot._copy_tensor
+    given, taken, plain = [], [], engine._copy_tensor
 
     def copy(tensor, copies):
         before = len(copies)
@@ -81,7 +81,7 @@ def copied(root, name, stage, **options):
     def pin(tensors):
         given.extend(map(_block, tensors))
 
-    snapshot._copy_tensor, saves.pin_ahead = copy, pin
+    engine._copy_tensor, saves.pin_ahead = copy, pin
     _trainer(root, name, stage, max_steps=3, save_steps=2, **options).train()
     return {"given": given, "taken": taken[: len(taken) // 2]}  # two saves: steps 2 and 3
 
