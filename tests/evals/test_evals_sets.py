@@ -162,7 +162,16 @@ def test_what_a_set_cannot_do_is_refused(sets, names, options, word):
     [("bool", "boolq"), ("mmlu_anatomi", "mmlu_anatomy"), ("hellaswg", "hellaswag"), ("q!", "")],
 )
 def test_an_unknown_task_is_refused_without_reading_all_definitions(monkeypatch, name, meant):
-    monkeypatch.setattr(tasks, "_all_tasks", lambda: pytest.fail("ten seconds"))
+    manager = tasks.TaskManager
+
+    def quick(include_defaults=True, **options):
+        return (
+            pytest.fail("ten seconds")
+            if include_defaults
+            else manager(include_defaults=False, **options)
+        )
+
+    monkeypatch.setattr(tasks, "TaskManager", quick)
     with pytest.raises(RecipeError, match=f"there is no task '{name}'") as refused:
         load_tasks(TaskChoice([name]))
     assert meant in str(refused.value.fix)

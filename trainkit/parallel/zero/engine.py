@@ -256,14 +256,16 @@ class DeepSpeed(Engine):
         own = zero.state_dict()
         weights, states = next(each for each in _PARTS if each[0] in own)
         refuse_other(path, held[weights], own[weights], weights)
-        if self.shards_weights:  # else the optimizer has them at all times
+        # ZeRO-3's optimizer has its parameters while it steps, that of the others at all times.
+        is_bare = hasattr(zero, "_set_fp32_optimizer_param_groups")
+        if is_bare:
             zero._set_fp32_optimizer_param_groups()
         base = innermost(zero)
         named = by_name(self.model, base, held[states], path)
         if step > 0 and not self.args.fp16:  # whose first steps may all be skipped
             named[WITHOUT] = {"": []}
         refuse_unfit_state(self.model, base, named, path, step)
-        if self.shards_weights:
+        if is_bare:
             zero._clear_fp32_optimizer_param_groups()
         scale = getattr(held.get("loss_scaler"), "cur_scale", 1.0)
         refuse_other(path, scale, 1.0, "loss_scaler: cur_scale")
