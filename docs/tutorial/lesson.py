@@ -107,7 +107,7 @@ def used_by(compiled: object) -> dict[str, float]:
 
 def _keep(case: str, name: str, **values: float) -> None:
     """Append rows to the file that TUTORIAL_ROWS names."""
-    from trainkit.bench.record import Records
+    from trainkit.bench.cells import Records
 
     if rows := os.environ.get("TUTORIAL_ROWS"):
         Records("tutorial", Path(rows)).of(case, {"provider": name, **values})
