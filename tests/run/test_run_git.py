@@ -311,4 +311,4 @@ def test_a_file_of_git_that_never_ends_is_left(file, tmp_path, monkeypatch):
 def test_git_is_run_in_one_place():
     package = Path(trainkit.__file__).parent
     files = [path for path in package.rglob("*.py") if '["git"' in path.read_text()]
-    assert [path.relative_to(package) for path in files] == [Path("run/git.py")]
+    assert [path.relative_to(package) for path in files] == [Path("run/environment.py")]
