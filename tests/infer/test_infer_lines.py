@@ -227,7 +227,7 @@ def test_an_answer_ends_where_the_context_does(tiny_qwen2):
 NO_JSON_LINES = {
     "checkpoint/weights/contents.py",
     "checkpoint/weights/companions.py",
-    "checkpoint/zero.py",
+    "doctor/checks.py",
     "cli/app.py",
     "estimate/build.py",
     "export/llama_cpp.py",
