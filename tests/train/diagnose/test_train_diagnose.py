@@ -70,8 +70,9 @@ def test_a_sound_batch_has_no_culprit(run):
 def test_a_kernel(run, monkeypatch):
     plain = kernels.rms_norm
 
-    def broken(x, *given, **named):  # on this machine's numbers only: the proof in fp64 holds
-        return plain(x, *given, **named) * (math.inf if x.dtype == torch.float32 else 1)
+    def broken(x, *given, **named):  # in no proof: neither in fp64 nor on its four tokens
+        is_batch = x.dtype == torch.float32 and x.numel() > 8 * x.shape[-1]
+        return plain(x, *given, **named) * (math.inf if is_batch else 1)
 
     monkeypatch.setattr(kernels, "rms_norm", broken)
     told = []
