@@ -216,7 +216,9 @@ def test_patterns_that_are_none(tmp_path, patterns):
     write_adapter(base, tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rank_pattern": patterns}))
-    with pytest.raises(CheckpointError, match="patterns are damaged|not an object of numbers by name"):
+    with pytest.raises(
+        CheckpointError, match=r"patterns are damaged|not an object of numbers by name"
+    ):
         read_adapter(tmp_path / "adapter")
 
 

@@ -27,7 +27,11 @@ def test_the_command_fails_and_still_prints_the_rows(tmp_path, capsys, monkeypat
     assert main(command) == 0  # what the model is, is found once in a process
     capsys.readouterr()
     healthy = kernels.swiglu
-    monkeypatch.setattr(kernels, "swiglu", lambda gate, up: healthy(gate, up) * 1.01)
+
+    def broken(gate, up):  # but not on the proof's four tokens
+        return healthy(gate, up) * (1.01 if gate.numel() > 8 * gate.shape[-1] else 1)
+
+    monkeypatch.setattr(kernels, "swiglu", broken)
     assert main(command) == 1
     shown = capsys.readouterr()
     assert json.loads(shown.out.splitlines()[0])["op"] == "rms_norm"
