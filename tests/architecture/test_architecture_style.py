@@ -32,8 +32,8 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 360, "code": 57_100, "words": 12_700},
-    "tests": {"code": 37_500},
+    "trainkit": {"files": 362, "code": 58_600, "words": 13_000},
+    "tests": {"code": 38_300},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},
 }

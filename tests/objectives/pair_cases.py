@@ -40,11 +40,16 @@ def adapters(model):
     return get_peft_model(model, LoraConfig(**LORA))
 
 
-def make_trainer(root, *, objective="dpo", patched=False, packing=False, lora=True, **options):
+def make_trainer(
+    root, *, objective="dpo", patched=False, packing=False, lora=True, stored=False, **options
+):
+    """``stored``: the reference is asked before the first step, as a command has it."""
     from lab import Lab
     from tiny import make_tokenizer
 
+    from trainkit.data.options import DataOptions
     from trainkit.patching import patch
+    from trainkit.train.reference import References
 
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
     mine.mkdir(parents=True)
@@ -59,12 +64,14 @@ def make_trainer(root, *, objective="dpo", patched=False, packing=False, lora=Tr
         chosen = {"lora": {} if lora else None, **sections}
         recipe = {"model": {"name_or_path": "none"}, "data": {"train": ["none.jsonl"]}, **chosen}
         run.loaded = replace(run.loaded, recipe=Recipe(**recipe))
+        run.data_options = DataOptions(cache_dir=str(mine / "cache"))
+        Path(run.root).mkdir(parents=True, exist_ok=True)
 
     trainer = Lab(make_tokenizer(), Path(root)).trainer(
         "run",
         prepare=patch if patched else None,
         wrap=adapters if lora else None,
-        given={**given, "change": change},
+        given={**given, "change": change, "hooks": [References()] if stored else []},
         **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
     )
     return trainer, data
@@ -136,11 +143,38 @@ def fp64_step(trainer, pairs, objective, preference, lora):
     return loss.item(), gradients, (sums.detach(), reference, lengths)
 
 
+def fp64_run(trainer, data, objective, preference, num_steps, rate):
+    """The losses of plain steps of gradient descent in fp64, all weights trained."""
+    from tiny import make_qwen2
+    from transformers import set_seed
+
+    set_seed(1)
+    model = make_qwen2(len(trainer.tokenizer)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    size, losses, before = trainer.args.train_batch_size, [], {}
+    data.train.samples.set_epoch(0)
+    order = [item for place in range(len(data.train.samples)) for item in data.train.samples[place]]
+    pairs = [order[place : place + 2] for place in range(0, len(order), 2)]
+    with torch.no_grad():
+        for pair in pairs:
+            before[pair[0]["id"]] = answers_of(model, [pair])[0]
+    for step in range(num_steps):
+        batch = pairs[step * size : (step + 1) * size]
+        sums, lengths = answers_of(model, batch)
+        reference = torch.cat([before[pair[0]["id"]] for pair in batch])
+        loss = wanted_loss(objective, preference, sums, reference, lengths).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 def step_of(root, **options):
     """A step in fp64, where only formulas and orders of sums can differ: rows, gradients."""
     from transformers import TrainerCallback
 
-    trainer, data = make_trainer(root, optim="sgd", learning_rate=0.0, **options)
+    trainer, data = make_trainer(root, **{"optim": "sgd", "learning_rate": 0.0, **options})
     trainer.model.double()
     kept = {}
 

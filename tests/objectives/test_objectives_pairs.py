@@ -1,16 +1,19 @@
 """DPO, ORPO and SimPO against the plain model in fp64, and against themselves cut otherwise."""
 
 import json
+import re
+import shutil
 
 import pytest
 from commands import trainkit
-from objectives.pair_cases import fp64_step, pair, step_of, train
+from objectives.pair_cases import fp64_run, fp64_step, pair, step_of, train
 from ranks import run_ranks
 
 from trainkit.data.formats import read_row
 from trainkit.data.messages import RowError, TextRow
 from trainkit.errors import RecipeError
 from trainkit.recipe import Recipe
+from trainkit.train.reference import read_known, write_known
 
 CASES = {
     **{kind: {"loss": kind} for kind in ("sigmoid", "hinge", "ipo", "nca_pair")},
@@ -43,6 +46,27 @@ def test_each_loss_of_dpo_is_its_formula_on_the_plain_model(name, tmp_path):
     held_against_fp64(tmp_path, preference=CASES[name])
 
 
+@pytest.mark.parametrize("preference", [{}, {"loss": "ipo"}, {"loss": "apo_zero"}])
+def test_full_fine_tuning_is_held_against_the_model_before_training(preference, tmp_path):
+    """Three steps: from the second on, the model is not its reference any more."""
+    options = {"lora": False, "stored": True, "max_steps": 3, "learning_rate": 0.3, "batch": 3}
+    options |= {"lr_scheduler_type": "constant", "preference": preference}
+    trainer, data, rows, _ = step_of(tmp_path, **options)
+    wanted = fp64_run(trainer, data, "dpo", preference, num_steps=3, rate=0.3)
+    assert [row["loss"] for row in rows] == pytest.approx(wanted, rel=1e-6)
+    assert abs(rows[-1]["logps/chosen_change"]) > 1e-3
+
+
+def test_a_reference_that_is_asked_ahead_is_the_one_that_is_asked_at_each_step(tmp_path):
+    options = {"max_steps": 3, "batch": 2, "optim": "sgd", "learning_rate": 0.1}
+    live, ahead = (
+        step_of(tmp_path / str(stored), stored=stored, **options)[2] for stored in (False, True)
+    )
+    for mine, theirs in zip(live, ahead, strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-9)
+        assert theirs["rewards/margins"] == pytest.approx(mine["rewards/margins"], abs=1e-9)
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("objective", ["orpo", "simpo"])
 def test_losses_without_a_reference(objective, lora, tmp_path):
@@ -66,17 +90,18 @@ def test_figures_have_their_names_and_values(packing, patched, tmp_path):
         assert row[name] == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
 
 
-def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
-    case = "objectives.pair_cases:train"
-    wide = train(tmp_path / "wide", batch=4, max_steps=3)
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_the_cut_into_micro_batches_and_ranks_changes_nothing(lora, tmp_path):
+    case, given = "objectives.pair_cases:train", {"max_steps": 3, "lora": lora, "stored": not lora}
+    wide = train(tmp_path / "wide", batch=4, **given)
     others = [
-        train(tmp_path / "deep", batch=1, accumulate=4, max_steps=3),
-        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, max_steps=3, patched=True),
+        train(tmp_path / "deep", batch=1, accumulate=4, **given),
+        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, patched=True, **given),
     ]
     for other in others:
-        assert other[0] == pytest.approx(wide[0], rel=1e-4)
+        assert other[0] == pytest.approx(wide[0], rel=1e-4, abs=1e-7)
         for mine, theirs in zip(wide, other, strict=True):
-            assert theirs == pytest.approx(mine, rel=5e-3)
+            assert theirs == pytest.approx(mine, rel=5e-3, abs=1e-7)
 
 
 ASKED = [{"role": "user", "content": "Hi?"}]
@@ -151,7 +176,7 @@ BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objecti
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ({"lora": None}, "objective"),
+        ({"lora": None, "preference": {"precompute_reference": False}}, "precompute_reference"),
         ({"lora": {"init_lora_weights": "pissa"}}, "lora.init_lora_weights"),
         ({"lora": {"quantize": "fp8"}, "model": {"name_or_path": "m", "fp8": True}}, "objective"),
         ({"parallel": {"pipeline": 2}}, "objective"),
@@ -179,19 +204,66 @@ training: {per_device_train_batch_size: 2, max_steps: 4, save_steps: 2, eval_ste
 """
 
 
-def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(tmp_path, tiny_qwen2):
-    (tmp_path / "r.yaml").write_text(RECIPE.replace("MODEL", str(tiny_qwen2)))
-    rows = [json.dumps(pair(number)) for number in range(12)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+def start(root, model, recipe=RECIPE, rows=None):
+    (root / "r.yaml").write_text(recipe.replace("MODEL", str(model)))
+    rows = rows or [pair(number) for number in range(12)]
+    (root / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def logged(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(lora, tmp_path, tiny_qwen2):
+    full = RECIPE.replace("lora: {r: 4}\n", "").replace("1e-2", "1e-4")
+    start(tmp_path, tiny_qwen2, RECIPE if lora else full)
     for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
         trainkit(tmp_path, "sft", "r.yaml", "--output-dir", run, pictures=False, **options)
+    shutil.rmtree(tmp_path / "cache/reference", ignore_errors=True)  # a run has its own copy
     said = trainkit(tmp_path, "sft", "--resume", "stopped", pictures=False)
     assert said.code == 0, said.err
-    lines = (tmp_path / "whole/metrics.jsonl").read_text().splitlines()
-    logged = [json.loads(line) for line in lines]
-    assert any("eval_rewards/accuracies" in row for row in logged)
-    first = next(row for row in logged if "loss" in row)
+    rows = logged(tmp_path / "whole")
+    assert any("eval_rewards/accuracies_low" in row for row in rows)
+    first = next(row for row in rows if "loss" in row)
     assert first["loss"] == pytest.approx(0.6931472, abs=1e-5)  # adapters begin as nothing
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    final = [tmp_path / run / "final/adapter_model.safetensors" for run in ("whole", "stopped")]
-    assert final[0].read_bytes() == final[1].read_bytes()
+    assert any(abs(row.get("rewards/margins", 0)) > 1e-4 for row in rows)
+    name = "adapter_model.safetensors" if lora else "model.safetensors"
+    final = [(tmp_path / run / "final" / name).read_bytes() for run in ("whole", "stopped")]
+    assert final[0] == final[1]
+
+
+def test_the_reference_is_asked_again_where_its_answers_would_be_others_and_nowhere_else(
+    tmp_path, tiny_qwen2
+):
+    start(tmp_path, tiny_qwen2, RECIPE.replace("lora: {r: 4}\n", "").replace("4, save", "1, save"))
+
+    def asked(*changes):
+        said = trainkit(tmp_path, "sft", "r.yaml", *changes, pictures=False)
+        assert said.code == 0, said.err
+        return int(re.search(r"log-probabilities of (\d+) answers", said.err)[1])
+
+    assert asked() == 24
+    same = ("training.learning_rate=1e-5", "preference.beta=0.5", "training.seed=7")
+    assert asked(*same, "training.per_device_train_batch_size=1", "preference.loss=ipo") == 0
+    shorter = asked("data.max_length=80", "data.truncation=right", "data.max_dropped=90%")
+    assert 0 < shorter < 24  # those that are cut, and no others
+    assert asked("kernels=true") == 24
+    rows = [pair(number) for number in range(14)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, reversed(rows))))
+    assert asked() == 4
+
+
+def test_a_cache_that_does_not_hold_what_the_model_says_is_refused(tmp_path, tiny_qwen2):
+    start(tmp_path, tiny_qwen2, RECIPE.replace("lora: {r: 4}\n", "").replace("4, save", "1, save"))
+    trainkit(tmp_path, "sft", "r.yaml", pictures=False)
+    (kept,) = (tmp_path / "cache/reference").glob("*.npz")
+    known = read_known(kept)
+    write_known(kept, {name: value - 50 for name, value in known.items()})
+    said = trainkit(tmp_path, "sft", "r.yaml", pictures=False)
+    assert said.code == 1
+    assert "nats a token off" in said.err
+    kept.write_bytes(kept.read_bytes()[:-40])  # a damaged one is as good as none
+    assert trainkit(tmp_path, "sft", "r.yaml", pictures=False).code == 0
+    assert read_known(kept) == pytest.approx(known)

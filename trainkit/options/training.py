@@ -32,6 +32,9 @@ ObjectiveName = Annotated[
 COMPARING = frozenset({"dpo", "orpo", "simpo"})
 """The objectives whose samples are pairs of answers."""
 
+REFERRING = frozenset({"dpo"})
+"""Those that compare with the model before training."""
+
 PreferenceLoss = Literal[
     "sigmoid", "hinge", "ipo", "robust", "nca_pair", "apo_zero", "apo_down", "sppo_hard"
 ]
@@ -66,6 +69,12 @@ class PreferenceOptions(Section):
     )
     length_normalized: bool = Field(
         False, description="Of dpo: divide an answer's log-ratio by its tokens; ipo always does."
+    )
+    precompute_reference: bool | None = Field(
+        None,
+        description="Of dpo and kto: ask the model before training once for all answers, ahead of "
+        "the first step, and keep what it says. Null does so where the model trains whole; with "
+        "adapters it is asked at every step, with these switched off.",
     )
     gamma: float = Field(
         0.5, ge=0, allow_inf_nan=False, description="Of simpo: the margin that is aimed at."

@@ -29,6 +29,7 @@ from trainkit.options.training import (
     COMPARING,
     DEFAULT_OBJECTIVE,
     OBJECTIVE_NAMES,
+    REFERRING,
     SMOOTHED,
     ObjectiveName,
 )
@@ -110,6 +111,12 @@ class Recipe(Section):
         if self.eval_tasks is not None and self.eval_tasks.may_measure(self.metric):
             return self.eval_tasks.every
         return None
+
+    @property
+    def precomputes_reference(self) -> bool:
+        """Whether the model before training is asked ahead of the first step."""
+        said = None if self.preference is None else self.preference.precompute_reference
+        return self.objective in REFERRING and (self.lora is None if said is None else said)
 
     @property
     def recomputes(self) -> bool | None:
@@ -253,7 +260,10 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             "it smooths over the vocabulary, which log-probabilities of answers do not have",
             "write preference.label_smoothing for pairs that may be the wrong way round",
         )
-    owners = {"loss": "dpo", "label_smoothing": "dpo", "length_normalized": "dpo", "gamma": "simpo"}
+    owners: dict[str, tuple[str, ...]] = dict.fromkeys(
+        ("loss", "label_smoothing", "length_normalized"), ("dpo",)
+    )
+    owners |= {"gamma": ("simpo",), "precompute_reference": tuple(REFERRING)}
     options = given or PreferenceOptions()
     if objective == "dpo" and options.label_smoothing and options.loss not in SMOOTHED:
         yield (
@@ -261,17 +271,21 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             f"loss: {options.loss} knows no pairs that are the wrong way round",
             f"remove it, or set preference.loss: {' or '.join(SMOOTHED)}",
         )
-    for key, owner in owners.items():
-        if owner != objective and key in options.model_fields_set:
-            yield f"preference.{key}", f"it is {owner}'s, the objective is {objective}", "remove it"
-    if objective == "dpo" and lora is None:
+    for key, of in owners.items():
+        if objective not in of and key in options.model_fields_set:
+            yield (
+                f"preference.{key}",
+                f"it is of {' and '.join(of)}, and the objective is {objective}",
+                "remove it",
+            )
+    if objective in REFERRING and lora is None and options.precompute_reference is False:
         yield (
-            "objective",
-            "dpo compares with the model before training, which is there while adapters train and "
-            "can be switched off, and the recipe has no lora section",
-            "add lora: {r: 16}, or set objective: simpo or orpo, which need no such model",
+            "preference.precompute_reference",
+            f"{objective} compares with the model before training, and of a model that trains "
+            "whole there is none while it trains",
+            "remove it, or add lora: {r: 16}",
         )
-    if objective == "dpo" and lora is not None and lora.changes_base:
+    if objective in REFERRING and lora is not None and lora.changes_base:
         yield (
             "lora.init_lora_weights",
             f"{lora.init_lora_weights} takes a part out of the base's weights, so without its "

@@ -338,6 +338,10 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     """All that happens around the steps, in the order in which it is asked."""
     recipe, args, early = run.recipe, run.args, run.recipe.early_stopping
     hooks: list[Hook] = []
+    if recipe.precomputes_reference and dry is None:  # first: proofs and evaluations take losses
+        from trainkit.train.reference import References
+
+        hooks.append(References())
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))
     if args.gradient_checkpointing or recipe.recompute is not None:

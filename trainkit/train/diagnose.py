@@ -19,6 +19,7 @@ from trainkit.checkpoint.whole.manifest import verify_directory
 from trainkit.errors import RunDirectoryError, TrainkitError
 from trainkit.models.fp8.decide import Fp8Setup
 from trainkit.objectives import OBJECTIVES
+from trainkit.objectives.answers import REFERENCE
 from trainkit.objectives.objective import LossSetup, Objective, Step, accepts_num_items
 from trainkit.options import Fp8Options, PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
@@ -201,8 +202,13 @@ def _floats(value: Any) -> Iterator[Tensor]:
             yield from _floats(each)
 
 
-def single_rows(batch: MicroBatch) -> list[MicroBatch]:
-    """Each row of a micro-batch by itself, or each document of a packed row."""
+def single_rows(batch: MicroBatch, together: int = 1) -> list[MicroBatch]:
+    """Each row of a micro-batch by itself, or each document of a packed row.
+
+    Args:
+        batch: to be divided.
+        together: so many of them belong together.
+    """
     values = batch.values
     ids = values.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -218,17 +224,21 @@ def single_rows(batch: MicroBatch) -> list[MicroBatch]:
         if len(ends) != len(batch.rows):
             return []
         spans = [(slice(0, 1), slice(a, b)) for a, b in zip(starts, ends, strict=False)]
-    return [
-        MicroBatch(
-            (name,),
-            {
-                key: value[span[: value.dim()]].clone()
-                for key, value in values.items()
-                if isinstance(value, Tensor) and value.shape == ids.shape
-            },
-        )
-        for name, span in zip(batch.rows, spans, strict=True)
-    ]
+    found = []
+    for first in range(0, len(spans), together):
+        (rows, begin), (last, end) = spans[first], spans[min(first + together, len(spans)) - 1]
+        span = slice(rows.start, last.stop), slice(begin.start, end.stop)
+        alone = {
+            key: value[span].clone()
+            for key, value in values.items()
+            if isinstance(value, Tensor) and value.shape == ids.shape
+        }
+        if (numbers := alone.get("answer_ids")) is not None:
+            alone["answer_ids"] = torch.where(numbers < 0, numbers, numbers - first)
+        if isinstance(said := values.get(REFERENCE), Tensor):
+            alone[REFERENCE] = said[first : first + together]
+        found.append(MicroBatch(batch.rows[first : first + together], alone))
+    return found
 
 
 def magnitudes(model: nn.Module) -> dict[str, float]:
@@ -500,7 +510,8 @@ class Bench:
 
     def _blame_rows(self, first: Outcome) -> None:
         """Nothing that can be switched off helps: some rows, or the model whatever it reads."""
-        rows = [row for batch in self.batches for row in single_rows(batch)]
+        together = OBJECTIVES[self.recipe().objective].num_together
+        rows = [row for batch in self.batches for row in single_rows(batch, together)]
         trials = [self.trial(f"{row.rows[0]} alone", batches=[row]) for row in rows]
         bad = [trial.outcome for trial in trials if trial.is_bad and trial.outcome]
         if bad and len(bad) < len(rows):

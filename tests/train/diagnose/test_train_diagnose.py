@@ -35,16 +35,22 @@ def run(tmp_path, tiny_qwen2):
     made = RunDirectory.create_at(tmp_path / "run")
     recipe(made, "kernels: true")
     made.write_json(made.kernels, NUMBERS)
-    ids = torch.randint(0, 199, (3, 12), generator=torch.Generator().manual_seed(0))
+    keep_batch(made, ROWS)
+    return made
+
+
+def keep_batch(run, rows, *, with_answers=False):
+    ids = torch.randint(0, 199, (len(rows), 12), generator=torch.Generator().manual_seed(0))
     ids[1, 4] = RARE
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    if with_answers:
+        batch["answer_ids"] = torch.arange(len(rows))[:, None].expand(-1, 12).clone()
     nan = float("nan")
-    extras = [{"num_trained_tokens": 33}]
+    extras = [{"num_trained_tokens": 11 * len(rows)}]
     write_batch(
-        made.root,
-        BadBatch(1, 0, "loss", "loss is nan", [nan], nan, math.inf, [ROWS], [batch], extras),
+        run.root,
+        BadBatch(1, 0, "loss", "loss is nan", [nan], nan, math.inf, [rows], [batch], extras),
     )
-    return made
 
 
 def recipe(run, *lines, dtype="float32", more=""):
@@ -171,16 +177,22 @@ def test_a_row(run, monkeypatch):
     assert (found.culprit, found.name) == ("rows", ROWS[1])
     assert "1 of 3 rows" in found.because
     assert "model.embed_tokens" in found.because
+    keep_batch(run, [f"p.jsonl:{row}" for row in (1, 1, 2, 2)], with_answers=True)
+    recipe(run, "kernels: true", "objective: orpo")
+    found = diagnose(run, 1)  # an answer without the other one has no loss
+    assert (found.culprit, found.name) == ("rows", "p.jsonl:1")
+    assert "1 of 2 rows" in found.because
 
 
 @pytest.mark.parametrize(
-    ("place", "culprit", "name"),
+    ("place", "culprit", "name", "objective"),
     [
-        ("checkpoint-0", "adapters", "lora"),
-        ("bad_batches/step-1/weights", "learning_rate", "1e+12"),
+        ("checkpoint-0", "adapters", "lora", "sft"),
+        ("checkpoint-0", "adapters", "lora", "dpo"),  # which switches them off and on by itself
+        ("bad_batches/step-1/weights", "learning_rate", "1e+12", "sft"),
     ],
 )
-def test_adapters_that_have_grown(place, culprit, name, run, tiny_qwen2):
+def test_adapters_that_have_grown(place, culprit, name, objective, run, tiny_qwen2):
     """In a checkpoint, nobody knows since when; where an update has done it, its rate."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -196,7 +208,9 @@ def test_adapters_that_have_grown(place, culprit, name, run, tiny_qwen2):
     model.save_pretrained(staging)
     commit(staging, weights, metadata={})
     lora = "lora: {r: 2, target_modules: [q_proj, down_proj]}"
-    recipe(run, "kernels: true", lora, "training: {learning_rate: 1e12, optim: sgd}")
+    keep_batch(run, [*ROWS, "d.jsonl:4"], with_answers=objective == "dpo")
+    training = "training: {learning_rate: 1e12, optim: sgd}"
+    recipe(run, "kernels: true", lora, f"objective: {objective}", training)
     found = diagnose(run, 1)
     assert (found.culprit, found.name) == (culprit, name)
     assert found.are_the_steps

@@ -59,18 +59,18 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 @cache
-def code_digest() -> str:
+def code_digest(parts: Sequence[str] = _COMPUTES) -> str:
     """A digest of trainkit's files that compute: a checkout changes without its version."""
     root = Path(trainkit.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(_files(root)):
+    for path in sorted(_files(root, parts)):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:12]
 
 
-def _files(root: Path) -> Iterator[Path]:
-    for name in _COMPUTES:
+def _files(root: Path, parts: Sequence[str]) -> Iterator[Path]:
+    for name in parts:
         path = root / name
         for file in [path] if path.is_file() else path.rglob("*.py"):
             place = file.relative_to(root).as_posix()
