@@ -50,3 +50,26 @@ def test_a_dtype_that_is_left_to_the_files_is_that_of_packed_layers_too(tiny_qwe
     layers = [each for each in model.modules() if type(each).__name__ == "Linear4bit"]
     assert layers
     assert {each.weight.dtype for each in layers} == {torch.float32}
+
+
+def test_codes_that_look_like_nan_are_no_damaged_weights(tiny_llama):
+    """A model that cannot be packed was told that its weights hold NaN: a code of all ones."""
+    from trainkit.models.linears import not_finite
+
+    model = build_model(
+        ModelOptions(str(tiny_llama), dtype="bfloat16"),
+        attention="auto",
+        packing=False,
+        lora=LoraOptions(r=4),
+        quantize="nf4",
+        kernels=False,
+        reentrant=False,
+        device=torch.device("cpu"),
+    ).model
+    layer = next(each for each in model.modules() if type(each).__name__ == "Linear4bit")
+    layer.weight.data.view(torch.uint8).fill_(0xFF)
+    assert layer.weight.isnan().any()
+    assert not_finite(model) is None
+    norm = next(name for name, each in model.named_parameters() if name.endswith("norm.weight"))
+    model.get_parameter(norm).data[0] = torch.nan
+    assert not_finite(model) == norm

@@ -5,11 +5,14 @@ import os
 
 import pytest
 import tiny_classes
-from transformers import AutoConfig, Qwen2Config
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
 
 from trainkit.cli.app import main
 from trainkit.errors import ModelError, PatchError, RecipeError, TrainkitError
+from trainkit.lora import attach
 from trainkit.options import Fp8Options, LoraOptions
+from trainkit.options.parallel import RecomputeOptions
 from trainkit.recipe import load_recipe
 from trainkit.train.fit import refuse_unfit_model, settings_for
 
@@ -149,3 +152,51 @@ def test_a_kernel_that_is_named_is_proved_before_data_is_read():
     refuse_unfit_model(config, packing=False, kernels={"rope": True}, lora=None)
     with pytest.raises(PatchError, match="add_rms_norm cannot be switched on for olmo2"):
         refuse_unfit_model(config, packing=False, kernels={"add_rms_norm": True}, lora=None)
+
+
+def tiny(model_type):
+    return tiny_classes.tiny_config(tiny_classes.classes()[model_type][0], {})
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "jamba", "falcon_mamba"])
+def test_a_layer_whose_weight_the_model_reads_itself_is_not_packed(model_type):
+    lora = LoraOptions(quantize="nf4")
+    refuse_unfit_model(tiny(model_type), packing=False, kernels=False, lora=LoraOptions())
+    with pytest.raises(RecipeError, match=r"dt_proj, and .*Mixer multiplies by its weight"):
+        refuse_unfit_model(tiny(model_type), packing=False, kernels=False, lora=lora)
+    with pytest.raises(RecipeError, match="dt_proj"):
+        settings_for(tiny(model_type), "qlora")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mamba2", "bamba", "falcon_h1", "bloom", "gemma3"])
+def test_a_weight_that_only_a_missing_kernel_or_an_unused_branch_reads_is_packed(model_type):
+    lora = LoraOptions(quantize="nf4")
+    refuse_unfit_model(tiny(model_type), packing=False, kernels=False, lora=lora)
+
+
+def test_an_adapter_that_would_never_act_is_refused():
+    jamba = tiny("jamba")
+    fits = {"packing": False, "kernels": False}
+    with pytest.raises(ModelError, match="dt_proj cannot be adapted"):
+        refuse_unfit_model(jamba, **fits, lora=LoraOptions(target_modules=["x_proj", "dt_proj"]))
+    refuse_unfit_model(jamba, **fits, lora=LoraOptions(target_modules=["x_proj", "in_proj"]))
+    model = attach(AutoModelForCausalLM.from_config(jamba), LoraOptions(r=2))
+    ids = torch.arange(12).reshape(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    passed_by = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and each.grad is None and "experts" not in name
+    ]
+    assert not passed_by
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_so_many_layers_is_no_more_than_there_are(every):
+    fits = {"packing": False, "kernels": False, "lora": None}
+    asked = RecomputeOptions(every=every)
+    if every <= QWEN2.num_hidden_layers:
+        refuse_unfit_model(QWEN2, **fits, recompute=asked)
+        return
+    with pytest.raises(RecipeError, match=r"recompute\.every.*the model has 2"):
+        refuse_unfit_model(QWEN2, **fits, recompute=asked)

@@ -32,7 +32,7 @@ from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
 from trainkit.infer.sampling import SamplingOptions
 from trainkit.models.context import context_of
 from trainkit.models.generation import generate_rows
-from trainkit.models.linears import is_packed, packed_kind, quantization_config
+from trainkit.models.linears import not_finite, packed_kind, quantization_config
 from trainkit.models.loading import (
     TORCH_DTYPES,
     check_exists,
@@ -374,8 +374,7 @@ def _verify(paths: ModelPaths, say: Callable[[str], None]) -> None:
 
 
 def _refuse_not_finite(model: Any, source: ModelOptions) -> None:
-    weights = (each for each in model.named_parameters() if not is_packed(each[1]))
-    wrong = next((key for key, weight in weights if not weight.isfinite().all()), None)
+    wrong = not_finite(model)
     if wrong is None:
         return
     with contextlib.suppress(OSError):  # the file that holds it, where it can be read here

@@ -12,10 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from trainkit.auto_class import empty_model
 from trainkit.errors import RecipeError
 from trainkit.kernels.fp8.function import why_no_fp8
+from trainkit.lora.read_weights import read_weights
 from trainkit.lora.targets import expert_parameters
 from trainkit.models.fp8.choice import Fp8Choice
 from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
+from trainkit.models.frozen import outside_text
 from trainkit.models.linears import packed_kind
 from trainkit.models.loading import load_model
 from trainkit.models.vocabulary import vocabulary_ends
@@ -58,9 +60,10 @@ def refuse_unpacked_experts(
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        RecipeError: with what would be packed and what would not.
+        RecipeError: with what would be packed and what would not, or cannot be.
     """
     model = empty_model(config, trust_remote_code=trust_remote_code)
+    refuse_read_weights(model, quantize)
     experts = sum(parameter.numel() for parameter in expert_parameters(model).values())
     if not experts:
         return
@@ -72,6 +75,28 @@ def refuse_unpacked_experts(
         fix="remove lora.quantize and shard the base instead (deepspeed: zero3), or take a dense "
         "model",
     )
+
+
+def refuse_read_weights(model: PreTrainedModel, quantize: str) -> None:
+    """Refuse to pack a layer whose weight the model reads itself: it would read codes.
+
+    Args:
+        model: one without memory does.
+        quantize: what it is packed to.
+
+    Raises:
+        RecipeError: naming the layer and who reads it.
+    """
+    away = outside_text(model)
+    head = model.get_output_embeddings()  # stays as it is
+    for name, holder in read_weights(model).items():
+        if f"{name}.weight" not in away and model.get_submodule(name) is not head:
+            raise RecipeError(
+                f"{quantize} packs {name}, and {holder} multiplies by its weight itself: packed, "
+                "that is codes and no numbers",
+                where="lora.quantize",
+                fix="remove lora.quantize: adapters train over this model's own weights",
+            )
 
 
 def packed_base(

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError, RecipeError
+from trainkit.lora.read_weights import read_weights
 from trainkit.models.frozen import text_model
 from trainkit.models.linears import ROUTERS
 from trainkit.options.model import ALL_LINEAR, LoraOptions
@@ -97,6 +98,7 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
     parameters = [name for name, _ in model.named_parameters()]
     check_names("target_parameters", options.target_parameters, parameters)
     targets = _targets(model, options)
+    _refuse_read_weights(model, targets, options)
     if targets.parameters:
         _refuse_with_parameters(targets, options)
     _refuse_rank(model, targets, options)
@@ -111,7 +113,8 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     every_expert = expert_parameters(model)
     experts = [name for name in every_expert if not is_named(name, excluded)]
     linears = list(_text_linears(model))
-    names = [name for name in linears if _takes_adapter(model, name)]
+    past = read_weights(model)
+    names = [name for name in linears if name not in past and _takes_adapter(model, name)]
     is_plain = names == linears and text_model(model) is None
     if is_plain and not every_expert and names:
         return Targets(ALL_LINEAR, listed)
@@ -128,6 +131,25 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     return Targets(tuple(names), tuple(dict.fromkeys((*listed, *short))))
 
 
+def _refuse_read_weights(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
+    """Refuse an adapter that would never act: its layer is passed by."""
+    if targets.modules == ALL_LINEAR:
+        return
+    for name, holder in read_weights(model).items():
+        if is_targeted(name, targets.modules) and not is_named(name, options.exclude_modules):
+            raise ModelError(
+                f"{name} cannot be adapted: {holder} multiplies by its weight itself, past the "
+                "layer and what is put around it",
+                where="lora.target_modules",
+                fix=f"leave {name.rpartition('.')[2]} out, or use {ALL_LINEAR!r}, which does",
+            )
+
+
+def is_targeted(name: str, wanted: str | Sequence[str]) -> bool:
+    """Whether peft adapts a module of this name: a pattern of the whole name, or names."""
+    return bool(re.fullmatch(wanted, name)) if isinstance(wanted, str) else is_named(name, wanted)
+
+
 def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
     """Refuse a rank that no adapted layer can use: its update has its smaller dimension at most."""
     wanted = targets.modules
@@ -135,11 +157,7 @@ def _refuse_rank(model: PreTrainedModel, targets: Targets, options: LoraOptions)
         (min(module.in_features, module.out_features), name)
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and (
-            wanted == ALL_LINEAR
-            or (isinstance(wanted, str) and re.fullmatch(wanted, name))
-            or (not isinstance(wanted, str) and is_named(name, wanted))
-        )
+        and (wanted == ALL_LINEAR or is_targeted(name, wanted))
         and not is_named(name, options.exclude_modules)
     ]
     largest, name = max(shapes, default=(options.r, ""))
@@ -174,7 +192,7 @@ def _text_linears(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _takes_adapter(model: PreTrainedModel, name: str) -> bool:
-    """Whether peft adapts it: the kernels of some recurrences read weights past the layer."""
+    """Whether peft adapts it: where kernels of some recurrences are installed, they pass it by."""
     trial = LoraConfig(task_type=TaskType.CAUSAL_LM)
     try:
         _check_lora_target_modules_mamba(trial, model, name.rpartition(".")[2])

@@ -81,6 +81,12 @@ def is_packed(parameter: nn.Parameter) -> bool:
     return any(kind.num_weights(parameter) is not None for kind in LINEARS.values())
 
 
+def not_finite(model: nn.Module) -> str | None:
+    """The first weight that holds NaN or infinity; the codes of a packed one only look so."""
+    weights = ((name, each) for name, each in model.named_parameters() if not is_packed(each))
+    return next((name for name, weight in weights if not weight.isfinite().all()), None)
+
+
 def num_weights(parameter: nn.Parameter) -> int:
     """How many weights a parameter stands for, packed or sharded or not."""
     counts = (kind.num_weights(parameter) for kind in LINEARS.values())

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import check_target_module_exists
 
-from trainkit.errors import ModelError
+from trainkit.errors import ModelError, RecipeError
 from trainkit.models.attention.packable import refuse_recurrent, skeleton_of
 from trainkit.options import Fp8Options, LoraOptions
 from trainkit.options.model import OPS
+from trainkit.options.parallel import RecomputeOptions
 from trainkit.options.section import ask, nearest
 from trainkit.patterns import refuse_endless
 
@@ -25,6 +27,7 @@ def refuse_unfit_model(
     lora: LoraOptions | None,
     fp8: bool | str | Fp8Options = False,
     projected: str | Sequence[str] | None = None,
+    recompute: RecomputeOptions | None = None,
 ) -> None:
     """Hold a recipe against the model's modules and shapes.
 
@@ -35,11 +38,13 @@ def refuse_unfit_model(
         lora: adapters, or None for full fine-tuning.
         fp8: ``model.fp8``.
         projected: ``training.optim_target_modules``.
+        recompute: which layers.
 
     Raises:
         ModelError: its layers cannot keep documents apart, or a name matches no module.
         PatchError: a kernel that is named is not proved for it; ``kernels: true`` takes any model.
-        RecipeError: adapters of this size are none.
+        RecipeError: adapters of this size are none, its layers are fewer than ``recompute`` says,
+            or a layer that would be packed is one whose weight the model reads itself.
     """
     if packing:
         refuse_recurrent(config)
@@ -50,6 +55,12 @@ def refuse_unfit_model(
         from trainkit.lora.targets import resolve_and_check
 
         resolve_and_check(skeleton, lora)
+        if lora.quantize is not None:
+            from trainkit.lora.quant import refuse_read_weights
+
+            refuse_read_weights(skeleton, lora.quantize)
+    if recompute is not None and recompute.every is not None:
+        _refuse_every(skeleton, recompute.every)
     if (wanted := Fp8Options.of(fp8)) is not None:
         from trainkit.models.fp8.choice import find_candidates
 
@@ -60,6 +71,18 @@ def refuse_unfit_model(
         from trainkit.models.patch import patch_kernels
 
         patch_kernels(skeleton, {op: on for op, on in kernels.items() if op in OPS}).revert()
+
+
+def _refuse_every(model: PreTrainedModel, k: int) -> None:
+    """Beyond the last layer only the first would be recomputed, whatever the number says."""
+    layers = sum(isinstance(each, GradientCheckpointingLayer) for each in model.modules())
+    if 0 < layers < k:  # without any: refused by what recomputes, which says why
+        raise RecipeError(
+            f"recompute: {{every: {k}}} means layers 0, {k}, ..., and the model has {layers}",
+            where="recompute.every",
+            fix=f"write a number from 1 (all layers) to {layers} (the first alone), or "
+            "recompute: none",
+        )
 
 
 def _refuse_unmatched(model: PreTrainedModel, projected: str | Sequence[str]) -> None:
@@ -106,7 +129,8 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
         # the whole row: `sft` proves it on the weights, and here there are none.
         off["data.packing"] = False
     if method != "full":
-        refuse_unfit_model(config, packing=False, kernels=False, lora=LoraOptions())
+        lora = LoraOptions(quantize="nf4" if method == "qlora" else None)
+        refuse_unfit_model(config, packing=False, kernels=False, lora=lora)
     if method == "qlora":
         from trainkit.lora.quant import refuse_unpacked_experts
 

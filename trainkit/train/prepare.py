@@ -32,6 +32,7 @@ from trainkit.models.loading import (
 )
 from trainkit.objectives import OBJECTIVES
 from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
+from trainkit.options.parallel import RecomputeOptions
 from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
 from trainkit.parallel.launch import meet_anew
 from trainkit.recipe import (
@@ -102,6 +103,7 @@ def prepare(run: Run, ledger: Path) -> None:
         lora=recipe.lora,
         fp8=recipe.model.fp8,
         projected=training.get("optim_target_modules"),
+        recompute=RecomputeOptions.of(recipe.recompute),
     )
     _refuse_unfit_device(recipe, layout)
     layout.engine.refuse_model(config)

@@ -45,6 +45,7 @@ from trainkit.models.attention.choice import NAME, Attention, Installed, install
 from trainkit.models.attention.forward import NO_INFLUENCE
 from trainkit.models.attention.packable import decoder_of, state_of
 from trainkit.models.leak_test import packed_bounds
+from trainkit.models.linears import not_finite
 from trainkit.parallel.parameters import is_whole, where_it_computes
 
 _NARROWED = {"sliding_window": 8, "attention_chunk_size": 8, "index_topk": 8}
@@ -173,7 +174,7 @@ def settle(
             checks = tuple(asdict(row) for row in [*refused, *rows])
             return replace(candidate, reason=reason, checks=checks)
         refused += [replace(row, status="refused") for row in failed]
-    if broken := _not_finite(subject):
+    if broken := not_finite(subject):
         raise ModelError(
             f"the weight {broken} holds NaN or infinity, so the model predicts nothing",
             where="model.name_or_path",
@@ -187,12 +188,6 @@ def settle(
         where="model.attn_implementation",
         fix="report this with the model's config.json and the version of transformers",
     )
-
-
-def _not_finite(model: PreTrainedModel) -> str | None:
-    """The first weight that holds NaN or infinity."""
-    weights = model.named_parameters()
-    return next((name for name, weight in weights if not weight.isfinite().all()), None)
 
 
 def _candidates(model: PreTrainedModel, wanted: Attention, *, is_auto: bool) -> list[Attention]:
