@@ -23,7 +23,6 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainkit import kernels
 from trainkit.auto_class import without_adapters
 from trainkit.errors import PatchError
 from trainkit.kernels.lora.function import lora_linear, lora_qkv
@@ -190,7 +189,7 @@ class _FusedExperts(_Fused):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         layers, experts = _unwrapped(self)
         ranks = [layer.r.get(name, 0) for layer in layers for name in layer.active_adapters]
-        if len(args) != 2 or kwargs or experts.keeps_own(x, max(ranks, default=0)):
+        if kwargs or experts.keeps_own(x, max(ranks, default=0)):
             return super().forward(x, *args, **kwargs)
         stacks = [getattr(experts, name) for name in experts.weights]
         if any(map(_why_other_arithmetic, layers)) or not all(map(is_whole, stacks)):
@@ -199,14 +198,9 @@ class _FusedExperts(_Fused):
         scaling = []
         for name in experts.weights:
             layer = next((each for each in layers if each.parameter_name == name), None)
-            factors += _factors(layer)
+            factors += _factors(layer, experts.transposed)
             scaling.append(1.0 if layer is None else layer.scaling[layer.active_adapters[0]])
-        return kernels.moe_mlp(
-            x, *args, *stacks, *factors,
-            scaling=(scaling[0], scaling[1]),
-            activation=experts.activation,
-            transposed=experts.transposed,
-        )  # fmt: skip
+        return experts.compute(x, args, factors, (scaling[0], scaling[1]))
 
 
 def _unwrapped(layer: Any) -> tuple[list[Any], Any]:
@@ -218,17 +212,20 @@ def _unwrapped(layer: Any) -> tuple[list[Any], Any]:
     return layers, layer
 
 
-def _factors(layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """A (E, R, inputs) and B (E, outputs, R); peft keeps A expert by expert, B rank by rank."""
+def _factors(layer: Any, transposed: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """A (E, R, inputs) and B (E, outputs, R); peft keeps A expert by expert, B rank by rank.
+
+    Where peft takes the weights for what they are not, its A is that of their transposes.
+    """
     if layer is None:
         return None, None
     name = layer.active_adapters[0]
     a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
     number = layer.num_experts
-    return (
-        a.view(number, -1, a.shape[1]),
-        b.view(b.shape[0], -1, number).permute(2, 0, 1),
-    )
+    a, b = a.view(number, -1, a.shape[1]), b.view(b.shape[0], -1, number).permute(2, 0, 1)
+    if layer._did_swap_in_out_features == transposed:
+        return b.transpose(1, 2), a.transpose(1, 2)
+    return a, b
 
 
 _Found = Iterator[str | tuple[nn.Module, type[_Fused], dict[str, Any]]]
@@ -315,10 +312,6 @@ def _why_experts_stay(layers: Sequence[Any], experts: Any) -> str | None:
         return "the kernel of experts is off, or they are something else"
     if {layer.parameter_name for layer in layers} - set(experts.weights):
         return "another of their parameters is adapted"
-    for layer in layers:
-        shape = getattr(experts, layer.parameter_name).shape
-        if layer.in_features != shape[1 if experts.transposed else 2]:
-            return "peft takes their weights for transposed ones"
     return next(filter(None, map(_why_other_arithmetic, layers)), None)
 
 

@@ -1,6 +1,6 @@
 """A mixture of experts' feed-forward block, with or without an adapter on each expert."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,36 @@ if HAS_TRITON:
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
+class Limits(NamedTuple):
+    """What a gate does besides: ``g * sigmoid(alpha * g) * (u + offset)``, both clamped first.
+
+    Attributes:
+        limit: of the gate from above, and of up in both directions; None for no clamp.
+        alpha: of the sigmoid.
+        offset: added to up.
+    """
+
+    limit: float | None = None
+    alpha: float = 1.0
+    offset: float = 0.0
+
+    def clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate, up + self.offset if self.offset else up
+
+
+NO_LIMITS = Limits()
+
+
+def _activated(u: Tensor, activation: str, limits: Limits, interleaved: bool) -> Tensor:
+    halves = (u[..., ::2], u[..., 1::2]) if interleaved else u.chunk(2, dim=-1)
+    gate, up = limits.clamped(*halves)
+    if limits.alpha != 1.0:
+        return up * (gate * torch.sigmoid(gate * limits.alpha))
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
 def moe_mlp_reference(
     x: Tensor,
     index: Tensor,
@@ -29,9 +59,13 @@ def moe_mlp_reference(
     gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None,
     down_b: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
     scaling: tuple[float, float] = (1.0, 1.0),
     activation: str = "silu",
+    limits: Limits = NO_LIMITS,
+    interleaved: bool = False,
     transposed: bool = False,
 ) -> Tensor:
     """`moe_mlp` as transformers loops over experts, with peft's adapters added to the weights."""
@@ -50,9 +84,14 @@ def moe_mlp_reference(
     # unbind's backward stacks; that of an index would fill a whole gradient for every expert
     for expert, (first, second) in enumerate(zip(gate_up.unbind(0), down.unbind(0), strict=True)):
         token, choice = torch.where(index == expert)
-        gate, up = F.linear(x[token], first).chunk(2, dim=-1)
-        act = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        y = F.linear(act * up, second) * scale[token, choice, None]
+        u = F.linear(x[token], first)
+        if gate_up_bias is not None:
+            u = u + gate_up_bias[expert]
+        h = _activated(u, activation, limits, interleaved)
+        y = F.linear(h, second)
+        if down_bias is not None:
+            y = y + down_bias[expert]
+        y = y * scale[token, choice, None]
         out = out.index_add(0, token, y.to(out.dtype))
     return out
 
@@ -86,9 +125,13 @@ def moe_mlp(
     gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None,
     down_b: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     *,
     scaling: tuple[float, float] = (1.0, 1.0),
     activation: str = "silu",
+    limits: Limits = NO_LIMITS,
+    interleaved: bool = False,
     transposed: bool = False,
 ) -> Tensor:
     """The sum over a token's experts of scale * down(act(gate) * up).
@@ -106,8 +149,12 @@ def moe_mlp(
         gate_up_b: see ``gate_up_a``.
         down_a: (E, R, I) or None; with ``down_b`` (E, H, R).
         down_b: see ``down_a``.
+        gate_up_bias: (E, 2I) or None.
+        down_bias: (E, H) or None.
         scaling: what the two low-rank products are multiplied by.
         activation: one of `ACTIVATIONS`.
+        limits: what the gate does besides; an alpha goes with silu alone.
+        interleaved: the rows of gate and up take turns.
         transposed: how the weights lie; the adapters' always lie as said.
 
     Returns:
@@ -120,12 +167,19 @@ def moe_mlp(
         x, gate_up, down = (each.to(compute_dtype(x)) for each in (x, gate_up, down))
     if why_no_kernel(x, gate_up, down, rank):
         return moe_mlp_reference(
-            x, index, scale, gate_up, down, *factors,
-            scaling=scaling, activation=activation, transposed=transposed,
+            x, index, scale, gate_up, down, *factors, gate_up_bias, down_bias,
+            scaling=scaling, activation=activation, limits=limits, interleaved=interleaved,
+            transposed=transposed,
         )  # fmt: skip
+    gate = (activation == "gelu_tanh", limits.limit or 0.0, *limits[1:], interleaved)
     y: Tensor = _Experts.apply(
-        x, index, scale, gate_up, down, *factors, scaling, activation == "gelu_tanh", transposed
+        x, index, scale, gate_up, down, *factors, gate_up_bias, scaling, gate, transposed
     )
+    if down_bias is not None:  # each expert's, as often as its results count
+        num = gate_up.shape[0]
+        at = torch.where((index < 0) | (index > num), num, index)
+        shares = scale.new_zeros((x.shape[0], num + 1)).scatter_add(1, at, scale)[:, :num]
+        y = torch.addmm(y, shares.to(y.dtype), down_bias.to(y.dtype))
     return y.to(dtype)
 
 
@@ -154,8 +208,9 @@ class _Experts(KernelFunction):
         gate_up_b: Tensor | None,
         down_a: Tensor | None,
         down_b: Tensor | None,
+        gate_up_bias: Tensor | None,
         scaling: tuple[float, float],
-        tanh_gelu: bool,
+        gate: tuple[Any, ...],
         transposed: bool,
     ) -> Tensor:
         num_experts = gate_up.shape[0]
@@ -178,13 +233,16 @@ class _Experts(KernelFunction):
         rows, low = kernel.gather(x, way, a1, scaling[0])
         u = grouped_product(rows, gate_up, way, transposed=not transposed, low_rank=(low, b1))
         del rows
-        h = kernel.gate_forward(u, way, tanh_gelu)
+        bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+        h = kernel.gate_forward(u, way, bias, gate)
         h_low = kernel.inner(h, way, a2, scaling[1])
         y = grouped_product(h, down, way, transposed=not transposed, low_rank=(h_low, b2))
         del h
-        ctx.save_for_backward(x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, *way[:-1])
+        ctx.save_for_backward(
+            x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, bias, *way[:-1]
+        )
         ctx.top_k, ctx.ranks, ctx.scaling = way.top_k, ranks, scaling
-        ctx.tanh_gelu, ctx.transposed = tanh_gelu, transposed
+        ctx.gate, ctx.transposed = gate, transposed
         ctx.dtypes = [
             None if a is None else a.dtype for a in (gate_up_a, gate_up_b, down_a, down_b)
         ]
@@ -193,13 +251,14 @@ class _Experts(KernelFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, *sorted_slots = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, bias, *sorted_slots = saved
         way = Route(*(*sorted_slots, ctx.top_k))
-        wants_x, _, wants_scale, wants_gate_up, wants_down, *wants = ctx.needs_input_grad[:9]
+        wants_x, _, wants_scale, wants_gate_up, wants_down, *wants = ctx.needs_input_grad[:10]
         dy = dy.contiguous()
         dy_rows, dh_low = kernel.gather(dy, way, b2, ctx.scaling[1])
         dh = grouped_product(dy_rows, down, way, transposed=ctx.transposed, low_rank=(dh_low, a2))
-        du, h, dscale = kernel.gate_backward(u, dh, scale, way, ctx.tanh_gelu)
+        du, h, dscale = kernel.gate_backward(u, dh, scale, way, bias, ctx.gate)
         du_low = kernel.inner(du, way, b1, ctx.scaling[0])
         del dh
         dgate_up = ddown = None
@@ -225,6 +284,9 @@ class _Experts(KernelFunction):
                 db = kernel.gram(h_low, dy_rows, way, scale=scale)
                 grads[3] = db[:, : ctx.ranks[1]].transpose(1, 2)
         del h, dy_rows
+        dbias = None
+        if wants[4]:
+            dbias = kernel.gram(du.new_ones((du.shape[0], 16)), du, way)[:, 0].to(bias.dtype)
         grads = [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
         dx = None
         if wants_x:
@@ -233,5 +295,6 @@ class _Experts(KernelFunction):
             )
             dx = kernel.combine(rows, way, None, x.shape[0])
         return (
-            dx, None, dscale if wants_scale else None, dgate_up, ddown, *grads, None, None, None
+            dx, None, dscale if wants_scale else None, dgate_up, ddown, *grads, dbias,
+            None, None, None,
         )  # fmt: skip

@@ -4,6 +4,8 @@ S sorted rows of T tokens, H wide; I the experts' width; R the adapters' rank (0
 two of at least 16: that is the least a matrix unit sums over.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch import Tensor
 from trainkit.kernels.experts.route_kernel import ROWS, Route
 from trainkit.kernels.launch import INTERPRETING, Kernel, next_power_of_2
 from trainkit.kernels.lora.products import precision
-from trainkit.kernels.swiglu.kernel import _activation, _activation_and_slope
+from trainkit.kernels.swiglu.kernel import _activation_and_slope
 
 _ROWS = 64
 _GATE_ROWS = 32
@@ -67,43 +69,69 @@ def _gather(
 
 
 @triton.jit
-def _gate_and_up(u_ptr, wide, cols, mask, WIDTH: tl.constexpr):
-    at = u_ptr + wide * (2 * WIDTH) + cols[None, :]
+def _gate_and_up(
+    u_ptr, bias_ptr, expert, wide, cols, mask,
+    WIDTH: tl.constexpr, BIASED: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    UP: tl.constexpr = 1 if STEP == 2 else WIDTH
+    at = u_ptr + wide * (2 * WIDTH) + cols[None, :] * STEP
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return gate, tl.load(at + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(at + UP, mask=mask, other=0.0).to(tl.float32)
+    if BIASED:
+        at = bias_ptr + expert * (2 * WIDTH) + cols * STEP
+        gate += tl.load(at, mask=cols < WIDTH, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(at + UP, mask=cols < WIDTH, other=0.0).to(tl.float32)[None, :]
+    return gate, up
+
+
+@triton.jit
+def _gated(
+    gate, up,
+    TANH_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """(act(gate), its slope, what it is multiplied by); comparisons let NaN through."""
+    if LIMIT > 0:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    act, slope = _activation_and_slope(gate * ALPHA, TANH_GELU)
+    return act / ALPHA, slope, up + OFFSET
 
 
 @triton.jit(do_not_specialize=["unused"])
 def _forward(
-    u_ptr, h_ptr, ends_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr,
+    u_ptr, bias_ptr, h_ptr, ends_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr,
     unused,
-    WIDTH: tl.constexpr, TANH_GELU: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TANH_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    STEP: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    _, rows, live = _part(tile_expert_ptr, tile_row_ptr, num_tiles_ptr, ends_ptr, TILE, ROWS)
+    expert, rows, live = _part(tile_expert_ptr, tile_row_ptr, num_tiles_ptr, ends_ptr, TILE, ROWS)
     wide = rows.to(tl.int64)[:, None]
     for first in range(0, WIDTH, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (cols < WIDTH)[None, :]
-        gate, up = _gate_and_up(u_ptr, wide, cols, mask, WIDTH)
-        h = (_activation(gate, TANH_GELU) * up).to(h_ptr.dtype.element_ty)
+        gate, up = _gate_and_up(u_ptr, bias_ptr, expert, wide, cols, mask, WIDTH, BIASED, STEP)
+        act, _, times = _gated(gate, up, TANH_GELU, LIMIT, ALPHA, OFFSET)
+        h = (act * times).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + wide * WIDTH + cols[None, :], h, mask=mask)
 
 
 @triton.jit(do_not_specialize=["unused"])
 def _backward(
-    u_ptr, dh_ptr, slots_ptr, scale_ptr, du_ptr, h_ptr, dscale_ptr,
+    u_ptr, bias_ptr, dh_ptr, slots_ptr, scale_ptr, du_ptr, h_ptr, dscale_ptr,
     ends_ptr, tile_expert_ptr, tile_row_ptr, num_tiles_ptr,
     unused,
-    WIDTH: tl.constexpr, TANH_GELU: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TANH_GELU: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OFFSET: tl.constexpr,
+    STEP: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of u and of the slots' scales, from dh = dy W2 before it is scaled.
 
     The scale of a slot multiplies all that follows h, so its gradient is h dot dh; y is not needed.
     """
     dtype: tl.constexpr = du_ptr.dtype.element_ty
-    _, rows, live = _part(tile_expert_ptr, tile_row_ptr, num_tiles_ptr, ends_ptr, TILE, ROWS)
+    UP: tl.constexpr = 1 if STEP == 2 else WIDTH
+    expert, rows, live = _part(tile_expert_ptr, tile_row_ptr, num_tiles_ptr, ends_ptr, TILE, ROWS)
     wide = rows.to(tl.int64)[:, None]
     slot = tl.load(slots_ptr + rows, mask=live, other=0)
     scale = tl.load(scale_ptr + slot, mask=live, other=0.0).to(tl.float32)
@@ -111,15 +139,19 @@ def _backward(
     for first in range(0, WIDTH, BLOCK):
         cols = first + tl.arange(0, BLOCK)
         mask = live[:, None] & (cols < WIDTH)[None, :]
-        gate, up = _gate_and_up(u_ptr, wide, cols, mask, WIDTH)
+        gate, up = _gate_and_up(u_ptr, bias_ptr, expert, wide, cols, mask, WIDTH, BIASED, STEP)
         dh = tl.load(dh_ptr + wide * WIDTH + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        act, slope = _activation_and_slope(gate, TANH_GELU)
-        h = act * up
+        act, slope, times = _gated(gate, up, TANH_GELU, LIMIT, ALPHA, OFFSET)
+        h = act * times
         dscale += tl.sum(h * dh, 1)
         dh *= scale[:, None]
-        at = du_ptr + wide * (2 * WIDTH) + cols[None, :]
-        tl.store(at, (dh * up * slope).to(dtype), mask=mask)
-        tl.store(at + WIDTH, (dh * act).to(dtype), mask=mask)
+        dgate, dup = dh * times * slope, dh * act
+        if LIMIT > 0:  # beyond a clamp nothing comes back
+            dgate = tl.where(gate > LIMIT, 0.0, dgate)
+            dup = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, dup)
+        at = du_ptr + wide * (2 * WIDTH) + cols[None, :] * STEP
+        tl.store(at, dgate.to(dtype), mask=mask)
+        tl.store(at + UP, dup.to(dtype), mask=mask)
         tl.store(h_ptr + wide * WIDTH + cols[None, :], (h * scale[:, None]).to(dtype), mask=mask)
     tl.store(dscale_ptr + slot, dscale.to(dscale_ptr.dtype.element_ty), mask=live)
 
@@ -234,37 +266,52 @@ def _gathered(
     return low
 
 
-def gate_forward(u: Tensor, route: Route, tanh_gelu: bool) -> Tensor:
-    """The gated activation of u (S, 2I): (S, I)."""
+def _gate_constants(gate: tuple[Any, ...], bias: Tensor | None, width: int) -> tuple[Any, ...]:
+    *others, interleaved = gate
+    return *others, 2 if interleaved else 1, bias is not None, width, ROWS, _GATE_ROWS, 128
+
+
+def gate_forward(u: Tensor, route: Route, bias: Tensor | None, gate: tuple[Any, ...]) -> Tensor:
+    """The gated activation of u (S, 2I), plus the experts' bias (E, 2I): (S, I).
+
+    Args:
+        u: the first product's rows.
+        route: whose they are.
+        bias: None for none.
+        gate: whether the tanh GELU; the limit, 0 for none; alpha; the offset; whether interleaved.
+    """
     num_slots, width = u.shape[0], u.shape[1] // 2
     h = u.new_empty((num_slots, width))
     if h.numel():
         FORWARD.launch(
             route.most_tiles * (ROWS // _GATE_ROWS),
-            (u, h, *_tiles(route)),
+            (u, u if bias is None else bias, h, *_tiles(route)),
             (),
             (1,),
-            (width, tanh_gelu, ROWS, _GATE_ROWS, 128),
+            _gate_constants(gate, bias, width),
             8,
         )
     return h
 
 
 def gate_backward(
-    u: Tensor, dh: Tensor, scale: Tensor, route: Route, tanh_gelu: bool
+    u: Tensor, dh: Tensor, scale: Tensor, route: Route, bias: Tensor | None, gate: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(du (S, 2I), h (S, I) times its slot's scale, the gradient of scale (T, K))."""
     du, h, dscale = torch.empty_like(u), torch.empty_like(dh), torch.zeros_like(scale)
     if dh.numel():
         BACKWARD.launch(
             route.most_tiles * (ROWS // _GATE_ROWS),
-            (u, dh, route.slots, scale, du, h, dscale, *_tiles(route)),
+            (
+                u, u if bias is None else bias, dh, route.slots, scale, du, h, dscale,
+                *_tiles(route),
+            ),
             (),
             (1,),
-            (dh.shape[1], tanh_gelu, ROWS, _GATE_ROWS, 128),
+            _gate_constants(gate, bias, dh.shape[1]),
             8,
             2,
-        )
+        )  # fmt: skip
     return du, h, dscale
 
 

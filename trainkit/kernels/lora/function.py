@@ -34,7 +34,7 @@ from trainkit.kernels.fp8.linear import (
 )
 from trainkit.kernels.launch import as_rows
 from trainkit.kernels.lora import products
-from trainkit.kernels.lora.products import Projection, Unpack, read_weight
+from trainkit.kernels.lora.products import Projection, Unpack, read_weight, reshaped
 
 
 def lora_linear(x: Tensor, projection: Projection) -> Tensor:
@@ -262,7 +262,7 @@ class _SharedInput(torch.autograd.Function):
         ctx.dtype = dtype
         ctx.fixed = fixed
         ctx.set_materialize_grads(False)
-        return tuple(out.view(*x.shape[:-1], out.shape[-1]) for out in outputs)
+        return tuple(reshaped(out, (*x.shape[:-1], out.shape[-1])) for out in outputs)
 
     @staticmethod
     @once_differentiable

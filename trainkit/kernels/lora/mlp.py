@@ -47,7 +47,7 @@ from trainkit.kernels.lora.gate import (
     gate_forward,
     same_adapters,
 )
-from trainkit.kernels.lora.products import Projection
+from trainkit.kernels.lora.products import Projection, reshaped
 
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -220,7 +220,7 @@ class _Down(torch.autograd.Function):
     ) -> Tensor:
         with no_autocast(token):
             down = Layer(weight, bias, b_down, settings.fixed[-1])
-            return down.adapted(SharedInput(h), xa_down).view(token.shape)
+            return reshaped(down.adapted(SharedInput(h), xa_down), token.shape)
 
     @staticmethod
     @once_differentiable

@@ -300,6 +300,15 @@ def _launch_casts(
     return stack, views[len(stacked) :]
 
 
+def reshaped(out: Tensor, shape: Sequence[int]) -> Tensor:
+    """As ``view``, for what an autograd function gives back: a view could not be added to in place.
+
+    Llama 4 adds its experts to what its shared expert gives.
+    """
+    made: Tensor = torch.ops.aten._unsafe_view.default(out, shape)
+    return made
+
+
 # -- What a fused function needs to know about one adapted linear layer ---------------------------
 # Shapes: K inputs, N outputs, R rank.
 

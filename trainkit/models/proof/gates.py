@@ -12,8 +12,9 @@ Shapes: T tokens, K experts a token, E experts, H hidden, I an expert's width.
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,10 @@ from torch.nn import functional
 
 from trainkit import kernels
 from trainkit.kernels.experts.function import ACTIVATIONS as EXPERT_ACTIVATIONS
-from trainkit.kernels.experts.function import (
-    moe_mlp_reference,
-    why_no_kernel,
-)
+from trainkit.kernels.experts.function import Limits, moe_mlp_reference, why_no_kernel
 from trainkit.models.proof.compare import (
     EXACT,
+    FAILURES,
     Finding,
     Truth,
     Wide,
@@ -107,25 +106,6 @@ class PackedMLP(KernelForward):
         return down(kernels.swiglu_packed(packed(x), order=self.order))
 
 
-class Limits(NamedTuple):
-    """What is done besides: ``g * sigmoid(alpha * g) * (u + offset)``, g and u clamped first.
-
-    Attributes:
-        limit: of the gate from above, and of up in both directions; None for no clamp.
-        alpha: of the sigmoid.
-        offset: added to up.
-    """
-
-    limit: float | None = None
-    alpha: float = 1.0
-    offset: float = 0.0
-
-    def clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        if self.limit is not None:
-            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate, up + self.offset if self.offset else up
-
-
 class SlicedMLP(KernelForward):
     """The gate's kernel on slices of one projection, or on what was clamped before.
 
@@ -186,12 +166,7 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
     nearest = float("inf")
     ran = [name for name in ("silu", "gelu") if name in truth.used]  # else it is written out
     candidates = [name for name in ACTIVATIONS if not ran or name.partition("_")[0] in ran]
-    limits = [Limits(limit)]
-    if limit is not None:
-        own = {each for each in vars(module).values() if isinstance(each, float)}
-        alphas = dict.fromkeys([1.0, *own, 1.702])
-        limits = [Limits(limit, *each) for each in itertools.product(alphas, (0.0, 1.0))]
-    for form, name, made in itertools.product(forms, candidates, limits):
+    for form, name, made in itertools.product(forms, candidates, limits_of(module, limit)):
         if made.alpha != 1.0 and name != "silu":
             continue
 
@@ -207,10 +182,7 @@ def find_gate(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
     if reason := why_not(module, ours, inputs, allowed):
         return Finding("swiglu", "refused", reason, error)
     kind, *linears = form
-    detail = f"{name}(gate) * up, {kind.replace('_', ', then ')}"
-    detail += "" if limit is None else f", clamped at {limit:g}"
-    detail += "" if made.alpha == 1.0 else f", sigmoid of {made.alpha:g} x"
-    detail += f", up + {made.offset:g}" if made.offset else ""
+    detail = f"{_told(name, made)}, {kind.replace('_', ', then ')}"
     forward: type[KernelForward] | None = None
     settings: dict[str, Any] = {"linears": tuple(linears)}
     if made != Limits() or kind == "interleaved" or (kind != "split" and name == "gelu_tanh"):
@@ -252,10 +224,26 @@ def _forms(module: nn.Module) -> Iterator[_Form]:
                     yield kind, packed, down
 
 
-def _limit_of(module: nn.Module, x: Tensor) -> float | None:
+def limits_of(module: nn.Module, limit: float | None) -> list[Limits]:
+    """What a gate may do besides, from the numbers that its module holds."""
+    if limit is None:
+        return [Limits()]
+    own = {each for each in vars(module).values() if isinstance(each, float)}
+    alphas = dict.fromkeys([1.0, *own, 1.702])
+    return [Limits(limit, *each) for each in itertools.product(alphas, (0.0, 1.0))]
+
+
+def _told(activation: str, limits: Limits) -> str:
+    detail = f"{activation}(gate) * up"
+    detail += "" if limits.limit is None else f", clamped at {limits.limit:g}"
+    detail += "" if limits.alpha == 1.0 else f", sigmoid of {limits.alpha:g} x"
+    return detail + (f", up + {limits.offset:g}" if limits.offset else "")
+
+
+def _limit_of(module: nn.Module, *x: Tensor) -> float | None:
     """The limit of a gate that clamps gate from above and up on both sides, and nothing else."""
-    with torch.no_grad(), Wide() as mode:
-        module(x)
+    with torch.no_grad(), Wide() as mode, suppress(*FAILURES):
+        module(*x)
     if len(mode.bounds) == 2:
         low, high = (tuple(each) for each in mode.bounds)
         for (_, first), both in ((low, high), (high, low)):
@@ -287,7 +275,7 @@ def _gated(module: nn.Module, form: _Form, activation: str, made: Limits, x: Ten
     return y
 
 
-_LOOP = {"expert_hit", "expert_idx == self.num_experts"}
+_LOOP = {"expert_hit", "hit", "expert_idx == self.num_experts"}
 _OF_LOOP = frozenset(("nonzero", "__eq__", "__bool__"))
 """What the loop over experts that got a token decides by, in the source and as torch sees it."""
 
@@ -303,15 +291,23 @@ class Experts(KernelForward):
 
     Attributes:
         weights: the names of gate with up, and of down.
-        activation: one of the op's `ACTIVATIONS`.
-        transposed: as the op takes it.
+        biases: the names of theirs, or nothing.
+        options: of the op.
+        sorted_rows: whether it is given rows for each expert in turn, and no routes. A row of zeros
+            then gives zeros, and no gradient, so it is sent to no expert.
     """
 
     uses = ("moe_mlp",)
 
     weights: ClassVar[tuple[str, str]]
-    activation: ClassVar[str] = "silu"
-    transposed: ClassVar[bool] = False
+    biases: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[tuple[tuple[str, Any], ...]] = ()
+    sorted_rows: ClassVar[bool] = False
+
+    @property
+    def transposed(self) -> bool:
+        """As the op takes it."""
+        return bool(dict(self.options).get("transposed"))
 
     def keeps_own(self, x: Tensor, rank: int = 0) -> bool:
         """Whether Hugging Face's, or peft's, code runs on so many tokens of such a kind."""
@@ -323,15 +319,41 @@ class Experts(KernelForward):
         loops = x.is_cuda and x.dtype != torch.float64
         return loops and why_no_kernel(x, gate_up, down, rank) is not None
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """(T, H), (T, K), (T, K) to (T, H)."""
-        if self.keeps_own(hidden_states):
-            return super().forward(hidden_states, top_k_index, top_k_weights)
+    def compute(
+        self,
+        x: Tensor,
+        routes: tuple[Tensor, ...],
+        factors: Sequence[Tensor | None] = (None,) * 4,
+        scaling: tuple[float, float] = (1.0, 1.0),
+    ) -> Tensor:
+        """The op on these experts.
+
+        Args:
+            x: as the forward takes it.
+            routes: what else the forward takes: (T, K) experts and what they count.
+            factors: the op's, of adapters.
+            scaling: theirs.
+        """
         gate_up, down = (getattr(self, name) for name in self.weights)
+        if self.sorted_rows:
+            routes = _routes_of_rows(x, gate_up.shape[0])
+        biases = [getattr(self, name) for name in self.biases]
         return kernels.moe_mlp(
-            hidden_states, top_k_index, top_k_weights, gate_up, down,
-            activation=self.activation, transposed=self.transposed,
-        )  # fmt: skip
+            x, *routes, gate_up, down, *factors, *biases, scaling=scaling, **dict(self.options)
+        )
+
+    def forward(self, hidden_states: Tensor, *routes: Tensor, **named: Tensor) -> Tensor:
+        """(T, H), (T, K), (T, K) to (T, H)."""
+        if named or self.keeps_own(hidden_states):
+            return super().forward(hidden_states, *routes, **named)
+        return self.compute(hidden_states, routes)
+
+
+def _routes_of_rows(x: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Those of the same number of rows for each expert in turn."""
+    expert = torch.arange(num_experts, device=x.device).repeat_interleave(len(x) // num_experts)
+    index = torch.where((x != 0).any(1), expert, num_experts)
+    return index[:, None], x.new_ones((len(x), 1))
 
 
 def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Finding | None:
@@ -350,52 +372,45 @@ def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Findi
     is_routed = tensors[0].dim() == 2 and any(not each.is_floating_point() for each in tensors)
     if not is_routed and "expert" not in type(module).__name__.lower():
         return None  # blocks of something else, as of a recurrent gate
-    if len(own) > len(stacks):
-        extra = next(name for name in own if name not in stacks)
-        return Finding("experts", "no kernel", f"experts with {extra}: trainkit has no kernel")
-    x, *rest = tensors
-    if (
+    (num_experts,), (x, *rest) = sizes, tensors
+    is_sorted = not rest and x.dim() == 2 and len(x) % num_experts == 0
+    if not is_sorted and (
         len(rest) != 2
-        or not isinstance(result, Tensor)
-        or x.shape != result.shape
         or x.dim() != 2
         or rest[0].is_floating_point()
         or not rest[0].shape == rest[1].shape == (x.shape[0], rest[0].shape[-1])
     ):
         return Finding("experts", "refused", "its experts do not take tokens with their routes")
-    index, _ = rest
-    routes = list(expert_routes(next(iter(sizes)), index.shape[1], x.device))
-    num = routes[0].shape[0]
-    inputs = [
-        torch.cat([draw(num // 3, x.shape[1], seed=i, scale=s) for i, s in enumerate(_SCALES)]),
-        draw(num, index.shape[1], seed=5).abs(),
-    ]
-    inputs = [each.to(x) for each in inputs]
+    if not isinstance(result, Tensor) or x.shape != result.shape:
+        return Finding("experts", "refused", "its experts give something else than tokens")
+    top_k = 1 if is_sorted else rest[0].shape[1]
+    limit = _limit_of(module, *([x] if is_sorted else [x[:1], rest[0][:1, :1], rest[1][:1, :1]]))
+    inputs, routes = _expert_inputs(stacks, limit, top_k, x, is_sorted)
 
-    def plain(x: Tensor, scale: Tensor) -> list[Tensor]:
-        return [module(x, each, scale[:, : each.shape[1]]) for each in routes]
+    def plain(x: Tensor, *scale: Tensor) -> list[Tensor]:
+        if is_sorted:
+            return [module(x)]
+        return [module(x, each, scale[0][:, : each.shape[1]]) for each in routes]
 
-    truth = Truth(plain, inputs, stacks.values(), _OF_LOOP)
+    allowed = _OF_LOOP if limit is None else _OF_LOOP | {"clamp"}
+    truth = Truth(plain, inputs, own.values(), allowed)
     if truth.error:
         return Finding("experts", "refused", truth.error[1])
     nearest = float("inf")
-    for names, transposed, activation in _expert_forms(stacks, x.shape[1]):
+    for names, biases, options in _expert_forms(own, x.shape[1], limits_of(module, limit)):
 
         def ours(
             x: Tensor,
-            scale: Tensor,
-            names: tuple[str, ...] = names,
-            options: tuple[str, bool] = (activation, transposed),
+            *scale: Tensor,
+            names: tuple[str, ...] = (*names, *biases),
+            options: dict[str, Any] = options,
         ) -> list[Tensor]:
-            weights = (getattr(module, name) for name in names)
-            gate_up, down = weights
-            return [
-                moe_mlp_reference(
-                    x, each, scale[:, : each.shape[1]], gate_up, down,
-                    activation=options[0], transposed=options[1],
-                )
-                for each in routes
-            ]  # fmt: skip
+            each = [getattr(module, name) for name in names]
+            args = (*each[:2], *(None,) * 4, *each[2:])
+            if is_sorted:
+                return [moe_mlp_reference(x, *_routes_of_rows(x, num_experts), *args, **options)]
+            pairs = [(each, scale[0][:, : each.shape[1]]) for each in routes]
+            return [moe_mlp_reference(x, *pair, *args, **options) for pair in pairs]
 
         error = truth.against(ours)[0]
         nearest = min(nearest, error)
@@ -404,23 +419,46 @@ def find_experts(module: nn.Module, tensors: list[Tensor], result: Any) -> Findi
     else:
         return Finding("experts", "refused", f"no form fits, the nearest is off by {nearest:.0e}")
     left = [each for each in decisions(module) if each not in _LOOP]
-    if reason := why_not(module, ours, inputs, _OF_LOOP, left, plain=plain):
+    if reason := why_not(module, ours, inputs, allowed, left, plain=plain):
         return Finding("experts", "refused", reason, error)
-    detail = f"{activation}(gate) * up, then down"
+    detail = _told(options["activation"], options["limits"])
+    detail += ", interleaved" if options["interleaved"] else ""
+    detail += ", then down" + (", both with a bias" if biases else "")
     if odd := [size for each in stacks.values() for size in each.shape[1:] if size % _UNIT]:
         return Finding(
             "experts", "no kernel", f"{detail}: its {odd[0]} is no multiple of {_UNIT}", error
         )
-    settings = {"weights": names, "activation": activation, "transposed": transposed}
+    settings = {"weights": names, "biases": biases, "sorted_rows": is_sorted}
+    settings["options"] = tuple(sorted(options.items()))
     return Finding("experts", "on", detail, error, None, Experts, settings)
 
 
 _SCALES = (1.0, 1e-3, 30.0)
 
 
-def expert_routes(num_experts: int, top_k: int, device: torch.device) -> Iterator[Tensor]:
-    """Routes of twelve tokens: at random, all to the last K, all to one."""
-    num = 4 * len(_SCALES)
+def _expert_inputs(
+    stacks: dict[str, nn.Parameter], limit: float | None, top_k: int, x: Tensor, is_sorted: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens, with their scales, of sizes that reach both sides of a clamp; and routes."""
+    scales, (num_experts, *_) = list(_SCALES), next(iter(stacks.values())).shape
+    hidden = x.shape[1]
+    if limit is not None:
+        spread = next(iter(stacks.values())).std().item() * hidden**0.5
+        scales += [each * limit / max(spread, 1e-30) for each in (0.3, 4.0)]
+    if is_sorted:
+        num = num_experts * len(scales)
+        rows = draw(num, hidden) * torch.tensor(scales).repeat(num_experts)[:, None]
+        rows[1::4] = 0.0
+        return [rows.to(x)], []
+    routes = list(expert_routes(num_experts, top_k, x.device, 4 * len(scales)))
+    rows = torch.cat([draw(4, hidden, seed=i, scale=s) for i, s in enumerate(scales)])
+    return [each.to(x) for each in (rows, draw(len(rows), top_k, seed=5).abs())], routes
+
+
+def expert_routes(
+    num_experts: int, top_k: int, device: torch.device, num: int = 12
+) -> Iterator[Tensor]:
+    """Routes of some tokens: at random, all to the last K, all to one."""
     order = draw(num, num_experts, seed=9).argsort(1)[:, :top_k]
     yield order.to(device)
     yield torch.arange(num_experts - top_k, num_experts, device=device).expand(num, top_k)
@@ -428,15 +466,34 @@ def expert_routes(num_experts: int, top_k: int, device: torch.device) -> Iterato
 
 
 def _expert_forms(
-    stacks: dict[str, nn.Parameter], hidden: int
-) -> Iterator[tuple[tuple[str, str], bool, str]]:
-    """Every way in which two stacks could be the op's weights."""
+    own: dict[str, nn.Parameter], hidden: int, limits: Sequence[Limits]
+) -> Iterator[tuple[tuple[str, str], tuple[str, ...], dict[str, Any]]]:
+    """Every way in which parameters could be the op's weights and biases, and its options."""
+    stacks = {name: each for name, each in own.items() if each.dim() == 3}
+    flat = [name for name in own if name not in stacks]
     for (first, gate_up), (second, down) in itertools.permutations(stacks.items(), 2):
         for transposed in (False, True):
             shapes = [tuple(each.shape[1:]) for each in (gate_up, down)]
             if transposed:
                 shapes = [each[::-1] for each in shapes]
             width = shapes[1][1]
-            if len(stacks) == 2 and shapes == [(2 * width, hidden), (hidden, width)]:
-                for activation in EXPERT_ACTIVATIONS:
-                    yield (first, second), transposed, activation
+            if len(stacks) > 2 or shapes != [(2 * width, hidden), (hidden, width)]:
+                continue
+            for biases in itertools.permutations(flat):
+                outputs = [tuple(own[name].shape) for name in biases]
+                if biases and outputs != [(len(gate_up), each[0]) for each in shapes]:
+                    continue
+                for activation, interleaved, each in itertools.product(
+                    EXPERT_ACTIVATIONS, (False, True), limits
+                ):
+                    if each.alpha == 1.0 or activation == "silu":
+                        yield (
+                            (first, second),
+                            biases,
+                            {
+                                "activation": activation,
+                                "interleaved": interleaved,
+                                "limits": each,
+                                "transposed": transposed,
+                            },
+                        )

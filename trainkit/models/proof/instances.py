@@ -182,8 +182,9 @@ def _compare(
     stacks = {n: p for n, p in module.named_parameters(recurse=False) if p.dim() == _STACK}
     with ExitStack() as stack:
         weights = {name: each.detach() for name, each in module.named_parameters()}
-        if stacks:
-            call = stack.enter_context(_few_experts(module, call, weights, [*stacks]))
+        if stacks:  # with their biases
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            call = stack.enter_context(_few_experts(module, call, weights, names))
         exact = {
             name: each.double().requires_grad_(each.dim() < 2) for name, each in weights.items()
         }
@@ -237,19 +238,22 @@ def _few_experts(
 ) -> Iterator[_Call]:
     """Within, the module has four experts, and ``weights`` theirs; with a call of these."""
     total = weights[names[0]].shape[0]
-    tensors = [each for each in (*call[0], *call[1].values()) if isinstance(each, Tensor)]
-    x, top_k = tensors[0], min(tensors[1].shape[-1], _FEW)
+    x, *rest = (each for each in (*call[0], *call[1].values()) if isinstance(each, Tensor))
     places = torch.linspace(0, total - 1, min(_FEW, total), device=x.device).long()
     for name in names:
         weights[name] = weights[name][places]
     counts = [key for key, each in vars(module).items() if type(each) is int and each == total]
-    routes = next(expert_routes(len(places), min(top_k, len(places)), x.device))
-    x = x.repeat(-(-len(routes) // len(x)), 1)[: len(routes)]
-    shares = torch.linspace(0.2, 0.8, routes.numel(), device=x.device, dtype=torch.float64)
+    args: tuple[Any, ...] = (x[: len(x) // total * len(places)],)  # sorted by expert
+    if rest:
+        top_k = min(rest[0].shape[-1], _FEW, len(places))
+        routes = next(expert_routes(len(places), top_k, x.device))
+        x = x.repeat(-(-len(routes) // len(x)), 1)[: len(routes)]
+        shares = torch.linspace(0.2, 0.8, routes.numel(), device=x.device, dtype=torch.float64)
+        args = (x, routes, shares.view(routes.shape))
     for key in counts:
         setattr(module, key, len(places))
     try:
-        yield (x, routes, shares.view(routes.shape)), {}
+        yield args, {}
     finally:
         for key in counts:
             setattr(module, key, total)

@@ -131,8 +131,9 @@ def make_replica(
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         replica: PreTrainedModel = plain_class(causal_lm)(config)
-        for parameter in replica.parameters():
-            if parameter.dim() == 1:  # norms begin at one and biases at zero: that would hide much
+        for name, parameter in replica.named_parameters():
+            # Norms begin at one and biases at zero: that would hide much.
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.data += 0.1 * torch.randn_like(parameter)
     with suppress(*FAILURES):  # not every class has experts; grouped products take no fp64
         replica.set_experts_implementation("eager")
