@@ -40,6 +40,17 @@ def adapters(model):
     return get_peft_model(model, LoraConfig(**LORA))
 
 
+def rated(number):
+    """An answer with its mark; two rows with the same prompt follow one another."""
+    row = pair(number // 2)
+    good = number % 3 != 1
+    return {
+        "prompt": row["prompt"],
+        "completion": row["chosen" if number % 2 else "rejected"],
+        "label": good,
+    }
+
+
 def make_trainer(
     root, *, objective="dpo", patched=False, packing=False, lora=True, stored=False, **options
 ):
@@ -49,14 +60,17 @@ def make_trainer(
 
     from trainkit.data.options import DataOptions
     from trainkit.patching import patch
+    from trainkit.train.evaluations import LookAhead
     from trainkit.train.reference import References
 
     mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
     mine.mkdir(parents=True)
     row = OBJECTIVES[objective]
-    data = make_data(
-        mine, [pair(number) for number in range(NUM_PAIRS)], objective=row, packing=packing
-    )
+    make = rated if objective == "kto" else pair
+    hooks = [References()] if stored else []
+    hooks += [LookAhead()] if row.looks_ahead else []
+    rows = [make(number) for number in range(NUM_PAIRS)]
+    data = make_data(mine, rows, objective=row, packing=packing)
     given = {"train_data": data.train, "eval_data": data.eval, "objective": row}
     sections = {"objective": objective, "preference": options.pop("preference", None)}
 
@@ -71,7 +85,7 @@ def make_trainer(
         "run",
         prepare=patch if patched else None,
         wrap=adapters if lora else None,
-        given={**given, "change": change, "hooks": [References()] if stored else []},
+        given={**given, "change": change, "hooks": hooks},
         **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
     )
     return trainer, data

@@ -334,7 +334,8 @@ class SampleBuilder:
                 each_row = parsed.conversations if isinstance(parsed, Comparison) else (parsed,)
                 if is_compared:
                     num_compared[number] = len(each_row)
-                for part, each in enumerate(each_row):
+                first = parsed.first if isinstance(parsed, Comparison) else 0
+                for part, each in enumerate(each_row, first):
                     if isinstance(each, TextRow):
                         texts.append((number, part, each))
                         continue

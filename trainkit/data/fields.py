@@ -331,6 +331,9 @@ def _refuse_packed(row: Mapping[str, Any], start: int, end: int, size: int) -> N
             )
 
 
+RATINGS = ("label", "kto_tag")
+"""Where a row says whether its answer is a good one."""
+
 TALK = ("tools", "functions", "system", "chat_template_kwargs")
 
 READS: Mapping[str, tuple[str, ...]] = {
@@ -344,6 +347,10 @@ READS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "tokens": TOKEN_FIELDS,
     "template": ("prompt", "completion"),
+    "rated": (
+        *("prompt", "completion", "messages", "conversations", "instruction", "input", "output"),
+        *("history", *RATINGS, *TALK),
+    ),
     "preference": (
         *("prompt", "chosen", "rejected", "conversations", "messages", "instruction", "input"),
         *("preferred_output", "non_preferred_output", *TALK),
@@ -492,7 +499,7 @@ def unused(row: Mapping[str, Any], name: str) -> tuple[str, ...]:
             if key in ("tools", "functions"):
                 raise RowError("misplaced_tools", f"rows of {name} have no {key!r}")
             ignored.append(short_name(key))
-    if name in ("messages", "sharegpt", "prompt_completion", "preference"):
+    if name in ("messages", "sharegpt", "prompt_completion", "preference", "rated"):
         for place in _TURNS:
             if place in reads and isinstance(row.get(place), list):
                 ignored += _unused_in_turns(row[place], place)

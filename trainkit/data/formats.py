@@ -433,6 +433,34 @@ def _answering(turn: Message) -> Message:
     return turn if turn.role == "assistant" else replace(turn, train=False)
 
 
+def parse_rated(row: Mapping[str, Any]) -> Comparison:
+    """An answer that is good or bad: TRL's ``label``, LLaMA-Factory's ``kto_tag``.
+
+    The rest is a row of prompt_completion, messages, sharegpt or alpaca. Of whole conversations the
+    last answer is the one that is meant.
+
+    Raises:
+        RowError: there is no mark, or it is neither true nor false.
+    """
+    marks = [row[key] for key in fields.RATINGS if row.get(key) is not None]
+    if len(marks) != 1 or marks[0] not in (True, False):
+        raise RowError("no_label", "give 'label' or 'kto_tag', true or false")
+    rest = {key: value for key, value in row.items() if key not in fields.RATINGS}
+    name = detect(rest)
+    if name not in ("prompt_completion", "messages", "sharegpt", "alpaca"):
+        raise RowError("no_answer", "the row has no prompt with an answer, and no messages")
+    parsed = FORMATS[name](rest)
+    if isinstance(parsed, Conversation) and name != "prompt_completion":
+        turns = list(parsed.messages)
+        last = max((n for n, turn in enumerate(turns) if turn.role == "assistant"), default=-1)
+        before = (replace(turn, train=False) for turn in turns[: max(last, 0)])
+        parsed = replace(parsed, messages=(*before, *turns[max(last, 0) :]))
+    elif isinstance(parsed, Conversation):
+        parsed = replace(parsed, messages=tuple(map(_answering, parsed.messages)))
+    assert isinstance(parsed, Conversation | TextRow)
+    return Comparison((parsed,), first=0 if marks[0] else 1)
+
+
 class _Absent(jinja2.StrictUndefined):
     """A column that a row does not have: a template may ask for it, and not print it."""
 
@@ -478,6 +506,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
     "tokens": parse_tokens,
     "template": parse_template,
     "preference": parse_preference,
+    "rated": parse_rated,
 }
 
 

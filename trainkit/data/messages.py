@@ -119,10 +119,12 @@ class Comparison:
 
     Attributes:
         conversations: in the order of the format, such as the chosen one before the rejected one.
+        first: the number of the first of them, a sample's ``part``; 1 is that of a rejected one.
         ignored: fields of the row that play no part.
     """
 
     conversations: tuple[Conversation | TextRow, ...]
+    first: int = 0
     ignored: tuple[str, ...] = ()
 
 

@@ -290,7 +290,7 @@ class Authors:
         if isinstance(parsed, Comparison):
             source_place, place = self.data.find(sample["id"])
             part = int(self.data.parts[source_place].store.part[place])
-            parsed = parsed.conversations[part]
+            parsed = parsed.conversations[part - parsed.first]
         if isinstance(parsed, TextRow) and parsed.prompt:
             return self._of_completion(parsed, sample)
         if not isinstance(parsed, Conversation):

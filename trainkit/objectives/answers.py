@@ -93,6 +93,7 @@ class AnswerLoss:
 
     together = 1
     default_beta = 0.1
+    ratios = Ratios
     figures: Sequence[str] = ()
     has_reference = False
     reads_stored = False
@@ -104,7 +105,7 @@ class AnswerLoss:
         self.beta = float(self.options.beta or self.default_beta)
         self.model = setup.model
         configure(setup.model, LossOptions(chunk_tokens=setup.chunk_tokens))
-        self.train_metrics, self.eval_metrics = Ratios(self.figures), Ratios(self.figures)
+        self.train_metrics, self.eval_metrics = (self.ratios(self.figures) for _ in range(2))
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
         """Items all of whose answers have a token that counts."""
@@ -162,7 +163,7 @@ class AnswerLoss:
 
 def answer_sums(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(A,) log-probabilities of a batch's answers, fp64 sums over their tokens; their tokens."""
-    given = {name: value for name, value in inputs.items() if not name.startswith(OTHER)}
+    given = dict(inputs)
     ids, num_answers = given.pop("answer_ids"), given.pop("num_answers")
     targets = next_tokens(given["labels"], IGNORE_INDEX)
     answers = torch.arange(num_answers, device=ids.device)[:, None, None]

@@ -161,6 +161,19 @@ class Loss(Protocol):
         """The losses of an evaluation batch; without gradients."""
 
 
+class Ahead(Loss, Protocol):
+    """A loss that must know something of a whole step before the first gradient of it.
+
+    Attributes:
+        seen: the sum of what `ahead` has said of the step's micro-batches, over all ranks.
+    """
+
+    seen: torch.Tensor | None
+
+    def ahead(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """What is added up, of a micro-batch on the device; without gradients."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """One row of the table: what is optimised.
@@ -172,6 +185,7 @@ class Objective:
         packs: it can train on rows of several samples.
         streams: it can train on samples straight from their files.
         num_together: samples that belong together, so a packed row is so many times as long.
+        looks_ahead: its loss is an `Ahead`.
         splits_rows: several ranks can share a row: its loss is a sum over tokens.
         dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
         collator: the shape of rows to what makes a list of items a batch with ``labels``.
@@ -185,6 +199,7 @@ class Objective:
     dataset: Callable[[PreparedData, RowShape, int | None], EpochDataset]
     collator: Callable[[RowShape], Callable[[Sequence[Any]], dict[str, Any]]]
     loss: Callable[[LossSetup], Loss]
+    looks_ahead: bool = False
     splits_rows: bool = False
     num_together: int = 1
 

@@ -4,13 +4,14 @@ from collections.abc import Iterable
 
 from trainkit.data.formats import FORMATS
 from trainkit.errors import RecipeError
+from trainkit.objectives.kto import KTO
 from trainkit.objectives.objective import Objective
 from trainkit.objectives.preference import DPO, ORPO, SIMPO
 from trainkit.objectives.sft import SFT
 from trainkit.options import Source
 
 OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO)
+    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO, KTO)
 }
 """Every objective by its name."""
 

@@ -16,6 +16,7 @@ OBJECTIVE_NAMES: dict[str, str] = {
     "sft": "the mean cross entropy of the trained tokens",
     "dpo": "how far the better of two answers is ahead, against the model before training",
     "orpo": "the better answer's cross entropy, and the odds of it against the worse one's",
+    "kto": "answers that are good or bad by themselves, against the model before training",
     "simpo": "the margin between the answers' mean log-probabilities",
 }
 """The names of ``trainkit.objectives.OBJECTIVES``, with what is optimised."""
@@ -29,10 +30,10 @@ ObjectiveName = Annotated[
     WithJsonSchema({"type": "string", "enum": [*OBJECTIVE_NAMES]}),
 ]
 
-COMPARING = frozenset({"dpo", "orpo", "simpo"})
-"""The objectives whose samples are pairs of answers."""
+COMPARING = frozenset({"dpo", "orpo", "simpo", "kto"})
+"""The objectives that `preference:` is of."""
 
-REFERRING = frozenset({"dpo"})
+REFERRING = frozenset({"dpo", "kto"})
 """Those that compare with the model before training."""
 
 PreferenceLoss = Literal[
@@ -47,7 +48,7 @@ SMOOTHED = ("sigmoid", "robust")
 
 
 class PreferenceOptions(Section):
-    """How two answers are compared."""
+    """How answers are judged."""
 
     at: ClassVar[str] = "preference"
     on_resume: ClassVar[str] = CONSENT
@@ -75,6 +76,12 @@ class PreferenceOptions(Section):
         description="Of dpo and kto: ask the model before training once for all answers, ahead of "
         "the first step, and keep what it says. Null does so where the model trains whole; with "
         "adapters it is asked at every step, with these switched off.",
+    )
+    desirable_weight: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="Of kto: what good answers weigh."
+    )
+    undesirable_weight: float = Field(
+        1.0, ge=0, allow_inf_nan=False, description="Of kto: what bad answers weigh."
     )
     gamma: float = Field(
         0.5, ge=0, allow_inf_nan=False, description="Of simpo: the margin that is aimed at."

@@ -263,7 +263,8 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
     owners: dict[str, tuple[str, ...]] = dict.fromkeys(
         ("loss", "label_smoothing", "length_normalized"), ("dpo",)
     )
-    owners |= {"gamma": ("simpo",), "precompute_reference": tuple(REFERRING)}
+    owners |= dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",))
+    owners |= {"gamma": ("simpo",), "precompute_reference": tuple(sorted(REFERRING))}
     options = given or PreferenceOptions()
     if objective == "dpo" and options.label_smoothing and options.loss not in SMOOTHED:
         yield (

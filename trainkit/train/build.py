@@ -48,7 +48,7 @@ from trainkit.train.callbacks import (
     StopOnRequest,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
-from trainkit.train.evaluations import Evaluations, StopEarly
+from trainkit.train.evaluations import Evaluations, LookAhead, StopEarly
 from trainkit.train.faults.numbers import WEIGHTS, NumberError, NumberPolicy, folder_of
 from trainkit.train.faults.signals import (
     StopRequest,
@@ -368,6 +368,7 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
 
             hooks += try_hooks(run)  # after the record of this start
         hooks.append(MarkProgress())
+    hooks += [LookAhead()] if run.data.objective.looks_ahead else []
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []
     if recipe.generation_eval is not None or recipe.eval_tasks is not None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from transformers.trainer_utils import speed_metrics
 
 from trainkit.errors import TrainkitError
 from trainkit.evaluation_mode import evaluation_mode
-from trainkit.objectives.objective import EvaluatedBatch, take_counts
+from trainkit.objectives.objective import Ahead, EvaluatedBatch, take_counts
 from trainkit.train.data import sample_loader
 from trainkit.train.hooks import Hook, LoopState
 
@@ -127,6 +127,11 @@ class Evaluations(Hook):
         started = time.time()
         # Losses and their items; routers' losses and the batches that have them; trained tokens.
         totals = torch.zeros(5, dtype=torch.float64, device=args.device)
+        if loop.run.data.objective.looks_ahead:
+            given = [dict(batch) for batch in batches]
+            for batch in given:
+                take_counts(batch, loss.num_items)
+            look_ahead(loop, given)
         with evaluation_mode(loop.wrapped):
             for batch in batches:
                 counts = take_counts(batch, loss.num_items)
@@ -216,6 +221,24 @@ def _marking(loop: LoopState) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def look_ahead(loop: LoopState, batches: Iterable[dict[str, Any]]) -> None:
+    """Have the loss know what it must of all these batches, and those of the other ranks."""
+    loss = cast(Ahead, loop.loss)
+    with evaluation_mode(loop.wrapped):
+        each = [loop.engine.evaluate(loop.prepare(batch), loss.ahead) for batch in batches]
+    loss.seen = loop.ranks.reduce(torch.stack(each).sum(0))
+
+
+class LookAhead(Hook):
+    """Before each step, what its loss must know of the whole of it."""
+
+    def before_step(
+        self, loop: LoopState, micro: Sequence[dict[str, Any]], counts: Any, seconds: float
+    ) -> None:
+        """The micro-batches are there, and nothing of them is computed yet."""
+        look_ahead(loop, micro)
 
 
 class StopEarly(Hook):

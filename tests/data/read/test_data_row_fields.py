@@ -158,7 +158,8 @@ ROWS = {
 
 
 def test_the_tables_know_every_format():
-    assert {*ROWS, "preference"} == set(FORMATS) == set(READS)  # pairs are not told by their keys
+    # Pairs and marked answers are not told by their keys.
+    assert {*ROWS, "preference", "rated"} == set(FORMATS) == set(READS)
     assert set(FORMATS) == set(ROW_FORMATS)
 
 
