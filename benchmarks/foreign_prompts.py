@@ -29,7 +29,8 @@ from trainkit.recipe.translate.draft import table, tool_table
 CONTROL = (
     "<B> <E> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eot|> "
     "<start_of_turn> <end_of_turn> <|im_sep|> <|end|> <|user|> <|assistant|> <|header_start|> "
-    "<|header_end|> <｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>"
+    "<|header_end|> <|turn> <turn|> <|bom|> <|eom|> <|END_OF_TURN_TOKEN|> "
+    "<｜User｜> <｜Assistant｜> <｜end▁of▁sentence｜>"
 )
 ALPACA = [
     {"instruction": f"do {n}", "input": f"in {n}" * (n % 2), "output": f"ans {n}"}
@@ -98,6 +99,7 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             "bos_token": "<B>",
             "eos_token": tok.eos_token,
             "strftime_now": lambda _: "26 Jul 2024",
+            "add_generation_prompt": False,
         }
         shown = [render.render(row, **fixed) for row in plain]
         theirs = [(tok(each, add_special_tokens=False)["input_ids"], None) for each in shown]
@@ -119,7 +121,16 @@ def eos_of(template: str) -> str:
     """The token that ends a turn of a template."""
     if "<｜User｜>" in template:
         return "<｜end▁of▁sentence｜>"
-    ends = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|eot|>", "<|end|>")
+    ends = (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<turn|>",
+        "<|eom|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<end_of_turn>",
+        "<|eot|>",
+        "<|end|>",
+    )
     return next((end for end in ends if end in template), "<E>")
 
 

@@ -153,8 +153,17 @@ def axolotl(given: dict[str, Any]) -> dict[str, Any]:
         "lora.quantize": "nf4" if cfg.get("load_in_4bit") else None,
         "is_lora": bool(cfg.get("adapter")),
         "is_sharded": bool(cfg.get("fsdp") or cfg.get("fsdp_config") or cfg.get("deepspeed")),
-        "data.mask": "none" if cfg.get("train_on_inputs") else "assistant",
+        "data.mask": "none"
+        if cfg.get("train_on_inputs") or cfg.get("pretraining_dataset")
+        else "assistant",
     }
+    if int(cfg.get("tensor_parallel_size") or 1) > 1 and cfg.get("fsdp_config"):
+        ranks = int(cfg.get("dp_shard_size") or 1) * int(cfg.get("dp_replicate_size") or 1)
+        found["global_batch_size"] = (
+            micro * found.pop("training.gradient_accumulation_steps") * ranks
+        )
+    if cfg["optimizer"] in ("muon", "adamw_torch_4bit"):
+        found["is_sharded"] = False  # optimizers that only whole weights fit
     sharding = cfg.get("fsdp_config") or {}
     found["training.gradient_checkpointing"] |= bool(
         sharding.get("activation_checkpointing") or sharding.get("fsdp_activation_checkpointing")
@@ -181,7 +190,7 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
     from transformers import HfArgumentParser, TrainingArguments
 
     given = {key: value for key, value in given.items() if value is not None}
-    if given.get("stage") not in (None, "sft", "pt"):
+    if given.get("stage") not in (None, "sft", "pt", "dpo"):
         return {}
     parser = HfArgumentParser([DataArguments, FinetuningArguments])  # type: ignore[arg-type]
     data, tuning = parser.parse_dict(given, allow_extra_keys=True)
@@ -189,6 +198,8 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
 
     args = {f.name: f.default for f in dataclasses.fields(TrainingArguments)} | given
     found = {f"training.{name}": args[name] for name in _SHARED}
+    if tuning.galore_layerwise or tuning.apollo_layerwise:
+        found["training.max_grad_norm"] = 0.0  # nothing is left to clip after the backward pass
     found |= {
         "training.warmup_steps": args.get("warmup_steps") or args.get("warmup_ratio") or 0,
         "data.max_length": data.cutoff_len,
@@ -200,11 +211,14 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
         "data.mask": "none" if tuning.stage == "pt" or data.train_on_prompt else "assistant",
         "is_sharded": bool(given.get("deepspeed") or given.get("fsdp")),
     }
+    if tuning.stage == "dpo":
+        found |= {"objective": "dpo", "preference.beta": tuning.pref_beta}
+        found["preference.loss"] = tuning.pref_loss
     if tuning.finetuning_type == "lora":
         found |= {
             "lora.r": tuning.lora_rank,
             "lora.alpha": tuning.lora_alpha,
-            "lora.dropout": tuning.lora_dropout,
+            "lora.dropout": 0.0 if tuning.stage == "dpo" else tuning.lora_dropout,
         }
         found["lora.quantize"] = "nf4" if given.get("quantization_bit") == 4 else None
     return found
@@ -213,10 +227,11 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
 def trl(tokens: list[str]) -> dict[str, Any]:
     """By its parser."""
     from transformers import HfArgumentParser
-    from trl import ModelConfig, ScriptArguments, SFTConfig
+    from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig
 
-    start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t == "sft")
-    parser = HfArgumentParser([ScriptArguments, SFTConfig, ModelConfig])  # type: ignore[arg-type]
+    start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t in ("sft", "dpo"))
+    config = DPOConfig if "dpo" in tokens[start] else SFTConfig
+    parser = HfArgumentParser([ScriptArguments, config, ModelConfig])  # type: ignore[arg-type]
     words = [*tokens[start + 1 :], "--output_dir", "x", "--use_cpu", "--bf16", "false"]
     _, args, model, _ = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
     found = {f"training.{name}": getattr(args, name) for name in _SHARED}
@@ -226,16 +241,19 @@ def trl(tokens: list[str]) -> dict[str, Any]:
     found |= {
         "training.warmup_steps": args.warmup_steps,
         "data.max_length": args.max_length,
-        "data.packing": args.packing,
+        "data.packing": getattr(args, "packing", False),
+        "objective": "sft" if config is SFTConfig else "dpo",
         "training.gradient_checkpointing": args.gradient_checkpointing,
         "is_lora": model.use_peft,
         "is_sharded": any("zero" in t or "fsdp" in t for t in tokens[:start]),
     }
+    if config is DPOConfig:
+        found |= {"preference.beta": args.beta, "preference.loss": args.loss_type[0]}
     if model.use_peft:
         found |= {
             "lora.r": model.lora_r,
             "lora.alpha": model.lora_alpha,
-            "lora.dropout": model.lora_dropout,
+            "lora.dropout": model.lora_dropout if config is SFTConfig else 0.0,
         }
         found["lora.quantize"] = "nf4" if model.load_in_4bit else None
     return found
@@ -279,6 +297,8 @@ def ours(recipe: Any, key: str) -> Any:
     if key == "path":
         return recipe.data.train[0].path
     section, _, name = key.partition(".")
+    if not name:
+        return getattr(recipe, key)
     if section == "training":
         value = recipe.training.get(name, getattr(TrainingArguments, name, None))
         return False if name == "gradient_checkpointing" and value is None else value

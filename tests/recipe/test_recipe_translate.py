@@ -19,6 +19,12 @@ RARE = yaml.safe_load((Path(__file__).parent / "rare_keys.yaml").read_text())
 DATASET_INFO = {
     "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a"}},
     "raw": {"file_name": "raw.jsonl", "columns": {"prompt": "body"}},
+    "pairs": {
+        "file_name": "pairs.json",
+        "formatting": "sharegpt",
+        "ranking": True,
+        "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
+    },
     "hub": {"hf_hub_url": "a/b", "subset": "en"},
 }
 
@@ -227,7 +233,7 @@ def test_what_cannot_be_read_is_refused(tmp_path, name, text, says):
 
 
 def test_with_lossy_what_is_lost_leads(tmp_path, capsys):
-    values = {"base_model": "m", "learning_rate": 1e-5, "lisa_n_layers": 4, "qat": {"a": 1}}
+    values = {"base_model": "m", "learning_rate": 1e-5, "lisa_n_layers": 4, "gptq": True}
     values["datasets"] = [{"path": "a/b", "type": "alpaca"}]
     file, target = written(tmp_path, values), tmp_path / "ours.yaml"
     assert main(["new", "--from", str(file), "-o", str(target)]) == 2

@@ -1,6 +1,7 @@
 """What another tool's file says, the tables it is read by, and the recipe in the making."""
 
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,34 +16,56 @@ TOOLS = ("axolotl", "llamafactory", "llamafactory_v1", "swift", "unsloth", "trl"
 
 
 @functools.cache
-def table(name: str) -> dict[str, Any]:
+def table(name: str) -> Any:
     """A data file of this folder."""
     text = (Path(__file__).parent / f"{name}.yaml").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(text))
+    return yaml.safe_load(text)
 
 
 @functools.cache
-def tool_table(name: str) -> dict[str, Any]:
-    """A tool's settings: its own rows over those of the tools that it is built on."""
-    own = table(f"tools/{name}")
-    for base in own.get("based_on", ()):
-        under = tool_table(base)
-        for part in ("keys", "defaults", "expected", "row_formats"):
-            own[part] = {**under.get(part, {}), **own.get(part, {})}
-        for part in ("idle", "refused"):
-            both = [*under[part].items(), *own[part].items()]
-            own[part] = {why: [] for why, _ in both}
-            for why, keys in both:
-                own[part][why] += keys
-        own = {**under, **own}
-    return own
+def tool_table(name: str, variant: str = "") -> dict[str, Any]:
+    """A tool's settings, over those of the tools that it is built on; a variant's lie over all.
+
+    A variant is another trainer of the same tool, such as DPO's.
+    """
+    if variant:
+        under = tool_table(name)
+        return _over(under, under["variants"][variant])
+    own = dict(table(f"tools/{name}"))
+    base = own.get("based_on")
+    return _over(tool_table(base) if base else {"idle": {}, "refused": {}}, own)
+
+
+def _over(under: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """One table over another: keys of its parts win, and what is idle or refused adds up."""
+    merged = {**under, **own}
+    mine = {key for part in ("keys", "expected") for key in own.get(part, {})}
+    mine |= {
+        key for part in ("idle", "refused") for keys in own.get(part, {}).values() for key in keys
+    }
+    for part in ("keys", "defaults", "expected", "row_formats", "variants"):
+        kept = under.get(part, {})
+        if part == "expected":
+            kept = {key: values for key, values in kept.items() if key not in mine}
+        merged[part] = {**kept, **own.get(part, {})}
+    for part in ("idle", "refused"):
+        both: dict[str, list[str]] = {
+            why: [key for key in keys if key not in mine] for why, keys in under[part].items()
+        }
+        for why, keys in own.get(part, {}).items():
+            both[why] = [*both.get(why, []), *keys]
+        merged[part] = both
+    return merged
 
 
 def known_keys(name: str) -> set[str]:
     """Every key that a tool's table speaks of."""
-    rows = tool_table(name)
-    listed = [key for part in ("idle", "refused") for keys in rows[part].values() for key in keys]
-    return {*rows["keys"], *rows.get("training", ()), *rows.get("expected", ()), *listed}
+    known = set(tool_table(name).get("training", ()))
+    for variant in ("", *tool_table(name)["variants"]):
+        rows = tool_table(name, variant)
+        known |= {*rows["keys"], *rows["expected"]}
+        known |= {k for part in ("idle", "refused") for keys in rows[part].values() for k in keys}
+    return known
 
 
 @dataclass
@@ -135,6 +158,11 @@ class Draft:
         """Whether a switch is on."""
         return self.get(word) not in OFF
 
+    def chats_only(self) -> bool:
+        """Whether a chat template renders every row."""
+        sources = self.ours.get("data.train") or [{}]
+        return all(each.get("format") in ("messages", "sharegpt") for each in sources)
+
     def take(self, words: str, ours: Mapping[str, Any], note: str = "") -> None:
         """Settings of theirs set keys of ours; with a note it does not mean quite the same."""
         named, is_given = self._named(words)
@@ -160,6 +188,15 @@ class Draft:
         """A setting changes nothing that is learnt."""
         self.lines.append(Line("left out", self._named(words)[0], "", why))
 
+    def remove(self, ours: str) -> None:
+        """Keys of ours, and their lines; ``lora.*`` is all of a section."""
+        start = ours.removesuffix("*")
+        for key in [
+            key for key in self.ours if key == ours or (ours != start and key.startswith(start))
+        ]:
+            del self.ours[key]
+        self.lines = [line for line in self.lines if not line.ours.startswith(start)]
+
     def drop(self, ours: str, why: str) -> None:
         """A value that trainkit refuses."""
         origin = self.origins.pop(ours, "").partition(": ")[2]
@@ -178,6 +215,19 @@ class Draft:
                 value = REDACTED if is_secret_name(key) else shown(self.theirs.get(key))
                 names.append(f"{key}: {value}" if key in self.theirs else key)
         return ", ".join(dict.fromkeys(names)) or words, is_given
+
+
+def all_fit(seen: Mapping[str, Any], condition: Mapping[str, Any]) -> bool:
+    """Whether each setting is as a condition has it: a value, one of a list, ``re:`` or ``*``."""
+    return all(_fits(seen.get(key), wanted) for key, wanted in condition.items())
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if isinstance(wanted, str) and wanted.startswith("re:"):
+        return value is not None and re.search(wanted[3:], str(value)) is not None
+    if wanted == "*":
+        return value not in OFF
+    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
 
 
 def words(value: Any) -> list[str]:

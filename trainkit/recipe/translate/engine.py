@@ -17,12 +17,13 @@ from trainkit.recipe.translate.draft import (
     Draft,
     Line,
     Theirs,
+    all_fit,
     known_keys,
     table,
     tool_table,
 )
-from trainkit.recipe.translate.meaning import STEPS
 from trainkit.recipe.translate.read import read_theirs
+from trainkit.recipe.translate.rules import Rules
 from trainkit.recipe.write import recipe_text
 
 NEEDED = ("model.name_or_path", "data.train")
@@ -57,9 +58,14 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
     """
     theirs = read_theirs(path)
     name = tool or theirs.tool or _tool_of(theirs)
-    rows = tool_table(name)
+    rows, known = tool_table(name), known_keys(name) | {*FIELDS}
     given = {key: value for key, value in _flat(theirs.values, rows) if value is not None}
-    _refuse_kind(theirs, rows, given)
+    for key in [key for key in given if key not in known and key.removeprefix("no_") in known]:
+        given[key.removeprefix("no_")] = not given.pop(key)  # as Hugging Face's parser has it
+    seen = {**rows["defaults"], **given, "program": theirs.program}
+    _refuse_kind(theirs, rows, seen)
+    variant = next((to for condition, to in rows.get("is", ()) if all_fit(seen, condition)), "")
+    rows = tool_table(name, variant)
     keys: dict[str, tuple[str, ...]] = {}
     for key, word in rows["keys"].items():
         keys[word] = (*keys.get(word, ()), key)
@@ -73,8 +79,9 @@ def translate(path: Path, tool: str | None = None, *, lossy: bool = False) -> Tr
     for key, expression in theirs.unclear.items():
         _unclear(draft, rows, key, expression)
     _classify(draft, rows)
-    for step in STEPS:
-        step(draft, rows)
+    Rules(draft, rows).run(table("rules")["all"])
+    draft.ours.setdefault("kernels", True)
+    draft.origins.setdefault("kernels", "trainkit's kernels, each checked against plain torch")
     for what, why in theirs.noted:
         draft.leave(what, why)
     for key in (key for key in given if key not in draft.said):
@@ -134,11 +141,10 @@ def _tool_of(theirs: Theirs) -> str:
     )
 
 
-def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], seen: Mapping[str, Any]) -> None:
     """What it trains is recognised before anything is translated."""
-    seen = {**rows["defaults"], **given, "program": theirs.program}
     for condition, kind in rows["kinds"]:
-        if all(_fits(seen.get(key), wanted) for key, wanted in condition.items()):
+        if all_fit(seen, condition):
             answer = table("kinds")[kind]
             sign = ", ".join(f"{key}: {str(seen.get(key))[:80]}" for key in condition)
             raise RecipeError(
@@ -146,14 +152,6 @@ def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], given: Mapping[str, An
                 where=str(theirs.path),
                 fix=answer["serves"],
             )
-
-
-def _fits(value: Any, wanted: Any) -> bool:
-    if isinstance(wanted, str) and wanted.startswith("re:"):
-        return value is not None and re.search(wanted[3:], str(value)) is not None
-    if wanted == "*":
-        return value not in OFF
-    return value in wanted if isinstance(wanted, list) else bool(value == wanted)
 
 
 def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
@@ -222,7 +220,9 @@ def _valid_text(draft: Draft, path: Path) -> str:
         if key is None or key in NEEDED:
             lost = "; ".join(f"{e.theirs} ({e.note})" for e in draft.lines if e.kind == "lost")
             raise RecipeError(
-                lost or f"what this recipe comes to is refused: {why}",
+                f"trainkit would not train the same: {lost}"
+                if lost
+                else f"what this recipe comes to is refused: {why}",
                 where=str(path),
                 fix="change it there, or write a recipe with `trainkit new --model`",
             )
