@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import transformers  # its models, seconds of imports, are found when they are asked for
 
+from trainkit.errors import ModelError
+
 
 def auto_class(config: transformers.PreTrainedConfig) -> Any:
     """The auto class for a configuration.
@@ -18,12 +20,28 @@ def auto_class(config: transformers.PreTrainedConfig) -> Any:
     Args:
         config: the model's own, not its text part.
     """
+    refuse_scalar_head(config.architectures, config.name_or_path or "model.name_or_path")
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     text, with_images = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
     takes_text = type(config) in text._model_mapping or own_code
     if type(config) in with_images._model_mapping and not takes_text:
         return with_images
     return text  # where neither knows it, it names the model and what it knows
+
+
+def refuse_scalar_head(architectures: object, where: str) -> None:
+    """Stop where a model is loaded to go on with tokens.
+
+    Raises:
+        ModelError: it has another head.
+    """
+    names = architectures if isinstance(architectures, list) else []
+    if any("SequenceClassification" in name or name == "SEQ_CLS" for name in map(str, names)):
+        raise ModelError(
+            "this is a reward model: it gives a text a number, and no next token",
+            where=where,
+            fix="load it with transformers' AutoModelForSequenceClassification",
+        )
 
 
 def empty_model(

@@ -52,7 +52,15 @@ def rated(number):
 
 
 def make_trainer(
-    root, *, objective="dpo", patched=False, packing=False, lora=True, stored=False, **options
+    root,
+    *,
+    objective="dpo",
+    patched=False,
+    packing=False,
+    lora=True,
+    stored=False,
+    prepare=None,
+    **options,
 ):
     """``stored``: the reference is asked before the first step, as a command has it."""
     from lab import Lab
@@ -83,7 +91,7 @@ def make_trainer(
 
     trainer = Lab(make_tokenizer(), Path(root)).trainer(
         "run",
-        prepare=patch if patched else None,
+        prepare=prepare or (patch if patched else None),
         wrap=adapters if lora else None,
         given={**given, "change": change, "hooks": hooks},
         **{"save_strategy": "no", "max_grad_norm": 1e9, **options},

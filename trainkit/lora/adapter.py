@@ -22,10 +22,12 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
+from trainkit.auto_class import refuse_scalar_head
 from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
 from trainkit.lora.targets import Targets, resolve_and_check
+from trainkit.models.scalar_head import has_scalar_head
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
 from trainkit.patterns import refuse_endless
@@ -169,6 +171,8 @@ def load_adapter(
     with contextlib.suppress(OSError, ValueError, RecursionError):
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
     if isinstance(config, dict):
+        if not has_scalar_head(model):
+            refuse_scalar_head([str(config.get("task_type"))], str(path))
         check_scaling(config, path)
         names = (name for name, _ in model.named_modules())
         refuse_endless(config, names, path / "adapter_config.json")

@@ -25,6 +25,7 @@ from trainkit.errors import ModelError, RecipeError
 from trainkit.lora.read_weights import read_weights
 from trainkit.models.frozen import text_model
 from trainkit.models.linears import ROUTERS
+from trainkit.models.scalar_head import NAME as SCALAR_HEAD
 from trainkit.options.model import ALL_LINEAR, LoraOptions
 from trainkit.options.section import ask, nearest
 from trainkit.parallel.parameters import whole_shape
@@ -182,11 +183,12 @@ def is_named(name: str, wanted: str | Sequence[str] | None) -> bool:
 
 
 def _text_linears(model: PreTrainedModel) -> Iterator[str]:
-    """Names of the linear layers that text passes through, except the output layer."""
+    """Names of the linear layers that text passes through, except the output layers."""
+    heads = (model.get_output_embeddings(), getattr(model, SCALAR_HEAD, None))
     inside = text_model(model)
     wanted = None if inside is None else set(inside.modules())
     for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear) and module is not model.get_output_embeddings()
+        is_linear = isinstance(module, nn.Linear) and module not in heads
         if is_linear and (wanted is None or module in wanted):
             yield name
 

@@ -286,7 +286,12 @@ def answer_collator(shape: RowShape) -> Callable[[Sequence[Any]], dict[str, Any]
 
 
 def answer_objective(
-    name: str, loss: Callable[[LossSetup], AnswerLoss], *, format: str, together: int = 1
+    name: str,
+    loss: Callable[[LossSetup], AnswerLoss],
+    *,
+    format: str,
+    together: int = 1,
+    scalar_head: bool = False,
 ) -> Objective:
     """A row of the table of objectives."""
 
@@ -302,4 +307,5 @@ def answer_objective(
         collator=answer_collator,
         loss=loss,
         num_together=together,
+        scalar_head=scalar_head,
     )

@@ -186,6 +186,7 @@ class Objective:
         streams: it can train on samples straight from their files.
         num_together: samples that belong together, so a packed row is so many times as long.
         looks_ahead: its loss is an `Ahead`.
+        scalar_head: the model gets a head that gives a text a number.
         splits_rows: several ranks can share a row: its loss is a sum over tokens.
         dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
         collator: the shape of rows to what makes a list of items a batch with ``labels``.
@@ -200,6 +201,7 @@ class Objective:
     collator: Callable[[RowShape], Callable[[Sequence[Any]], dict[str, Any]]]
     loss: Callable[[LossSetup], Loss]
     looks_ahead: bool = False
+    scalar_head: bool = False
     splits_rows: bool = False
     num_together: int = 1
 

@@ -7,11 +7,12 @@ from trainkit.errors import RecipeError
 from trainkit.objectives.kto import KTO
 from trainkit.objectives.objective import Objective
 from trainkit.objectives.preference import DPO, ORPO, SIMPO
+from trainkit.objectives.reward import REWARD
 from trainkit.objectives.sft import SFT
 from trainkit.options import Source
 
 OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO, KTO)
+    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO, KTO, REWARD)
 }
 """Every objective by its name."""
 

@@ -17,6 +17,7 @@ OBJECTIVE_NAMES: dict[str, str] = {
     "dpo": "how far the better of two answers is ahead, against the model before training",
     "orpo": "the better answer's cross entropy, and the odds of it against the worse one's",
     "kto": "answers that are good or bad by themselves, against the model before training",
+    "reward": "a reward for each text, higher for the better of two answers",
     "simpo": "the margin between the answers' mean log-probabilities",
 }
 """The names of ``trainkit.objectives.OBJECTIVES``, with what is optimised."""
@@ -30,7 +31,7 @@ ObjectiveName = Annotated[
     WithJsonSchema({"type": "string", "enum": [*OBJECTIVE_NAMES]}),
 ]
 
-COMPARING = frozenset({"dpo", "orpo", "simpo", "kto"})
+COMPARING = frozenset({"dpo", "orpo", "simpo", "kto", "reward"})
 """The objectives that `preference:` is of."""
 
 REFERRING = frozenset({"dpo", "kto"})
@@ -82,6 +83,13 @@ class PreferenceOptions(Section):
     )
     undesirable_weight: float = Field(
         1.0, ge=0, allow_inf_nan=False, description="Of kto: what bad answers weigh."
+    )
+    center_rewards: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Of reward: the weight of the squared sum of a pair's rewards, which keeps "
+        "them around 0.",
     )
     gamma: float = Field(
         0.5, ge=0, allow_inf_nan=False, description="Of simpo: the margin that is aimed at."

@@ -205,6 +205,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "objective",
+        lambda one: one.objective == "reward" and one.shard not in ("none", "zero1", "zero2"),
+        "ranks read their parts of a model from its files, and a scalar head is not in them yet",
+        "set parallel.shard: zero2, or none",
+    ),
+    Refusal(
+        "objective",
         lambda one: one.objective in COMPARING and one.computes_fp8,
         "log-probabilities of answers have not been held against fp64 with products in fp8",
         "remove model.fp8 or lora.quantize: fp8",

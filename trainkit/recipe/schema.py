@@ -252,6 +252,9 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             "answers are compared, and mask: none would score their prompt",
             "remove it, or write mask: assistant",
         )
+    for key in ("generation_eval", "eval_tasks") if objective == "reward" else ():
+        if getattr(recipe, key) is not None:
+            yield key, "a reward model gives a text a number, and no next token", "remove it"
     if recipe.data.per_source_loss:
         yield ("data.per_source_loss", "the loss of pairs is not kept apart by source", "remove it")
     if recipe.training.get("label_smoothing_factor"):
@@ -264,6 +267,7 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
         ("loss", "label_smoothing", "length_normalized"), ("dpo",)
     )
     owners |= dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",))
+    owners |= {"center_rewards": ("reward",), "beta": tuple(sorted(COMPARING - {"reward"}))}
     owners |= {"gamma": ("simpo",), "precompute_reference": tuple(sorted(REFERRING))}
     options = given or PreferenceOptions()
     if objective == "dpo" and options.label_smoothing and options.loss not in SMOOTHED:
@@ -273,7 +277,8 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             f"remove it, or set preference.loss: {' or '.join(SMOOTHED)}",
         )
     for key, of in owners.items():
-        if objective not in of and key in options.model_fields_set:
+        default = PreferenceOptions.model_fields[key].default  # which resolved recipes write out
+        if objective not in of and getattr(options, key) != default:
             yield (
                 f"preference.{key}",
                 f"it is of {' and '.join(of)}, and the objective is {objective}",

@@ -331,6 +331,7 @@ def _built(run: Run) -> BuiltModel:
         loading_whole=engine.loading_whole,
         load_part=engine.load_part,
         reads_parts=engine.reads_parts(args.device),
+        scalar_head=run.data.objective.scalar_head,
     )
 
 

@@ -375,6 +375,7 @@ class Bench:
             device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
             fp8=fp8,
             adapters_from=adapters,
+            scalar_head=OBJECTIVES[recipe.objective].scalar_head,
             is_proved=False,
         )
 

@@ -162,6 +162,7 @@ def build_model(
     is_proved: bool = True,
     load_part: LoadPart | None = None,
     reads_parts: Callable[[nn.Module], bool] | None = None,
+    scalar_head: bool = False,
 ) -> BuiltModel:
     """Load the model and put adapters and kernels into it.
 
@@ -182,6 +183,7 @@ def build_model(
         load_part: loads what this rank holds; the rest is on the meta device until it is cut away.
         reads_parts: says of a model on the meta device whether ranks read their parts of it, once
             it is sharded.
+        scalar_head: add one, which trains whole.
 
     Raises:
         ModelError: the model cannot be loaded, or a module name matches nothing.
@@ -199,6 +201,7 @@ def build_model(
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
     num_towers, num_frozen = _freeze(model, source.frozen, reentrant)
+    lora = _with_scalar_head(model, lora) if scalar_head else lora
     adapters = training = None
     if lora is not None:
         model, adapters = _adapted(model, source, lora, adapters_from, reentrant, device)
@@ -278,6 +281,14 @@ def _freeze(model: PreTrainedModel, patterns: Sequence[str], reentrant: bool) ->
         model.enable_input_require_grads()  # else nothing after a frozen embedding trains
     first, second = (sum(map(num_weights, each.values())) for each in (towers, frozen))
     return first, second
+
+
+def _with_scalar_head(model: PreTrainedModel, lora: LoraOptions | None) -> LoraOptions | None:
+    """Give the model one; the adapters' options, with it among what trains whole."""
+    from trainkit.models.scalar_head import NAME, add_scalar_head
+
+    add_scalar_head(model)
+    return lora and lora.replace(modules_to_save=[*lora.modules_to_save, NAME])
 
 
 def _adapted(

@@ -26,6 +26,7 @@ from trainkit.checkpoint.weights.contents import ANOTHER, saved_by_torch, taking
 from trainkit.checkpoint.whole.atomic import readable
 from trainkit.errors import CheckpointError
 from trainkit.models.linears import is_packed
+from trainkit.models.scalar_head import has_scalar_head, name_scalar_head
 from trainkit.options.optimizers import optimizer_row
 from trainkit.parallel.engine import Ranks, is_composed, pin_ahead, snapshot
 from trainkit.parallel.parameters import num_elements, own_part
@@ -193,6 +194,8 @@ def _write_weights(loop: LoopState, save: Save) -> None:
     def write(weights: Mapping[str, Any]) -> None:
         loop.model.save_pretrained(save.directory, state_dict=weights)
         loop.tokenizer.save_pretrained(save.directory)
+        if has_scalar_head(loop.model):
+            name_scalar_head(save.directory, loop.model.config)
         base = Path(loop.model.config.name_or_path)
         remember_origin(save.directory, base, loop.checkpoints.fingerprint.get(BASE))
 
