@@ -32,11 +32,11 @@ from trainkit.auto_class import empty_model
 from trainkit.errors import ModelError, TrainkitError
 from trainkit.estimate.job import Job, LayerKind, Matrices, ModelShape, stored_as
 from trainkit.lora.adapter import attach
-from trainkit.lora.targets import expert_parameters
 from trainkit.models.attention import attention_heads
 from trainkit.models.fp8.base import Fp8Linear, why_not_fp8
 from trainkit.models.fp8.trained import KeptCodes, swap_in
 from trainkit.models.frozen import outside_text
+from trainkit.models.linears import expert_parameters
 from trainkit.models.loss import LossOptions, configure
 from trainkit.models.proof.compare import FAILURES
 from trainkit.models.proof.norms import let_norms_quantize

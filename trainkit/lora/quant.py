@@ -13,12 +13,11 @@ from trainkit.auto_class import empty_model
 from trainkit.errors import RecipeError
 from trainkit.kernels.fp8.function import why_no_fp8
 from trainkit.lora.read_weights import read_weights
-from trainkit.lora.targets import expert_parameters
 from trainkit.models.fp8.choice import Fp8Choice
 from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
-from trainkit.models.linears import packed_kind
+from trainkit.models.linears import expert_parameters, packed_kind
 from trainkit.models.loading import load_model
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions

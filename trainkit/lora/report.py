@@ -10,8 +10,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from trainkit.lora.targets import expert_parameters
-from trainkit.models.linears import kind_of, num_weights
+from trainkit.models.linears import expert_parameters, kind_of, num_weights
 from trainkit.parallel.parameters import num_elements
 
 _LAYER = re.compile(r"\.\d+(?=\.)")

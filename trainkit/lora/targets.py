@@ -24,11 +24,10 @@ from transformers import PreTrainedModel
 from trainkit.errors import ModelError, RecipeError
 from trainkit.lora.read_weights import read_weights
 from trainkit.models.frozen import text_model
-from trainkit.models.linears import ROUTERS
+from trainkit.models.linears import ROUTERS, expert_parameters
 from trainkit.models.scalar_head import NAME as SCALAR_HEAD
 from trainkit.options.model import ALL_LINEAR, LoraOptions
 from trainkit.options.section import ask, nearest
-from trainkit.parallel.parameters import whole_shape
 from trainkit.patterns import refuse_endless
 
 
@@ -43,20 +42,6 @@ class Targets:
 
     modules: str | tuple[str, ...]
     parameters: tuple[str, ...] = ()
-
-
-def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights that hold all experts of a layer, by full name: (experts, out, in) or its transpose.
-
-    Biases of experts, (experts, out), are not among them.
-    """
-    return {
-        f"{name}.{key}": parameter
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
-        for key, parameter in module.named_parameters(recurse=False)
-        if len(whole_shape(parameter)) == 3
-    }
 
 
 _FIX = {

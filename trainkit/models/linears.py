@@ -19,7 +19,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from trainkit.errors import RecipeError
-from trainkit.parallel.parameters import num_elements
+from trainkit.parallel.parameters import num_elements, whole_shape
 
 if TYPE_CHECKING:
     from trainkit.kernels.lora.products import Unpack
@@ -74,6 +74,20 @@ def is_known_adapter(layer: nn.Module) -> bool:
     of_peft = [kind for kind in type(layer).__mro__ if kind.__module__.startswith("peft.")]
     names = {kind.__name__ for kind in of_peft}
     return any(kind.adapter in names for kind in LINEARS.values())
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Weights that hold all experts of a layer, by full name: (experts, out, in) or its transpose.
+
+    Biases of experts, (experts, out), are not among them.
+    """
+    return {
+        f"{name}.{key}": parameter
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
+        for key, parameter in module.named_parameters(recurse=False)
+        if len(whole_shape(parameter)) == 3
+    }
 
 
 def is_packed(parameter: nn.Parameter) -> bool:

@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from trainkit.auto_class import without_adapters
 from trainkit.data.collator import PackingCollator, PaddingCollator
 from trainkit.data.datasets import PackedDataset, PreparedData, SampleDataset
+from trainkit.models.linears import expert_parameters
 from trainkit.models.loss import (
     LossHead,
     LossOptions,
@@ -28,6 +29,7 @@ from trainkit.objectives.objective import (
     RowShape,
     Step,
 )
+from trainkit.objectives.routing import Routing, Together
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.parallel.rows import next_tokens
 
@@ -38,8 +40,8 @@ class TokenMeanLoss:
     A step's loss is the sum over its trained tokens, divided by their number over all micro-batches
     and ranks. Most classes divide by a number that they are given. Some (``accepts_loss_kwargs =
     False``: gemma4, gemma3n and others) return the mean of their own micro-batch, and a router's
-    auxiliary loss is a mean over whatever it is given; both get their right weight here. The
-    evaluation takes the same parts, so both losses are the same quantity.
+    auxiliary loss is a mean over whatever it is given: both weigh what the micro-batch has of the
+    step's trained tokens. The evaluation keeps the routers' loss apart.
     """
 
     def __init__(self, setup: LossSetup) -> None:
@@ -60,10 +62,13 @@ class TokenMeanLoss:
         self._takes_num_items = setup.takes_num_items
         self._router_coefficient = _router_coefficient(model)
         self._has_loss_head = any(isinstance(module, LossHead) for module in model.modules())
-        self.train_metrics, self.eval_metrics = (
+        self._sources, self.eval_metrics = (
             SourceLosses(model, sources) if sources else None
             for sources in (setup.train_sources, setup.eval_sources)
         )
+        self._routing = Routing(model) if expert_parameters(model) else None
+        parts = [each for each in (self._sources, self._routing) if each is not None]
+        self.train_metrics = Together(parts) if parts else None
 
     def num_items(self, batch: dict[str, Any], num_trained_tokens: int) -> int:
         """Trained tokens; the batch carries their number to where the loss is computed."""
@@ -76,27 +81,28 @@ class TokenMeanLoss:
         """The model's own loss, weighed by tokens."""
         aimed, num_trained = self._taken(inputs)
         parts, takes = step.num_micro_batches, self._takes_num_items
+        if self._routing is not None:
+            self._routing.begin(inputs)
+        # Of the step's trained tokens, over all ranks.
+        share = 0.0 if step.num_items is None else num_trained / step.num_items
         if self._smoother is not None:
             # Trainer's own way would leave the routers out, and the shift by one for some classes.
             loss, router, outputs = self._from_logits(model, inputs, step.num_items)
+            loss = loss if router is None else loss + router * share
             loss = loss * step.num_ranks
-            loss = loss if router is None else loss + router / parts
             loss = loss if takes else loss * parts
         else:
             loss, outputs = step.trainer_loss(model, inputs, step.num_items if takes else None)
             router = self._router(outputs)
-            if takes:
-                surplus = step.num_ranks - 1 / parts
-                loss = loss if router is None or not surplus else loss - router * surplus
+            if takes:  # it is in the loss whole, and once for each rank
+                loss = loss if router is None else loss - router * (step.num_ranks * (1 - share))
             else:
-                loss = loss if router is None else loss - router
-                items = step.num_items
-                weight = 0.0 if items is None else num_trained / items * step.num_ranks
                 if not num_trained:  # the mean of nothing is NaN; its gradient is zero
                     loss = loss.nan_to_num()
-                loss = loss * weight * parts
-                loss = loss if router is None else loss + router
-        self._tell_apart(self.train_metrics, aimed, outputs)
+                loss = loss * share * step.num_ranks * parts
+        if router is not None and self._routing is not None:
+            self._routing.add_loss(router, share)
+        self._tell_apart(self._sources, aimed, outputs)
         return loss, outputs
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any], num_items: int) -> EvaluatedBatch:
@@ -200,11 +206,13 @@ class SourceLosses:
         labels: what the sources are called in the log; their places are the ``source_ids``.
 
     Attributes:
+        shape: of the sums.
         sums: (2, G) float64 since the last `take`: losses and trained tokens; None before a batch.
     """
 
     def __init__(self, model: nn.Module, labels: Sequence[str]) -> None:
         self.labels = tuple(labels)
+        self.shape = (2, len(self.labels))
         self._heads = [module for module in model.modules() if isinstance(module, LossHead)]
         for head in self._heads:
             head.keeps_row_losses = True

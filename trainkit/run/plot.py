@@ -68,12 +68,22 @@ CURVES = (
     Curve("tokens_per_second", "tokens_per_second", "Speed", "tokens per second", from_zero=True),
     Curve("memory", "peak_memory_gib", "Peak memory", "GiB", False, from_zero=True),
     Curve("token_accuracy", "token_accuracy", "Token accuracy", "share of trained tokens"),
+    Curve("router_loss", "router_loss", "Routers' loss", "times its factor, in the loss"),
     Curve("mfu", "mfu", "Model FLOPs utilisation", "share of the peak", from_zero=True),
 )
 BY_SOURCE = Curve("loss_by_source", "loss/", "Loss by source", "nats per trained token")
 """Its key is the beginning of the keys of its lines."""
 MEASURED = Curve("evaluations", "eval_", "Evaluations", "score", False)
 """Benchmarks and answers during training; its key is the beginning of theirs."""
+EXPERTS = (
+    Curve("experts_largest_share", "experts_largest_share/", "Largest expert", "share of a layer"),
+    Curve("experts_load_cv", "experts_load_cv/", "Loads of experts", "deviation over mean"),
+    Curve("experts_dead", "experts_dead/", "Experts without a token", "of a layer", False),
+    Curve("experts_entropy", "experts_entropy/", "Entropy of the experts", "of equal shares"),
+)
+"""One line a layer."""
+_MOST_NAMED = 12
+"""Lines of a picture that are named."""
 
 _OVERVIEW = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
 
@@ -282,7 +292,7 @@ def svg_plots(run: RunDirectory, history: History | None = None) -> list[tuple[s
 def _pictures(run: RunDirectory, history: History) -> Iterator[tuple[Curve, Any]]:
     """A figure for every curve; the files and the report hold the same ones."""
     drawn = [curve for curve in CURVES if len(history.series(curve.key)) > 1]
-    several = [curve for curve in (BY_SOURCE, MEASURED) if history.lines(curve)]
+    several = [curve for curve in (BY_SOURCE, MEASURED, *EXPERTS) if history.lines(curve)]
     for curve in [*drawn[:1], *several, *drawn[1:]]:
         if curve.name not in history.figures:
             figure, (axes,) = _figure(1)
@@ -423,14 +433,16 @@ def _draw(
 
 def _draw_several(axes: Any, curve: Curve, history: History) -> None:
     """A line for each metric of a picture; the points are evaluations, in the colour of theirs."""
-    for index, key in enumerate(history.lines(curve)):
+    keys = history.lines(curve)
+    for index, key in enumerate(keys):
         colour, line, _ = _look(index)
         _draw_line(axes, curve, thinned(history.series(key)), colour, line, 1.8, faint=0.12)
         axes.plot([], [], line, color=colour, label=key.removeprefix(curve.key))
         measured = history.series(key if curve is MEASURED else f"eval_{key}")
         axes.plot(measured.steps, measured.values, "o", color=colour, markersize=4)
     _dress(axes, curve, "step")
-    axes.legend(fontsize=8.5, frameon=False, handlelength=2.2)
+    if len(keys) <= _MOST_NAMED:
+        axes.legend(fontsize=8.5, frameon=False, handlelength=2.2)
 
 
 def _draw_line(

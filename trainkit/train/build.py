@@ -49,6 +49,7 @@ from trainkit.train.callbacks import (
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
 from trainkit.train.evaluations import Evaluations, LookAhead, StopEarly
+from trainkit.train.experts import ExpertsTrain
 from trainkit.train.faults.numbers import WEIGHTS, NumberError, NumberPolicy, folder_of
 from trainkit.train.faults.signals import (
     StopRequest,
@@ -352,6 +353,7 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     hooks += [KeepFp8Codes()] if run.built.fp8 is not None else []
     hooks += [RowTest()] if run.layout.rows is not None else []
     hooks += [LeakTest()] if recipe.data.packing else []
+    hooks += [ExpertsTrain()] if recipe.lora is not None else []
     if dry is None:
         hooks += [KeepToThePlan(), TakeUp()] if run.point is not None else []
         if run.process.is_main:

@@ -153,9 +153,11 @@ class Evaluations(Hook):
         totals = loop.ranks.reduce(totals, reduction="sum")
         loss_sum, num_items, router_sum, num_batches, num_tokens, *sums = totals.tolist()
         row = {
-            "eval_loss": loss_sum / max(num_items, 1) + router_sum / max(num_batches, 1),
+            "eval_loss": loss_sum / max(num_items, 1),
             "eval_num_trained_tokens": int(num_tokens),
         }
+        if num_batches:
+            row["eval_router_loss"] = router_sum / num_batches
         if own is not None:
             row |= own.rows(sums, "eval_")
         num_steps = math.ceil(num_samples / (args.eval_batch_size * args.world_size))

@@ -1,0 +1,184 @@
+"""Loads of experts, the routers' loss, and the proof that adapters of experts train."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from project import make_project
+from train.router_cases import make_moe
+
+from trainkit.errors import TrainkitError
+from trainkit.lora import LoraOptions, attach
+from trainkit.objectives.objective import LossSetup, Step
+from trainkit.objectives.routing import Routing, Together
+from trainkit.objectives.sft import TokenMeanLoss
+from trainkit.parallel.rows import next_tokens
+from trainkit.patching import patch
+from trainkit.train.experts import ExpertsTrain
+
+E, PAD = 8, 90
+
+
+def batch(packed):
+    """Two rows: of documents and a tail, or of one document each and padding."""
+    ids = torch.randint(0, 80, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids[:, 9:] = PAD
+    labels = ids.clone()
+    labels[:, :5] = labels[:, 9:] = -100
+    if not packed:
+        return {"input_ids": ids, "labels": labels, "attention_mask": (ids != PAD).long()}
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]).repeat(2, 1)
+    positions[1] = torch.arange(12)  # full to the end with one token: no tail, since it is trained
+    labels[1, 9:] = PAD
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_loads_are_those_of_real_tokens(packed, adapted, kernels):
+    model = make_moe(96)
+    if adapted:
+        model = attach(model, LoraOptions(r=4))
+    if kernels:
+        patch(model)
+    model.train()
+    routing = Routing(model)
+    chosen = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(lambda m, a, out: chosen.append(out[2]))
+    inputs = batch(packed)
+    routing.begin(inputs)
+    model(**inputs).loss.backward()
+    real = inputs["input_ids"] != PAD
+    real[1] |= packed
+    aimed = next_tokens(inputs["labels"], -100) != -100
+    rows = routing.rows(routing.sums.tolist())
+    assert len(chosen) == len(routing.reached) == 2
+    for layer, (index, reached) in enumerate(zip(chosen, routing.reached.values(), strict=True)):
+        loads = torch.bincount(index[real.flatten()].flatten(), minlength=E).double()
+        shares = loads / loads.sum()
+        assert rows[f"experts_largest_share/{layer}"] == pytest.approx(
+            shares.max().item(), abs=1e-4
+        )
+        assert rows[f"experts_dead/{layer}"] == (loads == 0).sum()
+        assert rows[f"experts_load_cv/{layer}"] == pytest.approx(
+            (loads.std(correction=0) / loads.mean()).item(), abs=1e-4
+        )
+        entropy = -sum(s * s.log() for s in shares if s) / torch.tensor(8.0).log()
+        assert rows[f"experts_entropy/{layer}"] == pytest.approx(entropy.item(), abs=1e-4)
+        wanted = torch.bincount(index[aimed.flatten()].flatten(), minlength=E)
+        assert torch.equal(reached, wanted.double())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_routers_loss_weighs_a_micro_batch_by_its_trained_tokens(ranks, smoothing):
+    model = make_moe(96).train()
+    loss = TokenMeanLoss(LossSetup(model, takes_num_items=True, label_smoothing=smoothing))
+    total = wanted = 0.0
+    counts = (1, 7)
+    for seed, num in enumerate(counts):
+        ids = torch.randint(0, 80, (1, 9), generator=torch.Generator().manual_seed(seed))
+        labels = ids.clone()
+        labels[:, : 9 - num] = -100
+        given = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+        step = Step(torch.tensor(8.0), 2 // ranks, ranks, False, partial(model_loss, ranks))
+        part, _ = loss.training(model, {**given, "num_trained_tokens": num}, step)
+        total += part.item() / ranks
+        plain = model(**given, num_items_in_batch=torch.tensor(1.0))
+        own = plain.loss - plain.aux_loss
+        if smoothing:
+            logits = plain.logits[:, :-1].log_softmax(-1)[labels[:, 1:] != -100]
+            aims = labels[:, 1:][labels[:, 1:] != -100]
+            right = -logits.gather(1, aims[:, None]).sum()
+            own = right * (1 - smoothing) - smoothing * logits.mean(-1).sum()
+        wanted += (own.item() + plain.aux_loss.item() * num) / 8
+    assert total == pytest.approx(wanted, rel=1e-5)
+    rows = loss.train_metrics.rows(loss.train_metrics.take(torch.device("cpu")).tolist())
+    assert 1.5 < rows["router_loss"] < 4
+
+
+def model_loss(ranks, model, inputs, num_items):
+    outputs = model(**{k: v for k, v in inputs.items() if k != "num_trained_tokens"},
+                    num_items_in_batch=num_items)  # fmt: skip
+    return outputs.loss * ranks, outputs
+
+
+def test_figures_come_apart_and_together_again():
+    first, second = (SimpleNamespace(shape=shape, sums=None) for shape in ((2, 2), (3,)))
+    both = Together([first, second])
+    assert both.sums is None
+    second.sums = torch.arange(3.0)
+    assert both.sums.tolist() == [0, 0, 0, 0, 0, 1, 2]
+    both.sums = torch.arange(7.0)
+    assert first.sums.tolist() == [[0, 1], [2, 3]]
+    assert both.take(torch.device("cpu")).tolist() == [*range(7)]
+    assert both.sums is None
+
+
+def loop_of(model, rate=0.1):
+    routing = Routing(model)
+    return SimpleNamespace(
+        model=model, rate=rate, args=SimpleNamespace(fp16=False),
+        guard=SimpleNamespace(is_held=False),
+        loss=SimpleNamespace(train_metrics=Together([routing])),
+    ), routing  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [None, "gradient", "optimizer", "one"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_an_adapter_of_an_expert_that_does_not_train_is_named(kernels, fault):
+    model = attach(make_moe(96), LoraOptions(r=4)).train()
+    if kernels:
+        patch(model)
+    inert = next(p for n, p in model.named_parameters() if "experts" in n and "_B" in n)
+    if fault == "one":  # the gradient of expert 3 alone
+        inert.register_hook(lambda g: g * (torch.arange(g.shape[1]) % E != 3))
+    if fault == "gradient":
+        inert.register_hook(torch.zeros_like)
+    loop, routing = loop_of(model)
+    hook = ExpertsTrain()
+    hook.begin(loop, None)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if fault == "optimizer":
+        trained = [p for p in trained if p is not inert]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+
+    def step():
+        inputs = batch(packed=False)
+        routing.begin(inputs)
+        model(**inputs).loss.backward()
+        hook.on_pre_optimizer_step(loop)
+        optimizer.step()
+        loop.rate, rate = 0.0, loop.rate
+        hook.stepped(loop, ())  # as in the first step of a warm-up: nothing is said yet
+        loop.rate = rate
+        hook.stepped(loop, ())
+
+    if fault is None:
+        step()
+        assert routing.reached is None
+        return
+    with pytest.raises(TrainkitError, match=r"layers\.0\.mlp\.experts.*though tokens") as error:
+        step()
+    assert ("the optimizer" in str(error.value)) == (fault == "optimizer")
+    assert fault != "one" or "experts 3," in str(error.value)
+
+
+def test_a_run_logs_and_draws_them(tmp_path, tiny_tokenizer):
+    make_moe(len(tiny_tokenizer)).save_pretrained(tmp_path / "moe")
+    tiny_tokenizer.save_pretrained(tmp_path / "moe")
+    (tmp_path / "project").mkdir()
+    project = make_project(tmp_path / "project", tmp_path / "moe")
+    words = ["data.packing=true", "training.max_steps=2", "training.eval_strategy=epoch"]
+    assert project.sft("--config", "r.yaml", *words, "--output-dir", "run").code == 0
+    lines = (project.root / "run" / "metrics.jsonl").read_text().splitlines()
+    first, *_, last = map(json.loads, lines)
+    assert {"router_loss", "experts_largest_share/0", "experts_entropy/1"} <= first.keys()
+    assert {"eval_router_loss", "eval_loss"} <= last.keys()
+    # cross entropy and the routers' loss are apart in evaluation, and a sum in training
+    assert first["loss"] - first["router_loss"] == pytest.approx(last["eval_loss"], rel=0.1)
