@@ -86,8 +86,14 @@ def cases(clones: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     given = [("axolotl", name, text, axolotl) for name, text in texts.items()]
     unsloth = tool_table("unsloth")
     for name, text in unsloths(clones / "unsloth/unsloth/chat_templates.py").items():
-        if name in unsloth["templates"]:
-            given.append(("unsloth", name, text, unsloth))
+        if name in unsloth["templates"]:  # `get_chat_template` begins Gemma's with a bos
+            bos = "{{ bos_token }}" * ("gemma" in name and "bos_token" not in text[:20])
+            given.append(("unsloth", name, bos + text, unsloth))
+        if name == "chatml":  # its end of turn is the tokenizer's eos by another name
+            renamed = "{{ bos_token }}" + text.replace("<|im_end|>", "<E>")
+            given.append(("unsloth", "chatml_eos", renamed, unsloth))
+            renamed = renamed.replace("<|im_start|>", "<start_of_turn>")
+            given.append(("unsloth", "chatml_gemma", renamed, unsloth))
     for tool, name, text, rows in given:
         known = names[rows["templates"][name]]["text"]
         tok = tokenizer(eos_of(known))

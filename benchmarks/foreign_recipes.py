@@ -227,10 +227,12 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
 def trl(tokens: list[str]) -> dict[str, Any]:
     """By its parser."""
     from transformers import HfArgumentParser
-    from trl import DPOConfig, ModelConfig, ScriptArguments, SFTConfig
+    from trl import DPOConfig, KTOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig
 
-    start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t in ("sft", "dpo"))
-    config = DPOConfig if "dpo" in tokens[start] else SFTConfig
+    configs = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "reward": RewardConfig}
+    start = next(n for n, t in enumerate(tokens) if t.endswith(".py") or t in configs)
+    goal = next((name for name in configs if name in tokens[start]), "sft")
+    config: Any = configs[goal]
     parser = HfArgumentParser([ScriptArguments, config, ModelConfig])  # type: ignore[arg-type]
     words = [*tokens[start + 1 :], "--output_dir", "x", "--use_cpu", "--bf16", "false"]
     _, args, model, _ = parser.parse_args_into_dataclasses(words, return_remaining_strings=True)
@@ -242,18 +244,18 @@ def trl(tokens: list[str]) -> dict[str, Any]:
         "training.warmup_steps": args.warmup_steps,
         "data.max_length": args.max_length,
         "data.packing": getattr(args, "packing", False),
-        "objective": "sft" if config is SFTConfig else "dpo",
+        "objective": goal,
         "training.gradient_checkpointing": args.gradient_checkpointing,
         "is_lora": model.use_peft,
         "is_sharded": any("zero" in t or "fsdp" in t for t in tokens[:start]),
     }
-    if config is DPOConfig:
-        found |= {"preference.beta": args.beta, "preference.loss": args.loss_type[0]}
+    if goal in ("dpo", "kto"):
+        found["preference.beta"] = args.beta
     if model.use_peft:
         found |= {
             "lora.r": model.lora_r,
             "lora.alpha": model.lora_alpha,
-            "lora.dropout": model.lora_dropout if config is SFTConfig else 0.0,
+            "lora.dropout": model.lora_dropout * (goal == "sft"),
         }
         found["lora.quantize"] = "nf4" if model.load_in_4bit else None
     return found

@@ -25,6 +25,12 @@ DATASET_INFO = {
         "ranking": True,
         "columns": {"messages": "talk", "chosen": "chosen", "rejected": "rejected"},
     },
+    "rated": {
+        "file_name": "rated.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "kto_tag": "label"},
+        "tags": {"role_tag": "role", "content_tag": "content"},
+    },
     "hub": {"hf_hub_url": "a/b", "subset": "en"},
 }
 
@@ -185,9 +191,42 @@ class TestScripts:
         assert recipe.data.train[0].format == "sharegpt"
         assert recipe.data.mask == "assistant"
 
+    def test_a_mixture_in_shares_and_rows_that_are_held_out(self, tmp_path):
+        mixed = SCRIPT.replace(
+            "rows = rows.map(make, batched=True)",
+            """more = load_dataset("hub/chats", split="train")
+texts = tokenizer.apply_chat_template(list(rows.map(turns)["conversations"]), tokenize=False)
+more = pd.Series(tokenizer.apply_chat_template(list(more["conversations"]), tokenize=False))
+more = more.sample(int(len(texts) * (0.25 / (1 - 0.25))), random_state=1)
+rows = Dataset.from_pandas(pd.DataFrame(pd.concat([pd.Series(texts), more]))).shuffle(seed=1)
+def turns(row):
+    q = [{"role": "user", "content": row["q"]}, {"role": "assistant", "content": row["a"]}]
+    return {"conversations": q}""",
+        )
+        first, second = recipe_of(tmp_path, self.translated(tmp_path, mixed).text).data.train
+        assert (first.path, first.columns, first.weight) == (
+            "a.jsonl",
+            {"instruction": "q", "output": "a"},
+            0.75,
+        )
+        assert (second.path, second.format, second.weight) == ("hub/chats", "sharegpt", 0.25)
+        split = SCRIPT.replace(
+            "trainer = SFT", "rows = rows.train_test_split(test_size=9)\ntrainer = SFT"
+        ).replace("train_dataset=rows", 'train_dataset=rows["train"], eval_dataset=rows["test"]')
+        assert recipe_of(tmp_path, self.translated(tmp_path, split).text).data.eval == 9
+
+    def test_a_trainer_of_preferences(self, tmp_path):
+        rows = SCRIPT.replace("rows = rows.map(make, batched=True)\n", "")
+        found = self.translated(tmp_path, rows.replace("SFT", "DPO").replace("packing=False,", ""))
+        recipe = recipe_of(tmp_path, found.text)
+        assert (recipe.objective, recipe.data.train[0].format) == ("dpo", "preference")
+
     @pytest.mark.parametrize(
         ("old", "new", "says"),
         [
+            ("prompt.format(q, a) + EOS", "prompt.format(q, a)", "no end token"),
+            ("rows.map(make, batched=True)", "rows.train_test_split(train_size=0.1)", "changes"),
+            ("random_state=1,", "random_state=1, qat_scheme='int4',", "quantisation-aware"),
             ("rows.map(make, batched=True)", "rows.map(unknown)", "cannot be followed"),
             ("rows.map(make, batched=True)", "rows.filter(good)", "chooses or changes rows"),
             ("max_steps=60", "max_steps=steps()", "only running it would tell"),

@@ -160,6 +160,8 @@ def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:
     refused = {key: why for why, keys in rows["refused"].items() for key in keys}
     for key, value in draft.theirs.items():
         word = rows["keys"].get(key)
+        if key not in draft.given and any(each in draft.given for each in draft.keys.get(word, ())):
+            continue  # a default by another name
         if key in rows.get("expected", {}):
             if value in rows["expected"][key]:
                 draft.leave(key, "it is so here, too")

@@ -19,6 +19,7 @@ from trainkit.recipe.translate.draft import OFF, Draft, all_fit, shown, table, w
 from trainkit.recipe.translate.read import beside
 
 _JINJA = jinja2.Environment(undefined=jinja2.ChainableUndefined, extensions=["jinja2.ext.do"])
+_JINJA.tests["none"] = lambda value: value is None or isinstance(value, jinja2.Undefined)
 
 
 @functools.cache

@@ -2,39 +2,14 @@
 
 import ast
 import contextlib
+import operator
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.translate.draft import Theirs, table
-
-KINDS = {
-    "online": r"GRPO|RLOO|PPO|Reinforce|OnlineDPO|NashMD|XPO|SDPO|GSPO",
-    "preference": r"DPO|KTO|ORPO|CPO|BCO|SimPO|TPO|SDFT|SSD",
-    "reward": r"Reward|PRM",
-    "distillation": r"GKD|GOLD|MiniLLM|Distill|SDFT",
-    "embedding": r"SentenceTransformer|Embedding|CrossEncoder",
-}
-"""Of trainers' names."""
-
-LOADERS = {
-    "vision": r"FastVision|ImageTextToText|Vision2Seq|VLForCond|Llava|UnslothVisionDataCollator",
-    "classification": r"SequenceClassification|TokenClassification",
-    "embedding": r"SentenceTransformer",
-    "audio": r"SpeechSeq2Seq|Whisper|CsmFor|SpeechT5|S[Nn][Aa][Cc]|BiCodec|XCodec|Audio\(|DacModel",
-    "diffusion": r"DiffusionGemma|diffusion",
-}
-"""Of what is called or imported besides."""
-
-
-TRANSFORMERS = {
-    **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "warmup_steps": 0},
-    **{"per_device_eval_batch_size": 8, "weight_decay": 0.0, "seed": 42, "logging_steps": 500},
-    **{"learning_rate": 5e-5, "optim": "adamw_torch_fused"},
-}
-"""Of `TrainingArguments`, where TRL's and Unsloth's configurations have another default."""
+from trainkit.recipe.translate.draft import Theirs, table, tool_table
 
 
 @dataclass(frozen=True)
@@ -50,6 +25,13 @@ class Thing:
 
     kind: str
     values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Share:
+    """So many times the rows of a data set."""
+
+    of: float
 
 
 @dataclass(frozen=True)
@@ -73,6 +55,25 @@ class Chat:
     turns: Any
 
 
+_ARITHMETIC: dict[type, Any] = {
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Sub: operator.sub,
+    ast.FloorDiv: operator.floordiv,
+}
+_PASSING = {
+    "list",
+    "Series",
+    "DataFrame",
+    "from_pandas",
+    "concat",
+    "concatenate_datasets",
+    "int",
+    "dict_",
+}
+"""Calls that give back what they are given, as far as rows go."""
+
+
 class Trained(Exception):
     """The training was reached: what follows does not matter."""
 
@@ -86,13 +87,16 @@ def read_script(path: Path, text: str) -> Theirs:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        _refuse_kind(path, re.findall(r"([\w.]+)\(", text))
         raise RecipeError(f"not Python: {error}", where=str(path)) from error
-    _refuse_kind(path, tree)
+    trainer = _refuse_kind(path, [_name(n.func) for n in ast.walk(tree) if isinstance(n, ast.Call)])
     script = Script(tree)
     theirs = Theirs(path, {}, tool="unsloth" if "unsloth" in _imports(tree) else "trl")
     with contextlib.suppress(Trained, RecursionError):
         script.run(tree.body)
     script.report(theirs)
+    if trainer:
+        theirs.values["trainer"] = trainer
     return theirs
 
 
@@ -103,27 +107,34 @@ def _imports(tree: ast.AST) -> set[str]:
     return {name.partition(".")[0] for name in named}
 
 
-def _refuse_kind(path: Path, tree: ast.AST) -> None:
-    calls = [_name(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+def _refuse_kind(path: Path, calls: list[str]) -> str:
+    """Refuse another kind of training; the name of a trainer of ours that is not `SFTTrainer`."""
+    kinds = table("kinds")
     trainers = [name.rpartition(".")[2] for name in calls if name.endswith("Trainer")]
-    found = [(kind, t) for t in trainers for kind, sign in KINDS.items() if re.search(sign, t)]
     used = " ".join(dict.fromkeys(f"{name}(" for name in calls))
-    found += [
-        (kind, match[0]) for kind, sign in LOADERS.items() if (match := re.search(sign, used))
+    found = [
+        (kind, match[0])
+        for part, texts in (("trainers", trainers), ("calls", [used]))
+        for kind, row in kinds.items()
+        for text in texts
+        if part in row and (match := re.search(row[part], text))
     ]
     if not trainers and not any(name.endswith("get_peft_model") for name in calls):
         found.append(("inference", "no trainer is made"))
     if not found and "TrlParser" in used:
         found.append(("library", "TrlParser"))
-    if not found and trainers and not {"SFTTrainer", "UnslothTrainer"} & set(trainers):
+    others = {"DPOTrainer", "KTOTrainer", "RewardTrainer"} & set(trainers)
+    ours = {"SFTTrainer", "UnslothTrainer", *others} & set(trainers)
+    if not found and trainers and not ours:
         found.append(("library", trainers[0]))
     if found:
-        answer = table("kinds")[found[0][0]]
+        answer = kinds[found[0][0]]
         raise RecipeError(
             f"this is {answer['says']} ({found[0][1].strip('(')}), which trainkit does not do",
             where=str(path),
             fix=answer["serves"],
         )
+    return ours.pop() if ours == others and len(ours) == 1 else ""
 
 
 def _name(node: ast.expr) -> str:
@@ -211,17 +222,20 @@ class Script:
             owner, key = self.value(node.value), self.value(node.slice)
             if isinstance(owner, Thing) and owner.kind == "rows" and isinstance(key, str):
                 return self._part(owner, key)
-            if isinstance(owner, Column):  # a row of several columns
-                return Unknown(ast.unparse(node))
+            if isinstance(owner, Column) and not isinstance(key, str):  # of several rows
+                return owner
             if owner == "ROW" and isinstance(key, str):
                 return self.names.get("MADE", {}).get(key, Column(key))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             inner = self.value(node.operand)
             return inner if isinstance(inner, Unknown) else not inner
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            sides = self.value(node.left), self.value(node.right)
-            if all(isinstance(side, int | float) for side in sides):
-                return sides[0] * sides[1]
+        if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+            sides = [self.value(node.left), self.value(node.right)]
+            plain = [side.of if isinstance(side, Share) else side for side in sides]
+            if all(isinstance(side, int | float) for side in plain):
+                with contextlib.suppress(ZeroDivisionError, OverflowError):
+                    found = _ARITHMETIC[type(node.op)](*plain)
+                    return Share(found) if Share in map(type, sides) else found
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
             left, right = _text(self.value(node.left)), _text(self.value(node.right))
             if isinstance(left, Text) and isinstance(right, Text):
@@ -234,7 +248,11 @@ class Script:
             if all(isinstance(_text(part), Text) for part in parts):
                 return Text(tuple(p for part in parts for p in _text(part).parts))
         if isinstance(node, ast.ListComp) and len(node.generators) == 1:
-            self._bind(node.generators[0].target, self.value(node.generators[0].iter))
+            many = self.value(node.generators[0].iter)
+            if isinstance(many, Thing) and many.kind == "rows":
+                inner = self._row_of(many, node.generators[0].target)
+                return _with_column(many, "text", inner.value(node.elt))
+            self._bind(node.generators[0].target, many)
             return [self.value(node.elt)]
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
             return ast.literal_eval(node)
@@ -267,20 +285,21 @@ class Script:
             kept = {k: v for k, v in words.items() if k not in ("model", "peft_config")}
             known = base.values if isinstance(base, Thing) else {}
             return Thing("model", {**known, **inner, **kept, "adapters": True})
-        if name in (
-            "LoraConfig",
-            "SFTConfig",
-            "TrainingArguments",
-            "UnslothTrainingArguments",
-            "BitsAndBytesConfig",
-            "dict",
-        ):
-            if name == "dict":
-                return dict(words)
-            plain = TRANSFORMERS if name == "TrainingArguments" else {}
+        if name == "dict":
+            return dict(words)
+        if name.endswith(("Config", "TrainingArguments")):
+            plain = tool_table("trl")["transformers"] if name == "TrainingArguments" else {}
             return Thing("config", {**plain, **words})
         if name == "load_dataset":
             return self._load(args, words)
+        if name == "len" and args and isinstance(args[0], Thing) and args[0].kind == "rows":
+            return Share(1.0)
+        if name in _PASSING and len(args) == 1 and isinstance(args[0], Thing | Share | list):
+            many = args[0] if isinstance(args[0], list) else [args[0]]
+            sets = [each for each in many if isinstance(each, Thing) and each.kind == "rows"]
+            if len(many) > 1 and len(sets) == len(many):
+                return Thing("rows", {**sets[0].values, "more": sets[1:]})
+            return many[0] if many else Unknown(ast.unparse(node))
         if name in ("standardize_sharegpt", "standardize_data_formats"):
             return args[0] if args else Unknown(ast.unparse(node))
         if name == "get_chat_template" and args:
@@ -291,11 +310,15 @@ class Script:
                 trainer.values["train_on_responses_only"] = True
                 return trainer
         if name.endswith("Trainer"):
+            for key in [k for k in node.keywords if k.arg == "formatting_func"]:
+                made, rows = self._rows_made(key.value), words.get("train_dataset")
+                if isinstance(rows, Thing):
+                    del words["formatting_func"]
+                    words["train_dataset"] = Thing("rows", {**rows.values, "columns": made})
             self.trainers.append(Thing("trainer", words))
             return self.trainers[-1]
         if name == "apply_chat_template":
-            turns = args[0] if args else words.get("conversation")
-            return Chat(turns)
+            return _chat(args[0] if args else words.get("conversation"))
         if name == "format" and isinstance(_text(owner), Text):
             return _format(_text(owner), args, words)
         if name in ("removeprefix", "strip", "str") and owner is not None:
@@ -320,13 +343,17 @@ class Script:
         if owner.kind == "trainer" and name == "train":
             raise Trained
         if owner.kind == "tokenizer" and name == "apply_chat_template":
-            return Chat(args[0] if args else words.get("conversation"))
+            return _chat(args[0] if args else words.get("conversation"))
         if owner.kind != "rows":
             return None
         held = owner.values
         if name == "map":
             made = self._rows_made(node.args[0] if node.args else None)
             return Thing("rows", {**held, "columns": {**held["columns"], **made}})
+        if name == "sample" and args and isinstance(args[0], Share):
+            return Thing("rows", {**held, "share": args[0].of})
+        if name == "train_test_split" and isinstance(words.get("test_size"), int | float):
+            return Thing("rows", {**held, "held_out": words["test_size"]})
         if name == "shuffle" or name in ("remove_columns", "with_format", "to_iterable_dataset"):
             return owner
         if name == "rename_column" and len(args) == 2 and isinstance(args[0], str):
@@ -342,7 +369,11 @@ class Script:
         )
 
     def _part(self, rows: Thing, key: str) -> Thing:
-        """A split of several, or of the parts that were made."""
+        """A split of several, of the parts that were made, or a column."""
+        if "held_out" in rows.values:
+            return Thing("rows", {**rows.values, "part": key})
+        if key in rows.values["columns"] or key in ("conversations", "messages", "text"):
+            return _with_column(rows, "text", rows.values["columns"].get(key, Column(key)))
         if "split" in rows.values["source"] or "lost" in rows.values:
             return Thing("rows", {**rows.values, "lost": rows.values.get("lost", f"[{key!r}]")})
         return Thing("rows", {**rows.values, "source": {**rows.values["source"], "split": key}})
@@ -361,9 +392,18 @@ class Script:
             made = inner.returned(function.body)
         else:
             made = Unknown("its function is not in the script")
+        if isinstance(made, list) and len(made) == 1:
+            made = {"text": made[0]}
         if isinstance(made, dict):
             return {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in made.items()}
         return {"*": Unknown(getattr(node, "id", "a function"))}
+
+    def _row_of(self, rows: Thing, target: ast.expr) -> "Script":
+        """What an expression over one row of them is read by."""
+        inner = Script(ast.Module([], []))
+        inner.names = {**self.names, "MADE": dict(rows.values["columns"])}
+        inner._bind(target, "ROW")
+        return inner
 
     def returned(self, body: list[ast.stmt]) -> Any:
         """What a function that makes a row gives back."""
@@ -433,8 +473,20 @@ class Script:
         if isinstance(tokenizer, Thing) and "template" in tokenizer.values:
             values["chat_template"] = tokenizer.values["template"]
         values["rows"] = _rows(rows, values, theirs)
+        more = rows.values.get("more", []) if isinstance(rows, Thing) else []
+        if more:
+            values["more_rows"] = [_rows(each, dict(values), theirs) for each in more]
+            shares = [each.values.get("share") for each in more]
+            total = 1 + sum(share or 0 for share in shares)
+            if None in shares or "max_steps" not in values:
+                theirs.lost.append(("rows", "several data sets whose shares cannot be followed"))
+            values["rows"]["weight"] = round(1 / total, 6)
+            for source, share in zip(values["more_rows"], shares, strict=True):
+                source["weight"] = round((share or 0) / total, 6)
         given = values.pop("eval_dataset", None)
-        if isinstance(given, Thing):
+        if isinstance(given, Thing) and given.values.get("part") == "test":
+            values["held_out"] = given.values["held_out"]
+        elif isinstance(given, Thing):
             values["eval_rows"] = _rows(given, values, theirs)
         for key, held in values.items():
             value = _plain(held)
@@ -444,6 +496,17 @@ class Script:
                 theirs.unclear[key] = value.expression if isinstance(value, Unknown) else str(key)
             elif not isinstance(value, Thing):
                 theirs.values[key] = value
+
+
+def _with_column(rows: Thing, name: str, value: Any) -> Thing:
+    return Thing("rows", {**rows.values, "columns": {**rows.values["columns"], name: value}})
+
+
+def _chat(turns: Any) -> Any:
+    """Turns that the template renders; of all rows, rows."""
+    if isinstance(turns, Thing) and turns.kind == "rows":
+        return _with_column(turns, "text", Chat(turns.values["columns"].get("text")))
+    return Chat(turns)
 
 
 def _plain(value: Any) -> Any:
@@ -555,6 +618,8 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
             "" if p is None else f"{{{{ {p.name} }}}}" if isinstance(p, Column) else p
             for p in parts
         )
+        if theirs.tool == "unsloth" and not any(part is None for part in parts):
+            theirs.lost.append(("texts", "they have no end token, and trainkit puts one"))
         if text.count("{%") == 0 and all(p is None or isinstance(p, str | Column) for p in parts):
             return {"format": "template", "columns": {"completion": text}, "shape": "text"}
     theirs.lost.append(("map(...)", "rows are made in a way that cannot be followed"))
