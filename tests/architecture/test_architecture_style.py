@@ -32,8 +32,8 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 362, "code": 58_600, "words": 13_000},
-    "tests": {"code": 38_300},
+    "trainkit": {"files": 372, "code": 60_100, "words": 13_350},
+    "tests": {"code": 39_400},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_100},
 }

@@ -124,7 +124,7 @@ def clean(builder, tmp_path_factory):
 
 def samples_of(batch):
     samples = {}
-    for row, _, ids, mask in batch.samples:
+    for row, _, ids, mask, _ in batch.samples:
         assert mask[1:].any()
         samples.setdefault(row, (ids.tolist(), mask.tolist()))
     return samples

@@ -231,11 +231,11 @@ class TestCache:
         path = write(ROWS * 20)
         build, calls = builder.SampleBuilder.build, []
 
-        def dies(self, rows, source):
+        def dies(self, rows, source, folder):
             calls.append(1)
             if len(calls) == 3:
                 raise KeyboardInterrupt
-            return build(self, rows, source)
+            return build(self, rows, source, folder)
 
         monkeypatch.setattr(builder.SampleBuilder, "build", dies)
         with pytest.raises(KeyboardInterrupt):
@@ -324,7 +324,7 @@ def test_sources_are_named_and_formats_told(write, ready):
     assert json.loads(json.dumps(data.summary)) == data.summary
 
 
-def _die(rows, source):
+def _die(rows, source, folder):
     os._exit(1)
 
 

@@ -19,6 +19,8 @@ from trainkit.data.encode import Encoded, Encoder
 from trainkit.data.fields import without_effect
 from trainkit.data.files import RawRow
 from trainkit.data.formats import decode_row, detect, read_row
+from trainkit.data.image_rows import has_images
+from trainkit.data.images import REPAIRS, Image
 from trainkit.data.masking import Masked, MaskFinder, Span, find_preserving
 from trainkit.data.messages import (
     Comparison,
@@ -34,6 +36,7 @@ from trainkit.data.messages import (
 from trainkit.data.options import DataOptions
 from trainkit.data.store import Action, Entry
 from trainkit.data.template import THINK_CLOSE, ByVariables, ChatTemplate, refuse_unread
+from trainkit.data.vision import LOOSE, NoVision, Vision
 from trainkit.errors import DataError, TrainkitError
 from trainkit.options import Source
 
@@ -69,6 +72,11 @@ class Draft:
     trained: frozenset[int]
     counts: Counter[str]
 
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """Those of its turns, in order."""
+        return tuple(image for each in self.conversation.messages for image in each.images)
+
 
 class Drafter:
     """Renders conversations and fits them to ``max_length``.
@@ -78,12 +86,18 @@ class Drafter:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions, encoder: Encoder
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        encoder: Encoder,
+        vision: Vision | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.options = options
         self.encoder = encoder
-        self.template = ChatTemplate(tokenizer, options)
+        self.vision = vision
+        words = frozenset() if vision is None else vision.words
+        self.template = ChatTemplate(tokenizer, options, words)
         try:
             self.finder = MaskFinder(self.template)
         except RowError as error:
@@ -112,6 +126,8 @@ class Drafter:
         if self.options.thinking == "preserve":
             find = functools.partial(find_preserving, self.finder)
         masked = find(conversation, others)
+        if self.vision is not None:
+            self.vision.refuse_unprinted(masked.text, conversation)
         if self.options.append_eos:
             masked = self._with_eos(masked, others)
         counts: Counter[str] = Counter()
@@ -168,11 +184,21 @@ class Drafter:
         return str(eos)
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:
-        """Tokenise drafts in one batch."""
-        return self.encoder.encode(
-            [draft.masked.text for draft in drafts],
-            [[(span.start, span.end) for span in draft.masked.spans] for draft in drafts],
-        )
+        """Tokenise drafts: those without images in one batch."""
+        spans = [[(span.start, span.end) for span in draft.masked.spans] for draft in drafts]
+        plain = [place for place, draft in enumerate(drafts) if not draft.images]
+        texts = [drafts[place].masked.text for place in plain]
+        encoded = self.encoder.encode(texts, [spans[place] for place in plain])
+        if len(plain) == len(drafts):
+            return encoded
+        assert self.vision is not None
+        found = dict(zip(plain, encoded, strict=True))
+        for place, draft in enumerate(drafts):
+            if place not in found:
+                found[place] = self.vision.encode(
+                    self.encoder, draft.masked.text, spans[place], draft.images
+                )
+        return [found[place] for place in range(len(drafts))]
 
     def sample(self, draft: Draft, tokens: Encoded) -> tuple[np.ndarray, np.ndarray]:
         """Ids and mask of a whole conversation."""
@@ -182,6 +208,10 @@ class Drafter:
         for span, (first, last) in zip(draft.masked.spans, tokens.ranges, strict=True):
             if (span.turn in draft.trained) != everything:
                 mask[first:last] = not everything
+        for first, last in tokens.images:
+            mask[first:last] = 0
+        if tokens.images and self.vision is not None:
+            mask[np.isin(ids, self.vision.frame)] = 0
         return ids, mask
 
     def fewer_turns(
@@ -215,11 +245,17 @@ class Drafter:
                 continue
             (encoded,) = self.encode([shorter])
             ids, mask = self.sample(shorter, encoded)
-            if len(ids) > limit and not mask[limit:].any():
-                ids, mask = ids[:limit], mask[:limit]
+            end = whole_images(encoded.images, limit)
+            if len(ids) > limit and not mask[end:].any():
+                ids, mask = ids[:end], mask[:end]
             if len(ids) <= limit and mask[1:].any():
                 return shorter, encoded, ids, mask
         return None
+
+
+def whole_images(places: Sequence[tuple[int, int]], limit: int) -> int:
+    """Where a sample is cut to have ``limit`` tokens at most: never inside an image."""
+    return min((first for first, last in places if first < limit < last), default=limit)
 
 
 def entry_of(event: Event, rows: Sequence[RawRow], path: Path, options: DataOptions) -> Entry:
@@ -246,6 +282,7 @@ class Sample(NamedTuple):
     part: int
     input_ids: np.ndarray
     loss_mask: np.ndarray
+    images: tuple[Image, ...] = ()
 
 
 @dataclass
@@ -258,6 +295,7 @@ class BuiltRows:
         counts: formats (``format:<name>``) and things worth telling, by name.
         ends: end-of-turn tokens that are trained, and how many turns each ends.
         notes: what a person should know about the template.
+        unread: files of images that could not be read, or are not there.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -265,6 +303,7 @@ class BuiltRows:
     counts: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
     notes: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
 
     @property
     def num_kept(self) -> int:
@@ -283,14 +322,23 @@ class SampleBuilder:
     Args:
         tokenizer: a fast one; it needs a chat template only when conversations come.
         options: how rows become samples.
+        vision: how the model takes images, or why it takes none; None refuses rows with images, as
+            those of a model of text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        vision: Vision | NoVision | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.options = options
         self.encoder = Encoder(tokenizer)
+        self.no_vision = vision if isinstance(vision, NoVision) else None
+        self.vision = seen = vision if isinstance(vision, Vision) else None
         self._drafters = ByVariables(
-            tokenizer, options, lambda own: Drafter(tokenizer, own, self.encoder)
+            tokenizer, options, lambda own: Drafter(tokenizer, own, self.encoder, seen)
         )
         self._vocabulary = len(tokenizer)
         self._is_checked = False
@@ -314,8 +362,13 @@ class SampleBuilder:
             detail = f"with {json.dumps(own)[:200] if own else 'tools'}: {error.what}"
             raise RowError(reason, detail) from error
 
-    def build(self, rows: Sequence[RawRow], source: Source) -> BuiltRows:
+    def build(self, rows: Sequence[RawRow], source: Source, folder: Path = Path()) -> BuiltRows:
         """Turn rows into samples.
+
+        Args:
+            rows: of one file.
+            source: that it belongs to.
+            folder: of the file, where relative paths of images start.
 
         Raises:
             DataError: only about the whole run, such as a template without proof.
@@ -339,7 +392,7 @@ class SampleBuilder:
                     if isinstance(each, TextRow):
                         texts.append((number, part, each))
                         continue
-                    mine = self._drafts(number, each, source, built)
+                    mine = self._drafts(number, each, source, folder, built)
                     if is_compared and len(mine) != 1:
                         raise RowError(
                             "compared_in_parts",
@@ -350,6 +403,7 @@ class SampleBuilder:
                     drafts.setdefault(self.drafter_of(each), []).extend(mine)
             except RowError as error:
                 built.drop(number, error)
+                built.unread.update(getattr(error, "paths", ()))
         for drafter, mine in drafts.items():
             self._keep_conversations(drafter, mine, built, num_compared.keys())
         if texts:
@@ -358,7 +412,7 @@ class SampleBuilder:
         lost = {row for row, count in num_compared.items() if found[row] < count}
         built.samples = [sample for sample in built.samples if sample.row not in lost]
         size = self.options.num_embeddings or self._vocabulary
-        for number, _, ids, _ in built.samples if self._vocabulary > size else ():
+        for number, _, ids, *_ in built.samples if self._vocabulary > size else ():
             largest = int(ids.max(initial=-1))
             if largest >= size:
                 token = self.tokenizer.convert_ids_to_tokens(largest)
@@ -390,7 +444,9 @@ class SampleBuilder:
     def _parse(self, raw: RawRow, source: Source, built: BuiltRows) -> ParsedRow:
         row = decode_row(raw)
         try:
-            parsed = read_row(row, source.format, source.columns)
+            if self.no_vision is not None and has_images(row):
+                raise self.no_vision.error(f"{source.path}:{raw.line}")
+            parsed = read_row(row, source.format, source.columns, images=self.vision is not None)
         except DataError as error:  # a template that does not end
             place = f"{source.path}, line {raw.line}: {error.where}"
             raise DataError(error.what, where=place, fix=error.fix) from error
@@ -401,11 +457,14 @@ class SampleBuilder:
         built.counts.update(f"ignored:{field}" for field in parsed.ignored)
         return parsed
 
-    def read(self, parsed: Conversation, source: Source) -> tuple[Conversation, int]:
+    def read(
+        self, parsed: Conversation, source: Source, folder: Path
+    ) -> tuple[Conversation, int, Counter[str]]:
         """A conversation as it is rendered, with a switch on every turn.
 
         Returns:
-            it, and how many control tokens in its texts were broken up.
+            it, how many control tokens in its texts were broken up, and what was repaired of its
+            images.
 
         Raises:
             RowError: it breaks a rule of conversations, or nothing of it could be trained.
@@ -415,12 +474,19 @@ class SampleBuilder:
         whole = validate(turns, needs_assistant=mask != "none")
         if not any(message.train for message in whole.messages):
             raise RowError("nothing_trained", "no turn of the conversation is to be trained")
-        return self.drafter_of(whole).template.prepare(whole)
+        repairs: Counter[str] = Counter()
+        if self.vision is not None and any(message.images for message in whole.messages):
+            whole, repairs = self.vision.load_all(whole, folder, self.options.images)
+        return *self.drafter_of(whole).template.prepare(whole), repairs
 
     def _drafts(
-        self, row: int, parsed: Conversation, source: Source, built: BuiltRows
+        self, row: int, parsed: Conversation, source: Source, folder: Path, built: BuiltRows
     ) -> list[Draft]:
-        conversation, escaped = self.read(parsed, source)
+        conversation, escaped, repairs = self.read(parsed, source, folder)
+        for repair, count in sorted(repairs.items()):
+            built.counts[repair] += count
+            detail = f"{count} images: {REPAIRS[repair]}"
+            built.events.append(Event(row, "repaired", repair, detail))
         drafter = self.drafter_of(conversation)
         if conversation.cut:
             texts = [message.content for message in conversation.cut]
@@ -481,6 +547,8 @@ class SampleBuilder:
         for whole, encoded in zip(drafts, drafter.encode(drafts), strict=True):
             draft, tokens = whole, encoded
             ids, mask = drafter.sample(draft, tokens)
+            if draft.images and self.vision is not None:
+                self.vision.check(draft.masked.text, draft.images, ids)
             if bos is not None and len(ids) > 1 and ids[0] == bos and ids[1] == bos:
                 detail = "the rendering starts with two bos tokens"
                 built.drop(draft.row, RowError("double_bos", detail), mask)
@@ -495,7 +563,8 @@ class SampleBuilder:
                 detail = f"{size} tokens, at most {limit}; {dropped} turns dropped"
                 lost = size - len(ids), num - int(np.count_nonzero(mask))
                 built.events.append(Event(draft.row, "cut", "turns_dropped", detail, *lost))
-            kept = self._keep(draft.row, draft.part, ids, mask, built)
+            places = dict(zip(tokens.images, draft.images, strict=True))
+            kept = self._keep(draft.row, draft.part, ids, mask, built, places)
             if kept is None:
                 continue
             built.counts.update(draft.counts)
@@ -510,13 +579,23 @@ class SampleBuilder:
                     built.counts["turns_without_end"] += 1
 
     def _keep(
-        self, row: int, part: int, ids: np.ndarray, mask: np.ndarray, built: BuiltRows
+        self,
+        row: int,
+        part: int,
+        ids: np.ndarray,
+        mask: np.ndarray,
+        built: BuiltRows,
+        images: Mapping[tuple[int, int], Image] | None = None,
     ) -> np.ndarray | None:
         """Add a sample, cut to ``max_length`` by the policy, and say its mask; or drop it."""
         whole, limit, policy = mask, self.options.max_length, self.options.truncation
+        images = images or {}
         try:
             if len(ids) > limit:
                 detail, reason = f"{len(ids)} tokens, at most {limit}", "cut_right"
+                if images:
+                    detail += f", {sum(last - first for first, last in images)} of them images'"
+                    limit = whole_images([*images], limit)
                 if not mask[limit:].any() and mask[1:limit].any():
                     reason = "untrained_tail"
                 elif policy in ("drop", "error"):
@@ -528,10 +607,17 @@ class SampleBuilder:
                 ids, mask = ids[:limit], mask[:limit]
             if not mask[1:].any():
                 raise RowError("nothing_trained", "no token of the row is trained")
+            inside = tuple(
+                image._replace(expansion=None)
+                for (_, last), image in images.items()
+                if last <= len(ids)
+            )
+            if self.vision is not None:
+                self.vision.refuse_loose(ids, inside)
         except RowError as error:
             built.drop(row, error, whole)
             return None
-        built.samples.append(Sample(row, part, ids, mask))
+        built.samples.append(Sample(row, part, ids, mask, inside))
         return mask
 
     def _keep_texts(self, texts: Sequence[tuple[int, int, TextRow]], built: BuiltRows) -> None:
@@ -562,6 +648,9 @@ class SampleBuilder:
                 built.counts["double_bos"] += 1
             if eos is not None and (len(ids) == 0 or ids[-1] != eos):
                 ids = np.append(ids, np.int32(eos))
+            if self.vision is not None and self.vision.token_id in ids:
+                built.drop(row, RowError("image_placeholder", LOOSE))
+                continue
             mask = np.ones(len(ids), dtype=np.uint8)
             if text.prompt and self.options.mask != "none":
                 mask[:first] = 0

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainkit.data.vision import Vision
 from trainkit.options.data import IGNORE_INDEX
 
-__all__ = ["PackingCollator", "PaddingCollator"]
+__all__ = ["ImageCollator", "PackingCollator", "PaddingCollator"]
 
 LONGEST_PADDED = 1 << 17
 """Beyond it rows are only as long as what is in them: an absurd ``max_length`` costs nothing."""
@@ -153,3 +154,53 @@ class PaddingCollator:
         if self.with_source:
             batch["source_ids"] = torch.from_numpy(source_ids)
         return batch
+
+
+class ImageCollator:
+    """Adds what the model takes of images to a batch of samples, or of packed rows.
+
+    A batch without images stays as it is.
+
+    Args:
+        collate: makes the batch of text.
+        vision: how the model takes images.
+
+    Returns from a call:
+        the batch with what the model's image processor makes of all images, end to end in the order
+        of the samples; where places of tokens have several axes, ``position_ids`` are (4, B, S).
+    """
+
+    def __init__(self, collate: PackingCollator | PaddingCollator, vision: Vision) -> None:
+        self.collate = collate
+        self.vision = vision
+
+    def __call__(self, items: Sequence[Any]) -> dict[str, Any]:
+        """Collate samples, or lists of them."""
+        batch = self.collate(items)
+        rows = [[item] if isinstance(item, Mapping) else item for item in items]
+        images = [image for row in rows for sample in row for image in sample.get("images", ())]
+        if not images:
+            return batch
+        batch |= self.vision.pixels(images)
+        if self.vision.family.positions == "mrope":
+            batch["position_ids"] = self._positions(batch, rows)
+        return batch
+
+    def _positions(
+        self, batch: Mapping[str, Any], rows: Sequence[Sequence[Sample]]
+    ) -> torch.Tensor:
+        """(4, B, S): each token's place in its sample, then its time, row and column there."""
+        shape = batch["input_ids"].shape
+        plain = batch.get("position_ids")
+        if plain is None:
+            plain = torch.arange(shape[1]).expand(shape)
+        found = plain.expand(4, *shape).numpy().copy()
+        for number, row in enumerate(rows):
+            start = 0
+            for sample in row:
+                end = start + len(sample["input_ids"])
+                if sample.get("images"):
+                    positions = self.vision.positions(sample["input_ids"], sample["images"])
+                    found[:, number, start:end] = positions
+                start = end
+        return torch.from_numpy(found)

@@ -267,16 +267,42 @@ class PreparedData:
         return self._total
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One sample: ``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` and ``id``."""
+        """One sample: ``input_ids`` (S,) int32, ``loss_mask`` (S,) uint8, ``source`` and ``id``.
+
+        One with images has them as ``images``.
+        """
         part, place = self.find(index)
         store = self.parts[part].store
         start, end = int(store.offsets[place]), int(store.offsets[place + 1])
+        images = () if store.images is None else store.images.of(place)
         return {
             "input_ids": store.input_ids[start:end],
             "loss_mask": store.loss_mask[start:end],
             "source": part,
             "id": index,
+            **({"images": images} if images else {}),
         }
+
+    @property
+    def num_images(self) -> int:
+        """Those of all samples; one that is in several counts so often."""
+        return int(self._per_sample(0).sum())
+
+    @property
+    def num_image_tokens(self) -> int:
+        """Placeholders of all samples."""
+        return int(self._per_sample(1).sum())
+
+    def _per_sample(self, which: int) -> np.ndarray:
+        """(N,) images of each sample, or (1) their tokens."""
+        found = [np.empty(0, dtype=np.int64)]
+        for part in self.parts:
+            images = part.store.images
+            if images is not None:
+                tokens = np.concatenate([[0], np.cumsum(images.images[:, -1])])
+                ends = tokens[images.offsets] if which else images.offsets
+                found.append(part.of(np.diff(ends)))
+        return np.concatenate(found)
 
     def sample_id(self, index: int) -> str:
         """``file:line``, with ``#part`` where a row became several samples."""

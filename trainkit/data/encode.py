@@ -259,11 +259,13 @@ class Encoded:
         ranges: for each span its first token and one past its last. A token that reaches over a
             border is in, as with the generation tags of transformers: else a word would be lost.
         num_straddling: tokens that reach over a span's border.
+        images: where the tokens that stand for each image are.
     """
 
     input_ids: np.ndarray
     ranges: tuple[tuple[int, int], ...]
     num_straddling: int
+    images: tuple[tuple[int, int], ...] = ()
 
 
 class Encoder:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from trainkit.data import fields
+from trainkit.data import fields, image_rows
 from trainkit.data.fields import (
     MEDIA,
     parse_tokens,
@@ -36,6 +36,7 @@ from trainkit.data.messages import (
     TextRow,
     check_text,
 )
+from trainkit.data.placeholders import CODE, PLACEHOLDER
 from trainkit.data.template import RENDER_ERRORS, BoundedEnvironment, patience
 
 # -- a turn, with its tool calls, in OpenAI's words or in ShareGPT's ------------------------------
@@ -559,7 +560,12 @@ def _answered(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str
 
 
 def parse_row(
-    row: Any, name: str, columns: Mapping[str, str] | None = None, *, asks: bool = False
+    row: Any,
+    name: str,
+    columns: Mapping[str, str] | None = None,
+    *,
+    asks: bool = False,
+    images: bool = False,
 ) -> ParsedRow:
     """Parse one decoded row.
 
@@ -568,6 +574,7 @@ def parse_row(
         name: a name of ``FORMATS``, or ``auto`` to go by this row's own keys.
         columns: our column name -> the row's column name.
         asks: whether the answer may be absent; then it is ``UNREAD``.
+        images: whether the model takes some; without it a row that has any is refused.
 
     Raises:
         RowError: the row does not fit, or has a field that would change what is trained and cannot
@@ -591,8 +598,10 @@ def parse_row(
     if pair is not None:
         ours = dict(zip(pair, ("instruction", "output"), strict=True))
         row = {ours.get(key, key): value for key, value in row.items()}
+    row, found = image_rows.pull(row) if images else (row, None)
     ignored = unused(row, name)
     parsed, kwargs = FORMATS[name](row), template_kwargs(row, name)
+    parsed = parsed if found is None else image_rows.attach(parsed, found)
     if kwargs and isinstance(parsed, Conversation):
         parsed = replace(parsed, template_kwargs=kwargs)
     elif kwargs and isinstance(parsed, Comparison):
@@ -704,14 +713,19 @@ def decode_row(raw: RawRow) -> Any:
 
 
 def read_row(
-    row: Any, name: str, columns: Mapping[str, str] | None = None, *, asks: bool = False
+    row: Any,
+    name: str,
+    columns: Mapping[str, str] | None = None,
+    *,
+    asks: bool = False,
+    images: bool = False,
 ) -> ParsedRow:
     """Parse a decoded row and check its plain text; conversations are checked by ``validate``.
 
     Raises:
         RowError: the row does not fit, or holds text that no tokenizer takes.
     """
-    parsed = parse_row(row, name, columns, asks=asks)
+    parsed = parse_row(row, name, columns, asks=asks, images=images)
     for text_row in parsed.conversations if isinstance(parsed, Comparison) else (parsed,):
         if isinstance(text_row, TextRow):
             check_text(text_row.prompt, "'prompt'")
@@ -727,10 +741,6 @@ def read_row(
                 f'"{found[1]}s": []',
             )
     return parsed
-
-
-PLACEHOLDER = re.compile(r"<(image|video|audio)>")
-CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`", re.DOTALL)
 
 
 def _texts(parsed: ParsedRow) -> Iterator[tuple[str, str]]:

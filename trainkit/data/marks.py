@@ -92,10 +92,25 @@ class Marker:
         content = message.get("content")
         if isinstance(content, str):
             copy["content"] = self._content(content, turn, answer)
-        elif content:
+        elif content and len(content) == 1 and "text" in content[0]:
             text = self._content(content[0]["text"], turn, answer)
             copy["content"] = [{**content[0], "text": text}]
+        elif content:
+            copy["content"] = self._parts(content, turn)
         return copy
+
+    def _parts(self, parts: Sequence[Rendered], turn: int) -> list[Rendered]:
+        """Texts with images between them: marked before the first text and behind the last."""
+        found = [dict(part) for part in parts]
+        texts = [part for part in found if part.get("text", "").strip()]
+        if texts:
+            begin, end = self._new(turn, "content"), self._new(turn, "content_end")
+            head = texts[0]["text"]
+            core = head.lstrip()
+            texts[0]["text"] = f"{head[: len(head) - len(core)]}{begin}{core}"
+            core = texts[-1]["text"].rstrip()
+            texts[-1]["text"] = f"{core}{end}{texts[-1]['text'][len(core) :]}"
+        return found
 
     def _content(self, text: str, turn: int, answer: bool) -> str:
         block = THINK_BLOCK.fullmatch(text) if answer and "</think>" in text else None

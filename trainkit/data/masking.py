@@ -227,7 +227,7 @@ def text_of(message: Rendered) -> str:
     """The content of a message in a template's style."""
     content = message.get("content")
     if isinstance(content, list):
-        return str(content[0]["text"])
+        return next((str(part["text"]) for part in reversed(content) if "text" in part), "")
     return content or ""
 
 

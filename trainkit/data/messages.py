@@ -33,13 +33,15 @@ class Message:
 
     Attributes:
         role: one of ``ROLES``.
-        content: its text; may be empty where there are tool calls or thinking.
+        content: its text, with `trainkit.data.images.IMAGE` where an image is; may be empty where
+            there are tool calls or thinking.
         reasoning: thinking that came in a field of its own.
         tool_calls: ``{"name": str, "arguments": dict | str, "id": str | None}`` each.
         name: of the speaker or tool.
         tool_call_id: which call a tool's answer belongs to.
         train: this turn's own switch, or None to follow the options.
         is_prompt: the row gives it as part of a prompt, which no mask but its own switch trains.
+        images: those of its text, in order: where they are, then what was read of them.
     """
 
     role: str
@@ -50,6 +52,7 @@ class Message:
     tool_call_id: str | None = None
     train: bool | None = None
     is_prompt: bool = False
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,8 @@ def join_users(messages: Sequence[Message]) -> tuple[Message, ...]:
         alike = joined and joined[-1].train == message.train
         if alike and message.role == "user" == joined[-1].role:
             text = f"{joined[-1].content}\n\n{message.content}"
-            joined[-1] = replace(joined[-1], content=text)
+            images = joined[-1].images + message.images
+            joined[-1] = replace(joined[-1], content=text, images=images)
         else:
             joined.append(message)
     return tuple(joined)

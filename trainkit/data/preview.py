@@ -1,6 +1,8 @@
 """Samples made visible: which tokens are trained, who wrote them, which rows are dropped."""
 
+import base64
 import hashlib
+import io
 import itertools
 import re
 from collections import Counter
@@ -18,10 +20,14 @@ from trainkit.data.builder import SampleBuilder
 from trainkit.data.datasets import PreparedData, efficiency
 from trainkit.data.files import RawRow, decode, read_rows
 from trainkit.data.formats import parse_row
+from trainkit.data.images import DECODE_ERRORS, Image
+from trainkit.data.images import decode as decode_image
 from trainkit.data.messages import Comparison, Conversation, RowError, TextRow
 from trainkit.data.options import DataOptions
 from trainkit.data.store import LEDGER, read_ledger
 from trainkit.data.summary import Finding, Status, verdict
+from trainkit.data.vision import NoVision, Vision
+from trainkit.errors import DataError
 from trainkit.options import Source
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.terminal import visible
@@ -117,6 +123,33 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """One image of a sample.
+
+    Attributes:
+        path: of its file, or the one that keeps the bytes of rows.
+        height, width: as it is looked at.
+        num_tokens: that stand for it.
+        thumbnail: a data URI of a small one.
+    """
+
+    path: str
+    height: int
+    width: int
+    num_tokens: int
+    thumbnail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys that ``data preview --json`` prints."""
+        return {
+            "path": self.path,
+            "height": self.height,
+            "width": self.width,
+            "tokens": self.num_tokens,
+        }
+
+
+@dataclass(frozen=True)
 class View:
     """One sample to look at.
 
@@ -128,6 +161,7 @@ class View:
         tokens: the text of each token.
         runs: the sample's text.
         missed: ranges of tokens that belong to an answer and are not trained.
+        images: those that it shows.
     """
 
     id: str
@@ -138,6 +172,7 @@ class View:
     tokens: list[str]
     runs: tuple[Run, ...]
     missed: tuple[tuple[int, int], ...] = ()
+    images: tuple[Shown, ...] = ()
 
     @property
     def num_trained_tokens(self) -> int:
@@ -154,6 +189,7 @@ class View:
             "tokens": self.tokens,
             "num_trained_tokens": self.num_trained_tokens,
             "untrained_answer": [list(pair) for pair in self.missed],
+            **({"images": [image.to_dict() for image in self.images]} if self.images else {}),
         }
 
 
@@ -178,9 +214,10 @@ def view(
             kinds[first:last][kinds[first:last] == 0] = MISSED
     borders = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(ids)]
     ranges = [(start, end) for start, end in itertools.pairwise(borders) if end > start]
+    images = sample.get("images", ())
     runs = tuple(
         Run(
-            tokenizer.decode(ids[start:end]),
+            _text(tokenizer, ids[start:end], shortened=bool(images)),
             kinds[start] == TRAINED,
             end - start,
             kinds[start] == MISSED,
@@ -190,7 +227,47 @@ def view(
     missed = tuple((start, end) for start, end in ranges if kinds[start] == MISSED)
     tokens = [tokenizer.decode([token]) for token in ids]
     name = data.source_names[sample["source"]]
-    return View(data.sample_id(index), name, why, ids, labels, tokens, runs, missed)
+    shown = tuple(map(_shown, images))
+    return View(data.sample_id(index), name, why, ids, labels, tokens, runs, missed, shown)
+
+
+THUMBNAIL = 160
+"""Pixels of its longer side."""
+
+
+def _shown(image: Image) -> Shown:
+    """An image, made small."""
+    try:
+        pixels = decode_image(image.read())
+    except (RowError, *DECODE_ERRORS) as error:
+        what, fix = f"an image cannot be shown: {error}", "replace the file, or remove its row"
+        raise DataError(what, where=image.path, fix=fix) from error
+    width, height = pixels.size
+    pixels.thumbnail((THUMBNAIL, THUMBNAIL))
+    stream = io.BytesIO()
+    pixels.save(stream, "JPEG")
+    uri = f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return Shown(image.path, height, width, image.num_tokens, uri)
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, shortened: bool) -> str:
+    """What tokens say; where images are among them, one token of many that follow one another."""
+    if not shortened:
+        return str(tokenizer.decode(ids))
+    pieces: list[str] = []
+    rest: list[int] = []
+    for token, group in itertools.groupby(ids):
+        count = len(list(group))
+        if count < MANY:
+            rest += [token] * count
+            continue
+        pieces += [tokenizer.decode(rest), f"{tokenizer.decode([token])}×{count}"]
+        rest = []
+    return "".join([*pieces, tokenizer.decode(rest)])
+
+
+MANY = 4
+"""Placeholders in a row are shown as one of them and their number."""
 
 
 def choose(data: PreparedData, count: int, *, seed: int) -> list[tuple[int, str]]:
@@ -234,11 +311,15 @@ class Authors:
     """Says who wrote the tokens of samples, by reading their rows again."""
 
     def __init__(
-        self, data: PreparedData, tokenizer: PreTrainedTokenizerBase, options: DataOptions
+        self,
+        data: PreparedData,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        vision: Vision | NoVision | None = None,
     ) -> None:
         self.data = data
         self.options = options
-        self.builder = SampleBuilder(tokenizer, options)
+        self.builder = SampleBuilder(tokenizer, options, vision)
         self._turns: dict[int, list[tuple[str, int, int]]] = {}
 
     def read(self, indices: Sequence[int]) -> None:
@@ -255,7 +336,9 @@ class Authors:
             for raw in read_rows(path, max_row_bytes=self.options.max_row_bytes):
                 for index in rows.get(raw.number, ()):
                     source = self.data.parts[part].source
-                    self._turns[index] = self._of_row(raw, source, self.data[index])
+                    sample = self.data[index]
+                    folder = path.absolute().parent
+                    self._turns[index] = self._of_row(raw, source, folder, sample)
                 if raw.number >= last:
                     break
 
@@ -282,10 +365,11 @@ class Authors:
         ]
 
     def _of_row(
-        self, raw: RawRow, source: Source, sample: dict[str, Any]
+        self, raw: RawRow, source: Source, folder: Path, sample: dict[str, Any]
     ) -> list[tuple[str, int, int]]:
         assert raw.payload is not None
-        parsed = parse_row(decode(raw.payload), source.format, source.columns)
+        images = self.builder.vision is not None
+        parsed = parse_row(decode(raw.payload), source.format, source.columns, images=images)
         size = len(sample["input_ids"])
         if isinstance(parsed, Comparison):
             source_place, place = self.data.find(sample["id"])
@@ -296,7 +380,7 @@ class Authors:
         if not isinstance(parsed, Conversation):
             return [("text", 0, size)]
         drafter = self.builder.drafter_of(parsed)
-        conversation, _ = self.builder.read(parsed, source)
+        conversation, *_ = self.builder.read(parsed, source, folder)
         found = self.options.mask != "none"  # the switch that every turn's place is looked for with
         turns = tuple(replace(message, train=found) for message in conversation.messages)
         conversation = replace(conversation, messages=turns)
@@ -386,6 +470,7 @@ class DataStats:
         cuts: for every ``max_length`` to count.
         suggested_max_length: the smallest multiple of 64 that takes 99% of the samples whole.
         histogram: upper edge (tokens) and number of samples of each bar.
+        images, image_tokens: of all samples.
     """
 
     samples: int
@@ -398,6 +483,8 @@ class DataStats:
     cuts: tuple[Cut, ...]
     suggested_max_length: int
     histogram: tuple[tuple[int, int], ...]
+    images: int = 0
+    image_tokens: int = 0
 
 
 def measure(data: PreparedData, max_lengths: Sequence[int] = MAX_LENGTHS) -> DataStats:
@@ -411,8 +498,14 @@ def measure(data: PreparedData, max_lengths: Sequence[int] = MAX_LENGTHS) -> Dat
     rows = Counter({key: totals[key] for key in ("kept", "dropped", "cut", "repaired")})
     for file in data.summary["files"]:
         rows.update(file["reasons"])
-    ids = (data[index]["input_ids"].tobytes() for index in range(len(data)))
-    different = {hashlib.blake2b(each, digest_size=12).digest() for each in ids}
+    different = {
+        hashlib.blake2b(
+            sample["input_ids"].tobytes()
+            + b"".join(image.digest.to_bytes(8, "little") for image in sample.get("images", ())),
+            digest_size=12,
+        ).digest()
+        for sample in map(data.__getitem__, range(len(data)))
+    }
     return DataStats(
         samples=len(data),
         tokens=tokens,
@@ -424,6 +517,8 @@ def measure(data: PreparedData, max_lengths: Sequence[int] = MAX_LENGTHS) -> Dat
         cuts=tuple(_cut_at(data, limit) for limit in tried),
         suggested_max_length=-(-int(np.ceil(sizes["p99"])) // 64) * 64,
         histogram=_histogram(lengths),
+        images=data.num_images,
+        image_tokens=data.num_image_tokens,
     )
 
 
@@ -439,6 +534,9 @@ def as_rows(stats: DataStats) -> list[dict[str, Any]]:
         *((f"length_{name}", value, "tokens", {}) for name, value in stats.lengths.items()),
         *((f"rows_{name}", count, "rows", {}) for name, count in stats.rows.items()),
     ]
+    if stats.images:
+        figures.append(("images", stats.images, "images", {}))
+        figures.append(("image_tokens", stats.image_tokens, "tokens", {}))
     for cut in stats.cuts:
         at = {"max_length": cut.max_length}
         figures += [

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -59,6 +59,7 @@ from trainkit.data.summary import (
     ignored_fields,
     summary_of,
 )
+from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import DataError
 from trainkit.options import Source
 from trainkit.places import cache_of
@@ -75,7 +76,12 @@ _builder: SampleBuilder | None = None
 
 
 def build_all(
-    builder: SampleBuilder, work: Iterable[Work], source: Source, *, num_workers: int
+    builder: SampleBuilder,
+    work: Iterable[Work],
+    source: Source,
+    folders: Sequence[Path],
+    *,
+    num_workers: int,
 ) -> Iterator[Result]:
     """Build samples for all rows; results come in the order of the rows.
 
@@ -86,6 +92,7 @@ def build_all(
         builder: used by every worker.
         work: runs of rows, read as they are needed.
         source: where the rows come from.
+        folders: of the files.
         num_workers: processes; 0 and 1 build in this one.
 
     Raises:
@@ -94,14 +101,14 @@ def build_all(
     work = iter(work)
     if num_workers <= 1 or "fork" not in multiprocessing.get_all_start_methods():
         for file, rows in work:
-            yield file, rows, builder.build(rows, source)
+            yield file, rows, builder.build(rows, source, folders[file])
         return
     # The workers are the parallelism; the threads of a forked tokenizer may hang.
     with threads_of_tokenizers(False):
         # The first run is built here: the template's probes are then done for all workers, and a
         # small file needs none.
         for file, rows in itertools.islice(work, 1):
-            yield file, rows, builder.build(rows, source)
+            yield file, rows, builder.build(rows, source, folders[file])
         first = list(itertools.islice(work, 1))
         if not first:
             return
@@ -110,12 +117,13 @@ def build_all(
         try:
             with ProcessPoolExecutor(num_workers, context, _start, (builder, os.getpid())) as pool:
                 for file, rows in itertools.chain(first, work):
-                    pending.append((file, rows, pool.submit(_build, rows, source)))
+                    done = pool.submit(_build, rows, source, folders[file])
+                    pending.append((file, rows, done))
                     if len(pending) > 3 * num_workers:
-                        number, done, future = pending.popleft()
-                        yield number, done, future.result()
-                for number, done, future in pending:
-                    yield number, done, future.result()
+                        number, built, future = pending.popleft()
+                        yield number, built, future.result()
+                for number, built, future in pending:
+                    yield number, built, future.result()
         except BrokenProcessPool as error:
             raise DataError(
                 "a tokenising process died, most likely because memory ran out",
@@ -147,9 +155,9 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _build(rows: list[RawRow], source: Source) -> BuiltRows:
+def _build(rows: list[RawRow], source: Source, folder: Path) -> BuiltRows:
     assert _builder is not None
-    return _builder.build(rows, source)
+    return _builder.build(rows, source, folder)
 
 
 ROWS_PER_RUN = 256
@@ -191,7 +199,8 @@ def build_store(
     rows_done = bytes_done = 0
     ledger = Ledger(directory / LEDGER)
     work = _work(source, stream, files, options, of_files)
-    results = build_all(builder, work, source, num_workers=options.num_workers)
+    folders = [file.absolute().parent for file in files]
+    results = build_all(builder, work, source, folders, num_workers=options.num_workers)
     with StoreWriter(directory) as writer:
         for file, rows, built in results:
             counts, kept = of_files[file], built.num_kept
@@ -202,11 +211,14 @@ def build_store(
             for name, count in built.counts.items():
                 if name.startswith("format:"):
                     counts.formats[name.removeprefix("format:")] += count
-            for number, part, ids, mask in built.samples:
+            writer.images.note(built.unread)
+            for number, part, ids, mask, images in built.samples:
                 row = rows[number]
                 place = {"file": file, "line": row.line, "row": row.number, "part": part}
-                counts.trained_tokens += writer.append(ids, mask, **place)
+                counts.trained_tokens += writer.append(ids, mask, images, **place)
                 counts.tokens += len(ids)
+                counts.images += len(images)
+                counts.image_tokens += sum(image.num_tokens for image in images)
             for event in built.events:
                 entry = entry_of(event, rows, files[file], options)
                 ledger.add(replace(entry, file=str(file)))
@@ -284,6 +296,7 @@ def prepare(
     ledger: Ledger,
     progress: Callable[[Progress], None] | None = None,
     is_evaluation: bool = False,
+    vision: Vision | NoVision | None = None,
 ) -> PreparedData:
     """Turn sources into samples, or open what an earlier call has made of the same.
 
@@ -297,6 +310,7 @@ def prepare(
         ledger: gets an entry for every row that is dropped, cut or repaired.
         progress: called now and then while samples are built.
         is_evaluation: what is drawn is drawn apart from training's sources of the same names.
+        vision: how the model takes images, or why none are read for it; None of a model of text.
 
     Raises:
         DataError: a source is missing, unreadable, empty, has nothing to train on, or more rows
@@ -310,12 +324,11 @@ def prepare(
             where=sources[0].path,
             fix="give one of them a weight above 0",
         )
-    builder = SampleBuilder(tokenizer, options)
+    builder = SampleBuilder(tokenizer, options, vision)
     digests = tokenizer_digest(tokenizer), code_digest()
     parts: list[Part] = []
     cached: list[bool] = []
-    rows: list[dict[str, Any]] = []
-    entries: list[Entry] = []
+    rows, entries = list[dict[str, Any]](), list[Entry]()
     labels, paths = [source.label for source in sources], [source.path for source in sources]
     for source, stream in zip(sources, stream_names(labels, paths), strict=True):
         drawn_by = f"eval/{stream}" if is_evaluation else stream
@@ -351,10 +364,15 @@ def prepare(
         notes=(note for m in meta for note in m["notes"]),
         num_trained_of=lambda index: sum(part.store.num_trained_of(index) for part in parts),
     )
-    keys = [key for key, value in vars(FileCounts()).items() if isinstance(value, int)]
-    totals = {key: sum(row[key] for row in rows) for key in keys}
-    summary |= {"totals": totals, "dropped": dropped_rows(entries)}
+    summary |= {"totals": _totals(rows), "dropped": dropped_rows(entries)}
+    seen = vision if summary["totals"]["images"] else None
+    summary |= {"vision": seen.digest} if isinstance(seen, Vision) else {}
     return PreparedData(parts, summary)
+
+
+def _totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    keys = [key for key, value in vars(FileCounts()).items() if isinstance(value, int)]
+    return {key: sum(row[key] for row in rows) for key in keys}
 
 
 def _open_part(
@@ -383,7 +401,11 @@ def _open_part(
     stable = relative_names(source.path, files)
     if stable != [file.name for file in files] and not Path(source.path).expanduser().is_dir():
         stream += "/*"  # older versions drew by the names alone, so the order is another one
-    key = store_key(source, (stream, stable), data, digests[0], options, digests[1])
+    # A relative path of an image in a row is another one next to another file.
+    seen, folder = builder.vision, Path(options.images.folder or "").absolute()
+    places = (str(folder), *(str(file.absolute().parent) for file in files))
+    vision = () if seen is None else (seen.digest, *places)
+    key = store_key(source, (stream, stable), data, digests[0], options, digests[1], vision)
     store, was_there = stored(
         directory, key, lambda new: build_store(new, source, stream, files, builder, progress)
     )

@@ -3,7 +3,8 @@
 A store is a directory: ``input_ids.npy`` (int32) and ``loss_mask.npy`` (uint8), all samples end to
 end; ``offsets.npy`` (int64, one more than samples); ``num_trained.npy``, ``file.npy``,
 ``line.npy``, ``row.npy``, ``part.npy`` per sample; ``row_digests.npy`` (uint8, 16 of them a row);
-``meta.json``; the ledger of its rows, ``dropped.jsonl`` and ``changed.jsonl``, where there is any.
+where samples have images, what `image_store` keeps of them; ``meta.json``; the ledger of its rows,
+``dropped.jsonl`` and ``changed.jsonl``, where there is any.
 
 Its key covers the bytes of the data, the template, the tokenizer, the options, this package's own
 code and the versions of what it depends on. A store is built in a temporary directory and renamed
@@ -35,6 +36,9 @@ import tokenizers
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data import image_store
+from trainkit.data.image_store import ImageWriter, StoredImages
+from trainkit.data.images import Image
 from trainkit.data.options import DataOptions
 from trainkit.errors import DataError
 from trainkit.options import Source
@@ -87,6 +91,8 @@ class FileCounts:
     trained_tokens: int = 0
     tokens_lost: int = 0
     trained_tokens_lost: int = 0
+    images: int = 0
+    image_tokens: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     dropped_for: Counter[str] = field(default_factory=Counter)
     cut_for: Counter[str] = field(default_factory=Counter)
@@ -185,17 +191,25 @@ class StoreWriter:
         for stream in self._streams.values():
             stream.write(b" " * HEADER_BYTES)
         self._offsets = array("q", [0])
+        self.images = ImageWriter(directory)
         self._columns = {name: array("q") for name in COLUMNS}
         self._row_digests = bytearray()
         self._row: tuple[int, int] | None = None
         self._row_hash = _row_hash()
 
-    def append(self, input_ids: np.ndarray, loss_mask: np.ndarray, **place: int) -> int:
+    def append(
+        self,
+        input_ids: np.ndarray,
+        loss_mask: np.ndarray,
+        images: Sequence[Image] = (),
+        **place: int,
+    ) -> int:
         """Write one sample; those of one row follow one another.
 
         Args:
             input_ids: (S,).
             loss_mask: (S,).
+            images: those that its placeholders stand for.
             place: ``file``, ``line``, ``row`` and ``part``.
 
         Returns:
@@ -206,6 +220,9 @@ class StoreWriter:
             self._row = place["file"], place["row"]
         ids = np.ascontiguousarray(input_ids, dtype=np.int32)
         self._row_hash.update(ids.data)
+        for image in images:
+            self._row_hash.update(image.digest.to_bytes(8, "little"))
+        self.images.append(images)
         self._streams["input_ids"].write(ids.data)
         self._streams["loss_mask"].write(np.ascontiguousarray(loss_mask, dtype=np.uint8).data)
         self._offsets.append(self._offsets[-1] + len(ids))
@@ -229,12 +246,14 @@ class StoreWriter:
             ROW_DIGESTS: np.frombuffer(self._row_digests, dtype=np.uint8),
             **{name: np.array(values, dtype=np.int64) for name, values in self._columns.items()},
         }
+        images = self.images.arrays()
+        columns |= images
         for name, column in columns.items():
             with (self.directory / f"{name}.npy").open("wb") as stream:
                 np.save(stream, column)
                 stream.flush()
                 os.fsync(stream.fileno())
-        whole = {**meta, _DIGESTS: _digests(self.directory)}
+        whole = {**meta, _DIGESTS: _digests(self.directory, (*ARRAYS, *images))}
         with (self.directory / META).open("w", encoding="utf-8") as text:
             json.dump(whole, text, ensure_ascii=False, indent=1)
             text.flush()
@@ -264,7 +283,9 @@ class Store:
         num_trained: (N,) trained labels.
         file, line, row, part: (N,) where each came from: the number of its file, the line its row
             starts on, the number of its row in the file, and which sample of that row it is.
-        row_digests: (R, 16) a digest of the tokens of each row that has samples, in their order.
+        row_digests: (R, 16) a digest of the tokens and images of each row that has samples, in
+            their order.
+        images: of the samples; None where no row has any.
         meta: what was written by :meth:`StoreWriter.finish`.
     """
 
@@ -279,6 +300,7 @@ class Store:
     part: np.ndarray
     row_digests: np.ndarray
     meta: Mapping[str, Any]
+    images: StoredImages | None = None
 
     @classmethod
     def open(cls, directory: Path) -> "Store":
@@ -289,19 +311,24 @@ class Store:
         """
         try:
             meta = json.loads((directory / META).read_text(encoding="utf-8"))
-            digests, found = meta[_DIGESTS], _digests(directory)
+            digests = meta[_DIGESTS]
+            names = (*ARRAYS, *(name for name in image_store.ARRAYS if name in digests))
+            found = _digests(directory, names)
         except (ValueError, LookupError, TypeError, FileNotFoundError) as error:
             raise DamagedStoreError(f"{type(error).__name__}: {error}") from error
-        altered = [f"{name}.npy" for name in ARRAYS if found[name] != digests.get(name)]
+        altered = [f"{name}.npy" for name in names if found[name] != digests.get(name)]
         if altered:
             raise DamagedStoreError(f"{', '.join(altered)} changed since it was written")
+        images = StoredImages.open(directory) if len(names) > len(ARRAYS) else None
+        if images is not None and (changed := images.changed()):
+            raise DamagedStoreError(f"the image {changed} changed since it was read")
         arrays = {}
         for name in ARRAYS:
             file = directory / f"{name}.npy"
             is_mapped = name in STREAMED and file.stat().st_size > HEADER_BYTES  # not an empty one
             arrays[name] = np.load(file, mmap_mode="r" if is_mapped else None)
         arrays[ROW_DIGESTS] = arrays[ROW_DIGESTS].reshape(-1, DIGEST_BYTES)
-        return cls(directory=directory, meta=meta, **arrays)
+        return cls(directory=directory, meta=meta, images=images, **arrays)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -329,7 +356,7 @@ def file_digest(stream: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _digests(directory: Path) -> dict[str, str]:
+def _digests(directory: Path, names: Sequence[str]) -> dict[str, str]:
     """The sha256 of each array; hashlib lets the threads run side by side."""
 
     def one(name: str) -> str:
@@ -337,7 +364,7 @@ def _digests(directory: Path) -> dict[str, str]:
             return file_digest(stream)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(ARRAYS, pool.map(one, ARRAYS), strict=True))
+        return dict(zip(names, pool.map(one, names), strict=True))
 
 
 def _row_hash() -> "hashlib.blake2b":
@@ -411,6 +438,7 @@ def store_key(
     tokenizer: str,
     options: DataOptions,
     code: str,
+    vision: tuple[str, ...] = (),
 ) -> str:
     """The name of the store of one source.
 
@@ -421,6 +449,8 @@ def store_key(
         tokenizer: :func:`tokenizer_digest`.
         options: those that change samples are used.
         code: :func:`code_digest`.
+        vision: how images are read, and where relative paths of theirs start; nothing of a model
+            of text.
     """
     chosen = options.model_dump(exclude=set(CACHE_ONLY_OPTIONS))
     reading: dict[str, Any] = {
@@ -433,6 +463,7 @@ def store_key(
     else:
         reading |= {"max_samples": source.max_samples, "drawn": drawn}
     record = {"data": list(data), "source": reading, "tokenizer": tokenizer, "code": code}
+    record |= {"vision": vision} if vision else {}
     text = json.dumps({**record, "options": chosen}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 

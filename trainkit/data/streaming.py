@@ -476,7 +476,7 @@ class Block:
         self.found.notes |= batch.notes
         self.found.counts.update(batch.counts)
         self.counts[number].update(batch.counts)
-        for row, _, input_ids, loss_mask in batch.samples:
+        for row, _, input_ids, loss_mask, *_ in batch.samples:
             place = {"source": number, "id": f"{file}:{run[row].line}"}
             self._samples.append({"input_ids": input_ids, "loss_mask": loss_mask, **place})
         entries = [entry_of(event, run, file, self.stream.options) for event in batch.events]

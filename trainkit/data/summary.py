@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trainkit.data.datasets import Part
 from trainkit.data.files import read_rows
 from trainkit.data.formats import decode_row, guess_columns
+from trainkit.data.images import REPAIRS
 from trainkit.data.options import DataOptions
 from trainkit.data.store import Entry, tokenizer_digest
 from trainkit.errors import DataError
@@ -345,6 +346,11 @@ def verdict(summary: Mapping[str, Any]) -> list[Finding]:
     ):
         if counts.get(name):
             found.append(Finding(name, "warning", f"{counts[name]} {what}"))
+    if images := (summary.get("totals") or {}).get("images"):
+        tokens = summary["totals"]["image_tokens"]
+        done = [f"{counts[name]} {what}" for name, what in REPAIRS.items() if counts.get(name)]
+        said = "; ".join([f"{images} images in {tokens} of the tokens, none trained", *done])
+        found.append(Finding("images", "ok", said))
     notes = (note for source in summary.get("sources", ()) for note in source_notes(source))
     found += [Finding("fields", "warning", note) for note in notes]
     return found + [Finding("template", "ok", note) for note in summary["notes"]]

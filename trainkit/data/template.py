@@ -21,6 +21,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
+from trainkit.data.images import IMAGE
 from trainkit.data.messages import Conversation, Message, RowError
 from trainkit.data.options import DataOptions
 from trainkit.errors import DataError, ModelError
@@ -209,12 +210,18 @@ class ChatTemplate:
         tokenizer: with a chat template and a fast (Rust) backend.
         options: ``chat_template``, ``template_kwargs``, ``frozen_date``, ``escape_special`` and
             ``stop_token_ids`` are read.
+        words: control tokens that no text may hold, whoever has written it.
 
     Raises:
         ModelError: there is no template, or the tokenizer is not a fast one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions,
+        words: frozenset[str] = frozenset(),
+    ) -> None:
         bound_templates()
         self.tokenizer = tokenizer
         self.options = options
@@ -242,8 +249,8 @@ class ChatTemplate:
         structural = {t for t in self.special if t in self._probe_text}
         structural |= {str(token) for token in named if token is not None}
         self._escapes = {
-            True: Escaper(structural - {THINK_OPEN, THINK_CLOSE}),
-            False: Escaper(self.special),
+            True: Escaper((structural - {THINK_OPEN, THINK_CLOSE}) | words),
+            False: Escaper(self.special | words),
         }
 
     # -- rendering ---------------------------------------------------------------------------
@@ -337,7 +344,9 @@ class ChatTemplate:
             rendered["tool_calls"] = [
                 self._call(call, place) for place, call in enumerate(message.tool_calls)
             ]
-        if content or not message.tool_calls:
+        if message.images:
+            rendered["content"] = _with_images(content)
+        elif content or not message.tool_calls:
             rendered["content"] = [{"type": "text", "text": content}] if style.parts else content
         elif style.empty_content != "absent":
             rendered["content"] = style.empty_content
@@ -484,6 +493,15 @@ def split_thinking(message: Message) -> Message:
     if block is None or not block[2].strip():
         return message
     return replace(message, reasoning=block[2].strip(), content=without_blank_lines(block[4]))
+
+
+def _with_images(content: str) -> list[dict[str, str]]:
+    """Text and images, as parts in their order."""
+    first, *others = content.split(IMAGE)
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text") != ""]
 
 
 def _in_parts(messages: Sequence[Rendered], parts: bool) -> list[Rendered]:

@@ -21,6 +21,7 @@ from trainkit.options.data import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from trainkit.data.streaming import SampleStream
+    from trainkit.data.vision import NoVision, Vision
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class RowShape:
         packing: several samples a row, or one.
         sources: what to call each source in the log, where their losses are kept apart.
         multiple: the length of a row is a multiple of this.
+        vision: how the model takes images, or why none are read for it; None of a model of text.
     """
 
     max_length: int
@@ -40,6 +42,7 @@ class RowShape:
     packing: bool
     sources: tuple[str, ...] = ()
     multiple: int = 1
+    vision: Vision | NoVision | None = None
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,7 @@ class Objective:
         looks_ahead: its loss is an `Ahead`.
         scalar_head: the model gets a head that gives a text a number.
         splits_rows: several ranks can share a row: its loss is a sum over tokens.
+        takes_images: its rows may have images.
         dataset: prepared samples, the shape of rows and a seed (None: the files' order) to items.
         collator: the shape of rows to what makes a list of items a batch with ``labels``.
         loss: the loss on a model.
@@ -203,6 +207,7 @@ class Objective:
     looks_ahead: bool = False
     scalar_head: bool = False
     splits_rows: bool = False
+    takes_images: bool = False
     num_together: int = 1
 
     def training_data(

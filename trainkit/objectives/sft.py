@@ -10,8 +10,9 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from trainkit.auto_class import without_adapters
-from trainkit.data.collator import PackingCollator, PaddingCollator
+from trainkit.data.collator import ImageCollator, PackingCollator, PaddingCollator
 from trainkit.data.datasets import PackedDataset, PreparedData, SampleDataset
+from trainkit.data.vision import Vision
 from trainkit.models.linears import expert_parameters
 from trainkit.models.loss import (
     LossHead,
@@ -276,14 +277,19 @@ def _dataset(data: PreparedData, shape: RowShape, seed: int | None) -> EpochData
     return SampleDataset(data, seed=seed)
 
 
-def collator(shape: RowShape, *, with_source: bool) -> PackingCollator | PaddingCollator:
+def collator(
+    shape: RowShape, *, with_source: bool
+) -> PackingCollator | PaddingCollator | ImageCollator:
     """What makes samples, or the samples of packed rows, a batch."""
     padding, multiple = shape.pad_token_id, shape.multiple
-    if not shape.packing:
-        return PaddingCollator(padding, with_source=with_source, pad_to_multiple_of=multiple)
-    return PackingCollator(
-        shape.max_length, padding, with_source=with_source, pad_to_multiple_of=multiple
-    )
+    found: PackingCollator | PaddingCollator
+    if shape.packing:
+        found = PackingCollator(
+            shape.max_length, padding, with_source=with_source, pad_to_multiple_of=multiple
+        )
+    else:
+        found = PaddingCollator(padding, with_source=with_source, pad_to_multiple_of=multiple)
+    return ImageCollator(found, shape.vision) if isinstance(shape.vision, Vision) else found
 
 
 SFT = Objective(
@@ -295,4 +301,5 @@ SFT = Objective(
     collator=lambda shape: collator(shape, with_source=bool(shape.sources)),
     loss=TokenMeanLoss,
     splits_rows=True,
+    takes_images=True,
 )

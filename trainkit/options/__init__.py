@@ -6,7 +6,7 @@ is checked at once. The names that tables elsewhere give a meaning (formats, rol
 dtypes, kinds of quantisation) are listed here, too.
 """
 
-from trainkit.options.data import DataSection, SampleOptions, Source
+from trainkit.options.data import DataSection, ImageOptions, SampleOptions, Source
 from trainkit.options.model import Fp8Options, Kernels, LoraOptions, ModelOptions
 from trainkit.options.parallel import ParallelOptions, Recompute, RecomputeOptions
 from trainkit.options.section import Section, broken_rule
@@ -24,6 +24,7 @@ __all__ = [
     "FaultOptions",
     "Fp8Options",
     "GenerationOptions",
+    "ImageOptions",
     "Kernels",
     "LoraOptions",
     "ModelOptions",

@@ -205,6 +205,25 @@ class _Files(Section):
         return None if isinstance(self.eval, list) else self.eval
 
 
+class ImageOptions(Section):
+    """How the images of rows are found and read."""
+
+    at: ClassVar[str] = "data.images"
+    on_resume: ClassVar[str] = CONSENT
+
+    folder: str | None = Field(
+        None,
+        description="Where the relative paths of images start that are not next to their file of "
+        "rows.",
+    )
+    max_file_pixels: int = Field(
+        100_000_000,
+        ge=1,
+        le=178_000_000,
+        description="A file with more pixels is not opened: its row is dropped.",
+    )
+
+
 class SampleOptions(Section):
     """How rows become samples: the keys of ``data:`` that packages below the recipe take.
 
@@ -248,6 +267,7 @@ class SampleOptions(Section):
         description="Unusable rows allowed before the run stops: a count, a share (1% or 0.01), "
         "or null for 1%. A share also allows for as many trained tokens lost to max_length.",
     )
+    images: ImageOptions = ImageOptions()
 
 
 class DataSection(SampleOptions, _Files):

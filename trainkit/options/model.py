@@ -168,6 +168,14 @@ class ModelOptions(Section):
         "last-8.mlp, parts of names as embed_tokens, or whole names with *; !NAME behind them "
         "trains it after all.",
     )
+    train: Annotated[
+        list[Literal["text", "projector", "vision"]], Field(strict=False), OnResume(OTHER_STATE)
+    ] = Field(
+        ["text"],
+        min_length=1,
+        description="The parts of a model for images that train, without adapters: text, the "
+        "projector of what the tower sees, and vision, the tower itself.",
+    )
     add_tokens: Annotated[list[str] | str | None, OnResume(OTHER_STATE)] = Field(
         None,
         description="Tokens to add to the vocabulary, a list or a text file with one a line; each "

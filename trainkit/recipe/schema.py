@@ -173,10 +173,10 @@ def _of_models(recipe: Recipe) -> Iterator[Broken]:
                 f"{op} is a kernel of adapters, and the recipe has no lora section",
                 f"remove it, or write kernels.{op}: false",
             )
-    if lora is not None and model.frozen:
+    if lora is not None and (model.frozen or model.train != ["text"]):
         yield (
-            "model.frozen",
-            "with adapters the model's own weights are frozen anyway",
+            "model.frozen" if model.frozen else "model.train",
+            "with adapters the model's own weights are frozen anyway, those that see images too",
             "remove it; lora.exclude_modules leaves layers without adapters",
         )
     fused = "linear_cross_entropy"

@@ -45,6 +45,7 @@ from trainkit.train.callbacks import (
     MarkProgress,
     RowTest,
     RunRecorder,
+    SeeImages,
     StopOnRequest,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
@@ -333,6 +334,7 @@ def _built(run: Run) -> BuiltModel:
         load_part=engine.load_part,
         reads_parts=engine.reads_parts(args.device),
         scalar_head=run.data.objective.scalar_head,
+        sees_images=run.data.num_images > 0,
     )
 
 
@@ -354,6 +356,7 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     hooks += [RowTest()] if run.layout.rows is not None else []
     hooks += [LeakTest()] if recipe.data.packing else []
     hooks += [ExpertsTrain()] if recipe.lora is not None else []
+    hooks += [SeeImages()] if run.data.num_images else []
     if dry is None:
         hooks += [KeepToThePlan(), TakeUp()] if run.point is not None else []
         if run.process.is_main:

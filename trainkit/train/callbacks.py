@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
+from trainkit.auto_class import without_adapters
 from trainkit.errors import ResumeRefusedError
 from trainkit.parallel.agreement import decided_by_each
 from trainkit.run.metrics import MetricsWriter, read_metrics
@@ -219,6 +220,14 @@ class LeakTest(Hook):
             vocab_size=loop.model.config.get_text_config().vocab_size,
             split=loop.layout.rows,
         )
+
+
+class SeeImages(Hook):
+    """From the first step on, every batch calls the modules that see images, where they train."""
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        """After the proofs, which look at tokens alone."""
+        without_adapters(loop.model).base_model.sight.is_everywhere = True
 
 
 class RowTest(Hook):

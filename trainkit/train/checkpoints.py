@@ -420,17 +420,18 @@ def remember_origin(directory: Path, base: Path, files: Mapping[str, str] | None
     """Write down where saved weights come from, in checkpoints as in ``final/``.
 
     An adapter gets the fingerprint of its base, and a model what a conversion knew about
-    the model that it was made from, and how its base reads images.
+    the model that it was made from; both get how the base reads images.
 
     Args:
         directory: with the weights.
         base: where the model was loaded from.
         files: the digests of its files as they were then.
     """
-    if not write_fingerprint(directory, files):
-        base = stored_at(base)
+    is_adapter = write_fingerprint(directory, files)
+    base = stored_at(base)
+    if not is_adapter:
         carry_record(base, directory)
-        copy_processors(base, directory)
+    copy_processors(base, directory)
 
 
 def size_of(directory: Path) -> int:

@@ -41,6 +41,7 @@ from trainkit.data.options import DataOptions
 from trainkit.data.sources import Progress, prepare
 from trainkit.data.store import CHANGED, Entry, Ledger
 from trainkit.data.summary import files_in_both, notes_of, refuse_unfit, source_notes
+from trainkit.data.vision import NoVision, Vision, unstreamed
 from trainkit.errors import CheckpointError, DataError, ModelError, TrainkitError
 from trainkit.objectives.objective import EpochDataset, Objective, RowShape, TrainingData
 from trainkit.objectives.sft import distinct_labels
@@ -539,6 +540,12 @@ class RunData:
     warnings: tuple[str, ...]
 
     @property
+    def num_images(self) -> int:
+        """Of all rows."""
+        parts = [part or {} for part in self.summary.values()]
+        return sum((part.get("totals") or {}).get("images", 0) for part in parts)
+
+    @property
     def headline(self) -> str:
         """What there is to train on, in a line."""
         totals, held_out = self.summary["train"].get("totals"), self.summary["eval"]
@@ -551,6 +558,8 @@ class RunData:
                 f"{totals['trained_tokens']} of them trained; {totals['dropped']} rows dropped, "
                 f"{totals['cut']} cut"
             )
+        if totals is not None and totals.get("images"):
+            line += f"\n{totals['images']} images in {totals['image_tokens']} of the tokens"
         if not held_out:
             return line
         totals = held_out["totals"]
@@ -576,27 +585,26 @@ def prepare_run_data(
     num_shards: int = 1,
     row_parts: int = 1,
     held_out: int | float | None = None,  # a share below 1, or a number of conversations
+    vision: Vision | NoVision | None = None,
 ) -> RunData:
     """Read, mask and tokenise; call it before there is a process group.
 
     Rows that cannot be trained on raise a TrainkitError.
     """
-    refuse_unfit_feeding(
-        objective, packing=packing, streaming=bool(stream_buffer), splits_rows=row_parts > 1
-    )
+    feeding = {"packing": packing, "streaming": bool(stream_buffer)}
+    refuse_unfit_feeding(objective, **feeding, splits_rows=row_parts > 1)
     train, evaluation = sources_of(objective, train), sources_of(objective, evaluation)
     pad_token_id = _padding(tokenizer, options.num_embeddings)
-    entries = Ledger(ledger)
+    book = Ledger(ledger)
     kept_back: PreparedData | None = None
-
     prepared = partial(
-        prepare, tokenizer=tokenizer, options=options, ledger=entries, progress=progress
+        prepare, tokenizer=tokenizer, options=options, ledger=book, progress=progress, vision=vision
     )
 
     def shape(length: int, names: Sequence[str]) -> RowShape:
         wanted = len(names) > 1 if per_source_loss is None else per_source_loss
         found = distinct_labels(names) if wanted else ()
-        return RowShape(length, pad_token_id, packing, found, row_parts)
+        return RowShape(length, pad_token_id, packing, found, row_parts, vision)
 
     def batches(data: PreparedData, seed: int | None) -> TrainingData:
         rows = shape(_row_length(data, options, objective, row_parts), data.source_names)
@@ -609,6 +617,7 @@ def prepare_run_data(
         stream = SampleStream(
             train, tokenizer, options, packing=packing, shuffle=shuffle, buffer=stream_buffer
         )
+        stream.builder.no_vision = unstreamed(vision)  # its samples have none
         samples, summary, parts = first_look(stream, tokenizer, num_shards=num_shards)
         rows = shape(options.max_length, [source.label for source in stream.sources])
         training = objective.training_data(samples, rows, stream)
@@ -624,9 +633,9 @@ def prepare_run_data(
     refuse_unfit(summary)
     if evaluation:
         kept_back = prepared(evaluation, is_evaluation=True)
-        notes += notes_of(kept_back.summary, "evaluation data")
-        notes += kept_back.summary["listed_twice"]
-    entries.close()
+        held = kept_back.summary
+        notes += [*notes_of(held, "evaluation data"), *held["listed_twice"]]
+    book.close()
     evaluated = kept_back.summary if kept_back else None
     return RunData(
         objective=objective,
@@ -719,7 +728,15 @@ def parts_of(data: PreparedData, *, packing: bool, shuffle: bool) -> dict[str, A
         # Runs of older versions drew by labels alone, and knew no mixture in the files' order.
         **({"streams": streams} if streams != [part.name for part in data.parts] else {}),
         **({} if shuffle or is_plain else {"mixed_in_order": True}),
+        **({"images": images_of(data)} if data.num_images else {}),
     }
+
+
+def images_of(data: PreparedData) -> list[str]:
+    """How images are read, and which they are."""
+    stored = [part.store.images for part in data.parts]
+    digests = (images.images[:, 3].tobytes() for images in stored if images is not None)
+    return [data.summary["vision"], hashlib.sha256(b"".join(digests)).hexdigest()[:16]]
 
 
 def fingerprint_of(parts: Mapping[str, Any]) -> str:

@@ -211,8 +211,8 @@ def single_rows(batch: MicroBatch, together: int = 1) -> list[MicroBatch]:
     """
     values = batch.values
     ids = values.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.dim() != 2:
-        return []
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or "pixel_values" in values:
+        return []  # images are those of all rows
     if len(ids) == len(batch.rows):
         spans = [(slice(row, row + 1), slice(None)) for row in range(len(ids))]
     else:
@@ -377,6 +377,7 @@ class Bench:
             adapters_from=adapters,
             scalar_head=OBJECTIVES[recipe.objective].scalar_head,
             is_proved=False,
+            sees_images=any("pixel_values" in batch.values for batch in self.batches),
         )
 
     def trial(

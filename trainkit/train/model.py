@@ -6,7 +6,7 @@ load (ZeRO-3 shards while loading), adapters before kernels (the report counts w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from trainkit.errors import RecipeError
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
 from trainkit.models.attention.proof import require_proof, settle
-from trainkit.models.frozen import freeze, outside_text
+from trainkit.models.frozen import freeze
 from trainkit.models.linears import (
     count_parameters,
     kind_of,
@@ -39,6 +39,7 @@ from trainkit.models.loading import (
     load_model,
     new_tokens,
 )
+from trainkit.models.vision import Sight, choose_parts
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
 
@@ -160,6 +161,7 @@ def build_model(
     loading_whole: Callable[[], AbstractContextManager[None]] = nullcontext,
     adapters_from: Path | None = None,
     is_proved: bool = True,
+    sees_images: bool = False,
     load_part: LoadPart | None = None,
     reads_parts: Callable[[nn.Module], bool] | None = None,
     scalar_head: bool = False,
@@ -180,6 +182,7 @@ def build_model(
         loading_whole: within, no weight is sharded as it is loaded.
         adapters_from: where trained adapters are; None attaches fresh ones.
         is_proved: False does without the proof of attention: a broken model cannot pass it.
+        sees_images: rows have images; without them the modules that see are never called.
         load_part: loads what this rank holds; the rest is on the meta device until it is cut away.
         reads_parts: says of a model on the meta device whether ranks read their parts of it, once
             it is sharded.
@@ -200,7 +203,7 @@ def build_model(
     )
     prepare_for_training(model)  # before the first forward
     chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
-    num_towers, num_frozen = _freeze(model, source.frozen, reentrant)
+    num_towers, num_frozen = _freeze(model, source, reentrant, sees_images)
     lora = _with_scalar_head(model, lora) if scalar_head else lora
     adapters = training = None
     if lora is not None:
@@ -271,12 +274,14 @@ def _loaded(
     return plain, None
 
 
-def _freeze(model: PreTrainedModel, patterns: Sequence[str], reentrant: bool) -> tuple[int, int]:
-    """Towers, and what the recipe names; how many weights each are."""
-    towers = outside_text(model)
-    for parameter in towers.values():
-        parameter.requires_grad_(False)
-    frozen = freeze(model, patterns) if patterns else {}
+def _freeze(
+    model: PreTrainedModel, source: ModelOptions, reentrant: bool, sees_images: bool
+) -> tuple[int, int]:
+    """What does not train of a model's parts, and what the recipe names; how many weights each."""
+    towers = choose_parts(model, source.train)
+    if sees_images:
+        Sight(model)
+    frozen = freeze(model, source.frozen) if source.frozen else {}
     if frozen and reentrant:
         model.enable_input_require_grads()  # else nothing after a frozen embedding trains
     first, second = (sum(map(num_weights, each.values())) for each in (towers, frozen))

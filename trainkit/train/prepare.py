@@ -35,6 +35,7 @@ from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
 from trainkit.parallel.launch import meet_anew
+from trainkit.parallel.matrix import COMPILES
 from trainkit.recipe import (
     Derived,
     Recipe,
@@ -47,6 +48,7 @@ from trainkit.recipe.schema import accumulates_in_backward, late_warmup
 from trainkit.terminal import visible
 from trainkit.train.data import RunData, prepare_run_data
 from trainkit.train.fit import refuse_unfit_model
+from trainkit.train.images import vision_of
 from trainkit.train.quiet import tokenisation_progress
 from trainkit.train.resume.given import RUNS
 from trainkit.train.run import Run
@@ -121,6 +123,7 @@ def prepare(run: Run, ledger: Path) -> None:
     run.tokenizer.chat_template = template
     run.data = data = _read_data(run, ledger)
     _refuse_no_batch(recipe, data, layout)
+    _refuse_images(recipe, data, layout)
     for note in (data.headline, *data.notes):
         console.note(visible(note))
     for warning in (*data.warnings, *_noise_warning(recipe, data)):
@@ -138,6 +141,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
     workers = max(int(training.get("dataloader_num_workers", 0)), 1)
     cache_dir = str(ledger.parent) if run.options.dry_run else None
     run.data_options = data_options(recipe, cache_dir=cache_dir)
+    objective = OBJECTIVES[recipe.objective]
     return prepare_run_data(
         data.with_format(data.train),
         data.with_format(data.eval_sources),
@@ -145,7 +149,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
         run.data_options,
         ledger=ledger,
         progress=tokenisation_progress(run.console),
-        objective=OBJECTIVES[recipe.objective],
+        objective=objective,
         packing=data.packing,
         shuffle=training.get("train_sampling_strategy") != "sequential",
         per_source_loss=data.per_source_loss,
@@ -153,6 +157,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
         num_shards=run.layout.data_size * workers,
         row_parts=recipe.parallel.sequence,
         held_out=data.eval_part,
+        vision=vision_of(recipe.model, run.tokenizer) if objective.takes_images else None,
     )
 
 
@@ -191,6 +196,36 @@ def _refuse_no_batch(recipe: Recipe, data: RunData, layout: Layout) -> None:
         where="training.dataloader_drop_last",
         fix="remove it" + (f", or set training.{name}={fewer} or less" if fewer else ""),
     )
+
+
+def _refuse_images(recipe: Recipe, data: RunData, layout: Layout) -> None:
+    """What rows with images have not been trained with, and parts that only they would train."""
+    if not data.num_images:
+        if recipe.model.train != ["text"]:
+            raise RecipeError(
+                f"model.train: {', '.join(recipe.model.train)}: what sees images trains on images, "
+                "and no row has any",
+                where="model.train",
+                fix="remove it, or give rows with images",
+            )
+        return
+    parallel, lora = recipe.parallel, recipe.lora
+    shared = {key: getattr(parallel, key) for key in ("sequence", "tensor", "pipeline")}
+    compiles = next((key for key in COMPILES if recipe.training.get(key)), None)
+    untried = {
+        "parallel.shard": not layout.engine.holds_whole_model and parallel.shard,
+        **{f"parallel.{key}": size > 1 and size for key, size in shared.items()},
+        "lora.quantize": lora is not None and lora.quantize,
+        "model.fp8": recipe.model.fp8,
+        f"training.{compiles}": compiles,
+    }
+    for key, value in untried.items():
+        if value:
+            raise RecipeError(
+                f"{key}: {value} has not been held against a plain run on rows with images",
+                where=key,
+                fix=f"remove {key}, or the {data.num_images} images",
+            )
 
 
 def _refuse_late_warmup(data: RunData, args: TrainingArguments, layout: Layout) -> None:

@@ -87,7 +87,7 @@ def masks(builder, rows):
         [RawRow(i + 1, json.dumps(r).encode()) for i, r in enumerate(rows)], Source("x")
     )
     found = [[] for _ in rows]
-    for row, _, ids, mask in batch.samples:
+    for row, _, ids, mask, _ in batch.samples:
         found[row].append((ids.tolist(), mask.tolist()))
     for event in batch.events:
         found[event.row].append((event.action, event.reason))
@@ -134,7 +134,7 @@ def build_row(tokenizer, row, **options):
     builder = SampleBuilder(tokenizer, DataOptions(max_length=4096, **options))
     batch = builder.build([RawRow(1, json.dumps(row).encode())], Source("x"))
     assert batch.samples, batch.events
-    return batch.samples[0][2:]
+    return batch.samples[0][2:4]
 
 
 def with_template(template, *, tokens=(), eos="</s>", make=byte_level):
@@ -345,7 +345,7 @@ def test_a_turn_of_thinking_alone_is_trained_where_the_template_prints_it(name, 
             assert batch.events[0].reason != "empty_assistant"
             assert not number, batch.events
             continue
-        ids, mask = batch.samples[0][2:]
+        ids, mask = batch.samples[0][2:4]
         written = tokenizer.decode(ids[mask.astype(bool)])
         assert ("answer two" in written) == bool(number)
         assert ("only a thought" in written) == ("only a thought" in tokenizer.decode(ids))

@@ -47,7 +47,7 @@ def conversations(seed):
 def build(builder, turns):
     row = {"messages": [{"role": role, "content": text} for role, text in turns]}
     batch = builder.build([RawRow(1, json.dumps(row).encode())], Source("x"))
-    return batch.samples[0][2:] if batch.samples else None
+    return batch.samples[0][2:4] if batch.samples else None
 
 
 def check(tokenizer, sample, pieces):

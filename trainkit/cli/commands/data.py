@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from trainkit.data import DataOptions, PreparedData, Source
     from trainkit.data.preview import View
+    from trainkit.data.vision import NoVision, Vision
 
 app = typer.Typer()
 
@@ -53,6 +54,7 @@ class Subject(NamedTuple):
     sources: "tuple[Source, ...]"
     tokenizer: "PreTrainedTokenizerBase"
     options: "DataOptions"
+    vision: "Vision | NoVision | None"
 
 
 @app.command()
@@ -82,7 +84,7 @@ def preview(
         from trainkit.data.preview import Authors, choose, dropped_rows, view
 
         chosen = choose(prepared, num, seed=seed)
-        authors = Authors(prepared, subject.tokenizer, subject.options)
+        authors = Authors(prepared, subject.tokenizer, subject.options, subject.vision)
         authors.read([index for index, _ in chosen])
         views = [
             view(prepared, subject.tokenizer, index, why, authors.turns(index))
@@ -175,6 +177,8 @@ def stats(
         f"{figures.samples:,} samples, {figures.tokens:,} tokens, {figures.trained_tokens:,} "
         f"trained ({figures.trained_share:.1%}), {figures.duplicates:,} exact copies"
     )
+    if figures.images:
+        typer.echo(f"{figures.images:,} images in {figures.image_tokens:,} of the tokens")
     rows = dict(figures.rows)
     acts = ", ".join(f"{rows.pop(key):,} {key}" for key in ("kept", "dropped", "cut", "repaired"))
     reasons = "".join(f"; {reason}: {count:,}" for reason, count in rows.items())
@@ -212,6 +216,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
     from trainkit.models.loading import check_exists, load_tokenizer, stop_token_ids
     from trainkit.options import ModelOptions
     from trainkit.recipe.document import is_override
+    from trainkit.train.images import vision_of
     from trainkit.train.quiet import quieten_libraries
 
     quieten_libraries()
@@ -271,7 +276,8 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
         check_exists(source, is_model=model is None)
         changes["stop_token_ids"] = stop_token_ids(source)
         options = options.replace(**changes)
-        yield Subject(sources, load_tokenizer(source), options)
+        tokenizer = load_tokenizer(source)
+        yield Subject(sources, tokenizer, options, vision_of(source, tokenizer))
 
 
 def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
@@ -301,7 +307,14 @@ def _prepare(subject: Subject, options: "DataOptions") -> "PreparedData":
                 rate=step.rows / elapsed,
             )
 
-        return prepare(subject.sources, subject.tokenizer, options, ledger=Ledger(), progress=show)
+        return prepare(
+            subject.sources,
+            subject.tokenizer,
+            options,
+            ledger=Ledger(),
+            progress=show,
+            vision=subject.vision,
+        )
 
 
 def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -326,6 +339,9 @@ def _print_views(views: "Sequence[View]", tokenizer: "PreTrainedTokenizerBase") 
             for token in control:
                 text = text.replace(token, typer.style(token, fg="cyan"))
             typer.echo(text, nl=False)
+        for image in view.images:
+            size = f"{image.width} x {image.height}, {image.num_tokens} tokens"
+            typer.echo(f"\nimage: {visible(image.path)} · {size}", nl=False)
         typer.echo("\n")
 
 

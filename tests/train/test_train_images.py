@@ -1,0 +1,57 @@
+"""Rows with images: packed as alone, as plain transformers trains them, tower included."""
+
+import pytest
+import torch
+from pictures import KINDS, Family
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory):
+    return Family(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def summed(model, batch):
+    """The sum of the losses of the trained tokens."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
+    )
+
+
+def gradients(model, batches):
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        loss = summed(model, batch)
+        loss.backward()
+        total += loss.item()
+    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, expected):
+    (loss, mine), (truth, theirs) = found, expected
+    assert loss == pytest.approx(truth, rel=1e-6)
+    assert mine.keys() == theirs.keys()
+    towers = [name for name in mine if "vis" in name or "projector" in name or "connector" in name]
+    assert towers
+    for part in (towers, [name for name in mine if name not in towers]):
+        largest = max(theirs[name].abs().max() for name in part)
+        worst = max((mine[name] - theirs[name]).abs().max() for name in part)
+        assert worst <= 3e-6 * largest, (part[0], float(worst / largest))
+
+
+def test_packed_rows_train_as_each_sample_in_plain_transformers(family):
+    """Loss and every gradient: attention, positions, placeholders and pixels are the model's."""
+    samples = [family.data[index] for index in range(12)]
+    plain = family.plain().train()
+    expected = gradients(plain, [family.plain_batch(sample) for sample in samples])
+    packed = family.collator(True)([samples[:6], samples[6:]])
+    assert_same(gradients(family.build(), [packed]), expected)
+
+
+def test_samples_alone_train_as_in_plain_transformers(family):
+    samples = [family.data[index] for index in range(12)]
+    expected = gradients(family.plain().train(), [family.plain_batch(each) for each in samples])
+    padded = [family.collator(False)(samples[:5]), family.collator(False)(samples[5:])]
+    assert_same(gradients(family.build(packing=False), padded), expected)

@@ -1,0 +1,154 @@
+"""The parts of a model that see images: which train, and how they are called.
+
+A rank whose batch has no image would not call the tower, and its gradients would wait for one that
+never comes. Where tower or projector train, such a batch shows them the smallest image there is and
+takes none of its features: the same modules run everywhere, and their gradients are zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from trainkit.errors import ModelError
+from trainkit.models.frozen import outside_text
+from trainkit.options.vision import VISION, VisionFamily, why_unserved
+
+_OF_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What says where documents are in a row, and would be taken for where images are in the tower."""
+
+TOWER_ATTENTION = "sdpa"
+"""trainkit's attention keeps documents of text apart; a tower has none."""
+
+
+def choose_parts(model: PreTrainedModel, train: Sequence[str]) -> dict[str, nn.Parameter]:
+    """Take gradients from the parts that do not train.
+
+    Args:
+        model: of text alone, or with a tower.
+        train: ``model.train``: of text, projector and vision.
+
+    Returns:
+        What no text reaches and does not train, by name.
+
+    Raises:
+        ModelError: a part is named that the model has not.
+    """
+    outside = outside_text(model)
+    chosen: set[int] = set()
+    for part in train:
+        if part != "text":
+            chosen |= {id(parameter) for parameter in _part(model, part)}
+    for name, parameter in model.named_parameters():
+        is_trained = id(parameter) in chosen if name in outside else "text" in train
+        if not is_trained:
+            parameter.requires_grad_(False)
+    return {name: each for name, each in outside.items() if id(each) not in chosen}
+
+
+def _part(model: PreTrainedModel, part: str) -> list[nn.Parameter]:
+    model_type = model.config.model_type
+    family = VISION.get(model_type)
+    if family is None:
+        raise ModelError(
+            f"model.train: {part} names a part of a model that sees images: {model_type}: "
+            f"{why_unserved(model_type)}",
+            where="model.train",
+            fix="remove it",
+        )
+    projector = list(_projector(model, family))
+    if part == "projector":
+        return projector
+    inside = {id(parameter) for parameter in projector}
+    tower = model.base_model.get_submodule(family.tower)
+    return [each for each in tower.parameters() if id(each) not in inside]
+
+
+def _projector(model: PreTrainedModel, family: VisionFamily) -> Iterable[nn.Parameter]:
+    for name in family.projector:
+        yield from model.base_model.get_submodule(name).parameters()
+
+
+class Sight:
+    """Hooks on a model that is trained on rows with images.
+
+    Args:
+        model: of a type in `VISION`, before adapters.
+
+    Attributes:
+        is_everywhere: every batch calls the modules that see, where they train; set when training
+            begins, since what is proved before looks at tokens alone.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.family = VISION[model.config.model_type]
+        self.config = model.config
+        self.base = base = model.base_model
+        self.is_everywhere = self._is_blank = False
+        self._parts = [base.get_submodule(name) for name in (self.family.tower, *_outer(model))]
+        for module in self._parts[0].modules():
+            if hasattr(module, "config"):
+                module.config._attn_implementation = TOWER_ATTENTION
+        self._inner: Callable[..., Any] = base.get_image_features
+        base.get_image_features = self._features
+        base.register_forward_pre_hook(self._before, with_kwargs=True)
+        base.sight = self
+
+    @property
+    def trains(self) -> bool:
+        """Whether something that sees images has gradients, adapters included."""
+        return any(p.requires_grad for part in self._parts for p in part.parameters())
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._is_blank = False
+        wanted = self.is_everywhere and module.training and torch.is_grad_enabled()
+        if not wanted or kwargs.get("pixel_values") is not None or not self.trains:
+            return None
+        self._is_blank = True
+        device = next(self._parts[0].parameters()).device
+        blank = {name: each.to(device) for name, each in self.blank.items()}
+        return args, {**kwargs, **blank}
+
+    def _features(self, *args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in kwargs.items() if name not in _OF_ROWS}
+        with nullcontext() if self.trains else torch.no_grad():
+            found = self._inner(*args, **given)
+        if self._is_blank:
+            found.pooler_output = tuple(each[:0] for each in found.pooler_output)
+            if getattr(found, "deepstack_features", None) is not None:
+                layers = found.deepstack_features
+                found.deepstack_features = [tuple(each[:0] for each in layer) for layer in layers]
+        return found
+
+    @functools.cached_property
+    def blank(self) -> Mapping[str, torch.Tensor]:
+        """The smallest image, as the image processor would give it."""
+        vision = self.config.vision_config
+        patch = vision.patch_size
+        if self.family.processor == "patches":
+            merge = vision.spatial_merge_size
+            values = 3 * vision.temporal_patch_size * patch**2
+            grid = torch.tensor([[1, merge, merge]])
+            return {"pixel_values": torch.zeros(merge**2, values), "image_grid_thw": grid}
+        if self.family.processor == "tiles":
+            side = vision.image_size
+            return {"pixel_values": torch.ones(1, 1, 3, side, side)}
+        side = patch * self.config.spatial_merge_size
+        return {
+            "pixel_values": torch.zeros(1, 3, side, side),
+            "image_sizes": torch.tensor([[side, side]]),
+        }
+
+
+def _outer(model: PreTrainedModel) -> tuple[str, ...]:
+    """Projectors that are not inside the tower."""
+    family = VISION[model.config.model_type]
+    return tuple(name for name in family.projector if not name.startswith(f"{family.tower}."))

@@ -1,0 +1,69 @@
+"""What no structure tells of models that take images: one row a family, read by data and models."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """How a family of models takes images.
+
+    Attributes:
+        processor: how its image processor cuts an image, and what stands for it in a text:
+            ``patches`` (Qwen), ``tiles`` (Idefics 3), ``rows`` (Pixtral) or ``fixed`` (Gemma 3).
+        tower: the module that sees pixels, under the model without its head.
+        projector: the modules that turn what it sees into embeddings of text; they may be inside.
+        positions: ``mrope`` has a row, a column and a time for each token; ``flat`` counts on.
+        sees_ahead: the tokens of an image see one another, the later ones as well.
+        frame: keys of the configuration with tokens that stand around images, never trained.
+    """
+
+    processor: Literal["patches", "tiles", "rows", "fixed"]
+    tower: str
+    projector: tuple[str, ...]
+    positions: Literal["mrope", "flat"] = "flat"
+    sees_ahead: bool = False
+    frame: tuple[str, ...] = ()
+
+
+_QWEN_FRAME = ("vision_start_token_id", "vision_end_token_id", "video_token_id")
+_QWEN = VisionFamily("patches", "visual", ("visual.merger",), "mrope", frame=_QWEN_FRAME)
+_QWEN3 = VisionFamily(
+    "patches",
+    "visual",
+    ("visual.merger", "visual.deepstack_merger_list"),
+    "mrope",
+    frame=_QWEN_FRAME,
+)
+_IDEFICS = VisionFamily("tiles", "vision_model", ("connector",))
+
+VISION: Mapping[str, VisionFamily] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN3,
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "mistral3": VisionFamily("rows", "vision_tower", ("multi_modal_projector",)),
+}
+"""By ``model_type``."""
+
+UNSERVED: Mapping[str, str] = {
+    "qwen3_5": "its linear attention carries state from token to token, and was never proved with "
+    "images in a row",
+    "qwen3_5_moe": "its linear attention carries state from token to token, and was never proved "
+    "with images in a row",
+    "qwen3_vl_moe": "its experts were never proved with the positions of images",
+    "gemma3": "its image tokens see one another, which trainkit's attention does not do yet",
+    "gemma4": "its image tokens see one another, which trainkit's attention does not do yet",
+    "internvl": "its tiles were never proved against its processor",
+}
+"""Families that have been looked at, and why their images are not read."""
+
+
+def why_unserved(model_type: str) -> str | None:
+    """Why images do not go into a model of this type; None where they do."""
+    if model_type in VISION:
+        return None
+    known = ", ".join(VISION)
+    return UNSERVED.get(model_type) or f"its images were never proved; those of {known} are"

@@ -1,0 +1,111 @@
+"""How the model of a recipe takes images, from its files; nothing is loaded before it is needed."""
+
+import hashlib
+import logging
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from trainkit.checkpoint.weights.companions import PROCESSORS
+from trainkit.data.vision import NoVision, Vision
+from trainkit.errors import ModelError
+from trainkit.models.loading import from_pretrained_arguments, load_config
+from trainkit.options import ModelOptions
+from trainkit.options.vision import VISION, why_unserved
+
+logger = logging.getLogger(__name__)
+
+
+def vision_of(source: ModelOptions, tokenizer: PreTrainedTokenizerBase) -> Vision | NoVision | None:
+    """How a model takes images; why they are not read for it; None of a model of text."""
+    try:
+        config = load_config(source)
+    except ModelError:
+        return None  # a tokenizer alone
+    if not hasattr(config, "vision_config"):
+        return None
+    model_type = str(config.model_type)
+    why = why_unserved(model_type)
+    if why is not None:
+        return NoVision(model_type, why, "train it on text alone, or choose one of these")
+    if model_type not in VISION or "gguf_file" in from_pretrained_arguments(source)[1]:
+        return NoVision(model_type, "a gguf file has the text model alone", "give its directory")
+    files = _processor_files(source)
+    if not files:
+        return NoVision(
+            model_type,
+            f"there is no image processor ({PROCESSORS[0]}) next to it",
+            "copy the processor's files there",
+        )
+    backend = find_spec("torchvision") is not None
+    digest = hashlib.sha256(f"{model_type} {backend} {_sizes(config)} ".encode() + files)
+    return Vision(
+        config,
+        tokenizer,
+        digest.hexdigest()[:16],
+        partial(_load_images, source),
+        partial(_load_processor, source),
+    )
+
+
+def _sizes(config: PreTrainedConfig) -> str:
+    """What of a configuration decides how many tokens an image takes."""
+    names = ("patch_size", "image_size", "spatial_merge_size")
+    found = [getattr(config.vision_config, name, None) for name in names]
+    return f"{found} {getattr(config, 'scale_factor', None)}"
+
+
+def _processor_files(source: ModelOptions) -> bytes:
+    """The settings of the model's processors, end to end."""
+    path, options = from_pretrained_arguments(source)
+    found = b""
+    for name in PROCESSORS:
+        file = cached_file(
+            path,
+            name,
+            revision=options["revision"],
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+        if file is not None:
+            with open(file, "rb") as stream:  # noqa: PTH123 - a path of the hub's cache
+                found += stream.read()
+    return found
+
+
+def _load_images(source: ModelOptions) -> Any:
+    from transformers import AutoImageProcessor
+
+    path, options = from_pretrained_arguments(source)
+    try:
+        return AutoImageProcessor.from_pretrained(path, **options)
+    except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"the model's image processor cannot be loaded: {error}"[:400],
+            where=source.name_or_path,
+            fix="put the model's own preprocessor_config.json back, or install what it names",
+        ) from error
+
+
+def _load_processor(source: ModelOptions) -> Any:
+    """The whole processor; None where a package is missing that it wants for videos."""
+    from transformers import AutoProcessor
+
+    path, options = from_pretrained_arguments(source)
+    try:
+        return AutoProcessor.from_pretrained(path, **options)
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        missing = [name for name in ("torchvision", "num2words") if not find_spec(name)]
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        if missing:
+            why = f"{' and '.join(missing)} may be wanted, and not be installed"
+        logger.warning(
+            "the tokens of images are not held against the model's whole processor, which cannot "
+            "be loaded: %s",
+            why,
+        )
+        return None
