@@ -177,15 +177,13 @@ def build_model(
         kernels: all, none, or per op.
         reentrant: reentrant gradient checkpointing, which needs gradients at the embeddings.
         device: where the weights go; None leaves that to DeepSpeed (ZeRO-3 shards while loading).
-        fp8: how to choose the products that run in fp8; None has none when weights train, and all
-            that fit of a base that is kept in fp8.
+        fp8: how products in fp8 are chosen; None: none of weights that train, all of an fp8 base.
         loading_whole: within, no weight is sharded as it is loaded.
         adapters_from: where trained adapters are; None attaches fresh ones.
         is_proved: False does without the proof of attention: a broken model cannot pass it.
         sees_images: rows have images; without them the modules that see are never called.
         load_part: loads what this rank holds; the rest is on the meta device until it is cut away.
-        reads_parts: says of a model on the meta device whether ranks read their parts of it, once
-            it is sharded.
+        reads_parts: whether ranks read their parts of a model on the meta device, once sharded.
         scalar_head: add one, which trains whole.
 
     Raises:
