@@ -107,7 +107,9 @@ def theirs(tool: str, file: Path, command: str | None) -> dict[str, Any]:
         return axolotl(yaml.safe_load(file.read_text(encoding="utf-8")))
     if tool == "LLaMA-Factory" and file.suffix == ".yaml":
         given = yaml.safe_load(file.read_text(encoding="utf-8"))
-        return llamafactory(given) if "model_name_or_path" in given else {}
+        return llamafactory(given) if "model_name_or_path" in given else llamafactory_v1(given)
+    if tool == "ms-swift":
+        return swift(file)
     if tool == "TRL" and command is not None:
         return trl(shlex.split(command))
     if tool == "Unsloth":
@@ -224,6 +226,88 @@ def llamafactory(given: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def defaults_of(*files: Path) -> dict[str, Any]:
+    """The defaults of dataclasses, by their syntax trees."""
+    found: dict[str, Any] = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            value = node.value
+            if isinstance(value, ast.Call):
+                value = next((k.value for k in value.keywords if k.arg == "default"), None)
+            with contextlib.suppress(ValueError):
+                found[node.target.id] = None if value is None else ast.literal_eval(value)
+    return found
+
+
+def llamafactory_v1(given: dict[str, Any]) -> dict[str, Any]:
+    """By its dataclasses' defaults."""
+    code = CLONES[0] / "LLaMA-Factory/src/llamafactory/v1/config/training_args.py"
+    args = {**defaults_of(code), **given}
+    peft = given.get("peft_config") or {}
+    found = {
+        "training.learning_rate": args["learning_rate"],
+        "training.per_device_train_batch_size": args["micro_batch_size"],
+        "training.num_train_epochs": args["num_train_epochs"],
+        "training.max_steps": args["max_steps"] or -1,
+        "training.gradient_checkpointing": args["enable_activation_checkpointing"],
+        "training.seed": args["seed"],
+        "data.max_length": args["cutoff_len"],
+        "is_lora": peft.get("name") == "lora",
+    }
+    if found["is_lora"]:
+        found |= {"lora.r": peft["r"], "lora.alpha": peft["lora_alpha"]}
+    return found
+
+
+def swift(file: Path) -> dict[str, Any]:
+    """By its dataclasses' defaults, what its own code sets where nobody does, and the command."""
+    code = CLONES[0] / "ms-swift/swift"
+    names = ("sft_args", "tuner_args", "base_args/base_args", "base_args/data_args")
+    files = [code / f"arguments/{name}.py" for name in (*names, "base_args/template_args")]
+    args = defaults_of(*files, code / "trainers/arguments.py")
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".yaml":
+        args |= yaml.safe_load(text)
+    else:
+        variables = dict(re.findall(r"^(\w+)=(\d+)$", text, re.M))
+        text = re.sub(r"\$\{?(\w+)\}?", lambda m: variables.get(m[1], m[0]), text)
+        for key, value in re.findall(r"--(\w+)[ =]([^-\s][^\s]*)", text):
+            args[key] = value
+            with contextlib.suppress(yaml.YAMLError):
+                args[key] = yaml.safe_load(value.strip("'\""))
+        named = re.findall(r"[ =](\S+\.yaml)", text)
+        if config := args.get("config") or (named[0] if named else None):
+            given = yaml.safe_load((CLONES[0] / "ms-swift" / config).read_text(encoding="utf-8"))
+            args = {**args, **given}
+    full = args["tuner_type"] == "full"
+    found = {
+        "training.learning_rate": float(args["learning_rate"] or (1e-5 if full else 1e-4)),
+        "training.per_device_train_batch_size": args["per_device_train_batch_size"],
+        "training.num_train_epochs": args.get("num_train_epochs", 3.0),
+        "training.weight_decay": args["weight_decay"],
+        "training.lr_scheduler_type": args["lr_scheduler_type"],
+        "training.warmup_steps": args.get("warmup_steps") or args["warmup_ratio"],
+        "training.adam_beta2": args.get("adam_beta2", 0.95),
+        "data.packing": args["packing"],
+        "is_lora": not full,
+        "is_sharded": bool(args.get("deepspeed") or args.get("fsdp")),
+    }
+    if not args.get("fsdp"):  # whose file may say so itself
+        found["training.gradient_checkpointing"] = args["gradient_checkpointing"]
+    if args["max_length"]:
+        found["data.max_length"] = args["max_length"]
+    if not full:
+        found |= {"lora.r": args["lora_rank"], "lora.alpha": args["lora_alpha"]}
+        found["lora.dropout"] = args["lora_dropout"]
+        found["lora.quantize"] = "nf4" if args.get("quant_bits") == 4 else None
+    return found
+
+
+CLONES: list[Path] = []
+
+
 def trl(tokens: list[str]) -> dict[str, Any]:
     """By its parser."""
     from transformers import HfArgumentParser
@@ -337,6 +421,7 @@ def main() -> None:
     sys.path[:0] = [str(options.clones / "axolotl/src"), str(options.clones / "LLaMA-Factory/src")]
     for name in NOT_INSTALLED:
         sys.modules.setdefault(name, MagicMock(__spec__=ModuleSpec(name, None)))
+    CLONES.append(options.clones.resolve())
     counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     reasons: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for tool, file, command in examples(options.clones.resolve()):

@@ -1,5 +1,6 @@
 """Reading another tool's file: YAML, JSON, a command line, a script or a notebook; none is run."""
 
+import functools
 import json
 import re
 import shlex
@@ -115,8 +116,13 @@ def _filled(line: str, variables: Mapping[str, str]) -> str:
         return variables.get(match[1] or match[2], match[3] or match[0])
 
     line = re.sub(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})", value, line)
-    divided = r"\$\(\(?\s*(?:expr\s+)?(\d+)\s*/\s*(\d+)\s*\)?\)"
-    return re.sub(divided, lambda found: str(int(found[1]) // int(found[2])), line)
+    divided = r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*/\s*\d+)+)\s*\)?\)"
+
+    def divide(match: re.Match[str]) -> str:
+        first, *rest = map(int, match[1].split("/"))
+        return str(functools.reduce(lambda whole, part: whole // max(part, 1), rest, first))
+
+    return re.sub(divided, divide, line)
 
 
 def _program(tokens: list[str]) -> tuple[str, list[str], list[str]]:
