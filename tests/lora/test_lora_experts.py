@@ -8,7 +8,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit import kernels
-from trainkit.errors import RecipeError
+from trainkit.errors import ModelError, RecipeError
 from trainkit.lora import LoraOptions, attach
 from trainkit.lora.quant import refuse_unpacked_experts
 from trainkit.lora.report import adapter_lines, describe_adapters
@@ -100,10 +100,10 @@ def test_a_dense_model_may_be_packed():
     "options", [{"dropout": 0.1}, {"lora_bias": True}, {"use_dora": True}], ids=str
 )
 def test_what_peft_cannot_do_on_experts_is_refused_with_the_way_out(options):
-    with pytest.raises(RecipeError, match=r"exclude_modules: \[experts\]") as error:
+    with pytest.raises(RecipeError, match="experts: false") as error:
         attach(make("qwen3_moe"), LoraOptions(r=4, **options))
     assert error.value.where == f"lora.{next(iter(options))}"
-    rest = attach(make("qwen3_moe"), LoraOptions(r=4, exclude_modules=("experts",), **options))
+    rest = attach(make("qwen3_moe"), LoraOptions(r=4, experts=False, **options))
     report = describe_adapters(rest)
     assert {row["what"] for row in report["adapted"]} == {"module"}
     assert "mlp.experts.down_proj" in report["not_adapted"]
@@ -113,6 +113,56 @@ def test_what_peft_cannot_do_on_experts_is_refused_with_the_way_out(options):
 def test_a_start_from_the_base_is_refused_on_experts(init):
     with pytest.raises(RecipeError, match="exclude"):
         attach(make("qwen3_moe"), LoraOptions(r=4, init_lora_weights=init))
+
+
+def adapted_kinds(family="qwen3_moe", **options):
+    report = describe_adapters(attach(make(family), LoraOptions(r=4, **options)))
+    return {row["kind"]: row["r"] for row in report["adapted"]}
+
+
+def test_experts_are_adapted_or_not_as_the_recipe_says():
+    both = {"mlp.experts.gate_up_proj": 4, "mlp.experts.down_proj": 4}
+    one = {"self_attn.q_proj": 4}
+    assert adapted_kinds(target_modules=["q_proj"]) == one
+    assert adapted_kinds(target_modules=["q_proj"], experts=True) == one | both
+    assert adapted_kinds(target_modules=r".*\.q_proj", experts=True) == one | both
+    assert not both.keys() & adapted_kinds(experts=False).keys()
+    assert both.items() <= adapted_kinds().items()
+    assert not both.keys() & adapted_kinds(experts=True, exclude_modules=["experts"]).keys()
+
+
+def test_experts_have_a_rank_of_their_own(tmp_path):
+    kinds = adapted_kinds(experts_r=8)
+    assert kinds.pop("mlp.experts.down_proj") == kinds.pop("mlp.experts.gate_up_proj") == 8
+    assert {*kinds.values()} == {4}
+    model = attach(make("qwen3_moe"), LoraOptions(r=4, experts_r=8)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.1)
+    ids = torch.randint(0, 96, (2, 9))
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(make("qwen3_moe"), tmp_path).eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"experts": False, "experts_r": 8}, "lora.experts_r"),
+        ({"target_modules": ["q_proj"], "experts_r": 8}, "lora.experts_r"),
+    ],
+)
+def test_a_rank_for_no_expert_is_refused(options, key):
+    with pytest.raises(RecipeError) as error:
+        attach(make("qwen3_moe"), LoraOptions(r=4, **options))
+    assert error.value.where == key
+
+
+def test_experts_of_a_dense_model_are_refused():
+    dense = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SIZES))
+    with pytest.raises(ModelError, match="no experts") as error:
+        attach(dense, LoraOptions(r=4, experts=True))
+    assert error.value.where == "lora.experts"
 
 
 def test_experts_can_be_named_alone():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trainkit.options import LoraOptions
 
@@ -156,6 +156,8 @@ class Adapters:
         targets: names of the adapted linear layers, or peft's pattern for them.
         excluded: of these, that are not.
         parameters: ``target_parameters``.
+        experts: whether experts are adapted.
+        experts_rank: of theirs, where it is another.
         element: bytes of an adapter's number.
         dropout: above 0 the fused backward is off, and masks are kept.
         dora: directions and magnitudes.
@@ -167,6 +169,8 @@ class Adapters:
     targets: str | tuple[str, ...] = "all-linear"
     excluded: str | tuple[str, ...] | None = None
     parameters: tuple[str, ...] = ()
+    experts: Literal["auto", True, False] = "auto"
+    experts_rank: int | None = None
     element: int = 4
     dropout: float = 0.0
     dora: bool = False
@@ -184,6 +188,8 @@ class Adapters:
             r=self.rank,
             **listed,
             target_parameters=list(self.parameters),
+            experts=self.experts,
+            experts_r=self.experts_rank,
             modules_to_save=list(self.saved),
             dropout=self.dropout,
             use_dora=self.dora,

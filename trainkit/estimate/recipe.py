@@ -203,6 +203,8 @@ def _adapters(lora: LoraOptions, shape: ModelShape, *, adds_tokens: bool) -> Ada
         targets=_fixed(lora.target_modules),
         excluded=_fixed(lora.exclude_modules),
         parameters=tuple(lora.target_parameters),
+        experts=lora.experts,
+        experts_rank=lora.experts_r,
         element=4 if lora.adapter_dtype == "float32" else 2,
         dropout=lora.dropout,
         dora=lora.use_dora,

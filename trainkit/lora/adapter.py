@@ -63,6 +63,8 @@ def to_peft(options: LoraOptions, targets: Targets, *, tied: bool = False) -> Lo
         # What takes the base apart is done after the adapters have their dtype.
         "init_lora_weights": changes_base(options.init_lora_weights) or options.init_lora_weights,
     }
+    if options.experts_r is not None:  # by peft's patterns of the ends of names
+        given["rank_pattern"] = {re.escape(name): options.experts_r for name in targets.experts}
     given = copy.deepcopy(given)  # peft writes into lists, and these are the recipe's
     return SortedConfig(**given, ensure_weight_tying=tied, task_type=TaskType.CAUSAL_LM)
 
@@ -93,6 +95,8 @@ def attach(
     """
     targets = resolve_and_check(model, options)
     in_float32 = options.adapter_dtype == "float32"
+    if targets.experts:  # peft looks for their patterns among modules only, and says so
+        warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
         wrapped = get_peft_model(
@@ -179,6 +183,7 @@ def load_adapter(
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
             wrapped = PeftModel.from_pretrained(
                 model, str(path), adapter_name=adapter_name, is_trainable=trainable
             )

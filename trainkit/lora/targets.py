@@ -38,10 +38,12 @@ class Targets:
     Attributes:
         modules: peft's ``target_modules``: a string or names.
         parameters: peft's ``target_parameters``.
+        experts: those of them that are every expert's.
     """
 
     modules: str | tuple[str, ...]
     parameters: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
 
 _FIX = {
@@ -84,6 +86,12 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
     parameters = [name for name, _ in model.named_parameters()]
     check_names("target_parameters", options.target_parameters, parameters)
     targets = _targets(model, options)
+    if options.experts_r is not None and not targets.experts:
+        raise RecipeError(
+            "experts_r is the rank of adapters on experts, and none is adapted",
+            where="lora.experts_r",
+            fix="remove it, or set lora.experts: true",
+        )
     _refuse_read_weights(model, targets, options)
     if targets.parameters:
         _refuse_with_parameters(targets, options)
@@ -94,10 +102,20 @@ def resolve_and_check(model: PreTrainedModel, options: LoraOptions) -> Targets:
 def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
     wanted, excluded = options.target_modules, options.exclude_modules
     listed = tuple(options.target_parameters)
-    if wanted != ALL_LINEAR:
-        return Targets(wanted if isinstance(wanted, str) else tuple(wanted), listed)
     every_expert = expert_parameters(model)
-    experts = [name for name in every_expert if not is_named(name, excluded)]
+    if options.experts is True and not every_expert:
+        raise ModelError(
+            "experts: true, and the model has no experts with their weights in stacks",
+            where="lora.experts",
+            fix="remove it, or set it to auto",
+        )
+    has_them = options.experts is True or (options.experts == "auto" and wanted == ALL_LINEAR)
+    experts = [name for name in every_expert if has_them and not is_named(name, excluded)]
+    # experts.gate_up_proj: the last two parts of a name, which all layers share
+    short = tuple(dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts))
+    parameters = tuple(dict.fromkeys((*listed, *short)))
+    if wanted != ALL_LINEAR:
+        return Targets(wanted if isinstance(wanted, str) else tuple(wanted), parameters, short)
     linears = list(_text_linears(model))
     past = read_weights(model)
     names = [name for name in linears if name not in past and _takes_adapter(model, name)]
@@ -112,9 +130,7 @@ def _targets(model: PreTrainedModel, options: LoraOptions) -> Targets:
         raise ModelError(
             "all-linear finds nothing to adapt", where="lora.target_modules", fix="name modules"
         )
-    # experts.gate_up_proj: the last two parts of a name, which all layers share
-    short = dict.fromkeys(".".join(name.split(".")[-2:]) for name in experts)
-    return Targets(tuple(names), tuple(dict.fromkeys((*listed, *short))))
+    return Targets(tuple(names), parameters, short)
 
 
 def _refuse_read_weights(model: PreTrainedModel, targets: Targets, options: LoraOptions) -> None:
@@ -235,5 +251,5 @@ def _refuse_with_parameters(targets: Targets, options: LoraOptions) -> None:
                 f"{key}: {value} cannot be used on parameters, and {', '.join(targets.parameters)} "
                 "are not modules",
                 where=f"lora.{key}",
-                fix=f"set lora.{key}: {off}, or leave the experts out: exclude_modules: [experts]",
+                fix=f"set lora.{key}: {off}, or leave the experts out: experts: false",
             )

@@ -327,7 +327,10 @@ def why_not_initialisation(value: bool | str) -> str | None:
 
 _VARIANT = "trainkit trains plain LoRA, rsLoRA, DoRA and LoRA+"
 _SET_BY_TRAINKIT = "trainkit sets it itself"
-_ONE_RANK = "every adapter has rank lora.r; give the modules to adapt in lora.target_modules"
+_ONE_RANK = (
+    "every adapter has rank lora.r, those of experts lora.experts_r; give the modules to adapt in "
+    "lora.target_modules"
+)
 
 NOT_TAKEN: Mapping[str, str] = {
     "alora_invocation_tokens": _VARIANT,
@@ -392,6 +395,14 @@ class LoraOptions(Section):
     target_parameters: Names = Field(
         default_factory=list,
         description="Parameters to adapt, as experts.down_proj; all-linear adds the experts.",
+    )
+    experts: Literal["auto", True, False] = Field(
+        "auto",
+        description="Adapt every expert of a mixture: auto does where target_modules is "
+        "all-linear; true whatever is named; false leaves them out.",
+    )
+    experts_r: int | None = Field(
+        None, ge=1, le=16_384, description="Rank of the experts' adapters, where not r."
     )
     exclude_modules: str | Names | None = Field(None, description="Names to leave out.")
     quantize: Quantized | None = Field(

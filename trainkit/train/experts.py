@@ -110,5 +110,5 @@ def _refuse(name: str, inert: Tensor, what: str) -> None:
             f"the adapter of {named}, experts {', '.join(map(str, numbers[:8]))}"
             f"{' and more' if len(numbers) > 8 else ''}, {what}, though tokens went through them",
             fix="train with kernels: {lora_experts: false}, or leave the experts out with "
-            "lora.exclude_modules: [experts], and report this",
+            "lora.experts: false, and report this",
         )
