@@ -76,3 +76,12 @@ def without_adapters(model: Any) -> Any:
 def is_own_code(model: Any) -> bool:
     """Whether a model runs code that came with it, which somebody has allowed here then."""
     return type(without_adapters(model)).__module__.startswith("transformers_modules.")
+
+
+ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
+"""Names of small layers that choose experts: neither adapted nor rounded."""
+
+
+def holds_experts(name: str, module: torch.nn.Module) -> bool:
+    """Whether a module's own parameters of three dimensions are the weights of experts."""
+    return name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")

@@ -87,9 +87,11 @@ def test_all_linear_adapts_the_experts_at_the_recipe_s_rank_and_not_the_router(f
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_four_bits_that_would_leave_the_experts_are_refused(family):
-    with pytest.raises(RecipeError, match=r"experts of it, .*GiB"):
-        refuse_unpacked_experts(config(family), "it")
+def test_eight_bits_that_would_leave_the_experts_are_refused(family):
+    with pytest.raises(RecipeError, match=r"experts of it, .*GiB") as error:
+        refuse_unpacked_experts(config(family), "it", "fp8")
+    assert "nf4" in error.value.fix
+    refuse_unpacked_experts(config(family), "it", "nf4")
 
 
 def test_a_dense_model_may_be_packed():

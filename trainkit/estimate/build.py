@@ -38,6 +38,7 @@ from trainkit.models.fp8.trained import KeptCodes, swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters
 from trainkit.models.loss import LossOptions, configure
+from trainkit.models.packed_experts import put_codes, read_where_they_run, states_of
 from trainkit.models.proof.compare import FAILURES
 from trainkit.models.proof.norms import let_norms_quantize
 from trainkit.models.proof.plan import give_plan, plan_for
@@ -337,6 +338,13 @@ def _assembled(config: Any, job: Job, attention: str | None, plan: Any) -> Any:
     with torch.device("meta"):
         if job.base == "nf4":
             _pack(model, _nf4, frozenset())
+            for name in expert_parameters(model):
+                owner, _, key = name.rpartition(".")
+                holder = model.get_submodule(owner)
+                codes, state = _nf4_codes(getattr(holder, key).shape)
+                put_codes(holder, key, codes, state)
+                holder.register_buffer(f"of_state_{key}", state.absmax)
+            read_where_they_run(model)
             model.is_loaded_in_4bit = True
         elif job.base == "fp8":
             _pack(model, _fp8, job.in_fp8)
@@ -378,10 +386,11 @@ def _become_fake(model: nn.Module, fake: FakeTensorMode) -> None:
     for module in model.modules():
         for values in (module._parameters, module._buffers, vars(module)):
             convert(values)
-        state = getattr(module, "quant_state", None)
-        while state is not None:
-            convert(vars(state))
-            state = getattr(state, "state2", None)
+        for outer in (getattr(module, "quant_state", None), *states_of(module).values()):
+            state = outer
+            while state is not None:
+                convert(vars(state))
+                state = getattr(state, "state2", None)
 
 
 def _pack(model: Any, make: Any, roles: frozenset[str]) -> None:
@@ -396,27 +405,35 @@ def _pack(model: Any, make: Any, roles: frozenset[str]) -> None:
         setattr(model.get_submodule(parent), last, make(module))
 
 
-def _nf4(linear: nn.Linear) -> nn.Module:
-    """Bitsandbytes' layer, with storage and state as it makes them."""
+def _nf4_codes(shape: torch.Size) -> tuple[Tensor, Any]:
+    """Of weights of a shape: codes, and the state that they are read with."""
     import bitsandbytes as bnb
 
-    outputs, inputs = linear.weight.shape
-    numbers = outputs * inputs
-    packed = bnb.nn.Linear4bit(
-        inputs, outputs, linear.bias is not None, torch.bfloat16, quant_type="nf4",
-        quant_storage=torch.bfloat16,
-    )  # fmt: skip
+    numbers = shape.numel()
     blocks = -(-numbers // 64)
     inner = bnb.functional.QuantState(
         absmax=torch.empty(-(-blocks // 256)), blocksize=256, code=torch.empty(256),
         dtype=torch.float32,
     )  # fmt: skip
     state = bnb.functional.QuantState(
-        absmax=torch.empty(blocks, dtype=torch.uint8), shape=torch.Size((outputs, inputs)),
-        code=torch.empty(16), blocksize=64, quant_type="nf4", dtype=torch.bfloat16,
-        offset=torch.empty(()), state2=inner,
+        absmax=torch.empty(blocks, dtype=torch.uint8), shape=shape, code=torch.empty(16),
+        blocksize=64, quant_type="nf4", dtype=torch.bfloat16, offset=torch.empty(()), state2=inner,
     )  # fmt: skip
-    storage: Any = nn.Parameter(torch.empty(-(-numbers // 4), 1, dtype=torch.bfloat16), False)
+    return torch.empty(-(-numbers // 4), 1, dtype=torch.bfloat16), state
+
+
+def _nf4(linear: nn.Linear) -> nn.Module:
+    """Bitsandbytes' layer, with storage and state as it makes them."""
+    import bitsandbytes as bnb
+
+    outputs, inputs = linear.weight.shape
+    packed = bnb.nn.Linear4bit(
+        inputs, outputs, linear.bias is not None, torch.bfloat16, quant_type="nf4",
+        quant_storage=torch.bfloat16,
+    )  # fmt: skip
+    codes, state = _nf4_codes(linear.weight.shape)
+    storage: Any = nn.Parameter(codes, False)
+    inner = state.state2
     storage.quant_state, storage.quant_type, storage.compress_statistics = state, "nf4", True
     packed.weight, packed.bias = storage, linear.bias
     packed.quant_state, packed.compute_type_is_set = state, True

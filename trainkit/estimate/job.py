@@ -18,7 +18,7 @@ class Matrices:
         inputs: of each.
         outputs: of each.
         number: how many.
-        in_stack: they are experts in one parameter, which is neither packed nor in fp8.
+        in_stack: they are experts in one parameter, which nf4 packs and fp8 does not.
     """
 
     role: str

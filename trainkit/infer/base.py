@@ -127,7 +127,11 @@ def pack(model: Any, quantize: str, device: torch.device, run: Path | None) -> A
 
     refuse_unfit_device(quantize, device)
     convert = packed_kind(quantize).convert
-    assert convert is not None
+    if convert is None:  # nf4, whose experts are packed with the rest
+        from trainkit.models.packed_experts import quantize_to_nf4
+
+        quantize_to_nf4(model, device, model.dtype)
+        return model.to(device)
     convert(model, device, _left_in_16_bits(model, run))
     return model.to(device)
 

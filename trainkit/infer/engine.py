@@ -327,8 +327,12 @@ def load_engine(
     if quantize is not None:
         with contextlib.suppress(OSError):  # codes do not show what they were made of
             refuse_not_finite(base_on_disk(source.name_or_path, source.revision))
-        late = packed_kind(quantize).convert is not None
-        packing = quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
+        from trainkit.lora.quant import packs_experts
+
+        late = packed_kind(quantize).convert is not None or packs_experts(source, quantize)
+        packing = (
+            None if late else quantization_config(quantize, TORCH_DTYPES.get(dtype, torch.bfloat16))
+        )
     model: Any = load_model(
         source,
         attention=own_attention(source),

@@ -27,6 +27,7 @@ from trainkit.checkpoint.weights.adapter import check_scaling
 from trainkit.errors import CheckpointError, RecipeError, TrainkitError
 from trainkit.lora.initial import changes_base, start_from_base
 from trainkit.lora.targets import Targets, resolve_and_check
+from trainkit.models.packed_experts import read_where_they_run, with_shapes
 from trainkit.models.scalar_head import has_scalar_head
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions
@@ -93,19 +94,21 @@ def attach(
             matches nothing.
         RecipeError: the options do not go together, or not with what is adapted.
     """
-    targets = resolve_and_check(model, options)
+    with with_shapes(model):
+        targets = resolve_and_check(model, options)
     in_float32 = options.adapter_dtype == "float32"
     if targets.experts:  # peft looks for their patterns among modules only, and says so
         warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
     try:
         config = to_peft(options, targets, tied=_trains_tied_weights(model, options))
-        wrapped = get_peft_model(
-            model,
-            config,
-            adapter_name=adapter_name,
-            autocast_adapter_dtype=in_float32,
-            revision=getattr(model.config, "_commit_hash", None),  # of a hub's base
-        )
+        with with_shapes(model):
+            wrapped = get_peft_model(
+                model,
+                config,
+                adapter_name=adapter_name,
+                autocast_adapter_dtype=in_float32,
+                revision=getattr(model.config, "_commit_hash", None),  # of a hub's base
+            )
     except (ValueError, TypeError, NotImplementedError) as error:
         # peft refuses combinations of its options in these ways.
         raise RecipeError(
@@ -122,6 +125,7 @@ def attach(
         start_from_base(
             wrapped, str(options.init_lora_weights), dtype=None if in_float32 else model.dtype
         )
+    read_where_they_run(wrapped)
     if require_input_grads:
         wrapped.enable_input_require_grads()
     return wrapped
@@ -181,7 +185,7 @@ def load_adapter(
         names = (name for name, _ in model.named_modules())
         refuse_endless(config, names, path / "adapter_config.json")
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as said, with_shapes(model):
             warnings.simplefilter("always")
             warnings.filterwarnings("ignore", "The following rank_pattern keys did not match")
             wrapped = PeftModel.from_pretrained(
@@ -198,6 +202,7 @@ def load_adapter(
             fix="check that adapter_config.json and adapter_model.safetensors are as they were "
             "saved, and that the base is the one it was trained on",
         ) from error
+    read_where_they_run(wrapped)
     _refuse_parts(path, wrapped, adapter_name, [str(each.message) for each in said])
     for each in {str(each.message): each for each in said}.values():  # of every layer the same
         warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

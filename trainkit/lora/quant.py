@@ -18,7 +18,8 @@ from trainkit.models.fp8.decide import Fp8Setup, decide, refuse_too_large
 from trainkit.models.fp8.trained import swap_in
 from trainkit.models.frozen import outside_text
 from trainkit.models.linears import expert_parameters, packed_kind
-from trainkit.models.loading import load_model
+from trainkit.models.loading import load_config, load_model
+from trainkit.models.packed_experts import quantize_to_nf4
 from trainkit.models.vocabulary import vocabulary_ends
 from trainkit.options import LoraOptions, ModelOptions
 from trainkit.options.model import ALL
@@ -64,16 +65,32 @@ def refuse_unpacked_experts(
     model = empty_model(config, trust_remote_code=trust_remote_code)
     refuse_read_weights(model, quantize)
     experts = sum(parameter.numel() for parameter in expert_parameters(model).values())
-    if not experts:
+    if not experts or quantize == "nf4":
         return
     total = sum(parameter.numel() for parameter in model.parameters())
     raise RecipeError(
         f"{quantize} packs linear layers only; the experts of {name}, {experts / total:.0%} of its "
         f"{total / 1e9:.1f} billion weights, would stay in 16 bits ({experts * 2 / 2**30:.1f} GiB)",
         where="lora.quantize",
-        fix="remove lora.quantize and shard the base instead (deepspeed: zero3), or take a dense "
-        "model",
+        fix="set lora.quantize: nf4, which packs the experts too, or remove it",
     )
+
+
+def packs_experts(source: ModelOptions, quantize: str) -> bool:
+    """Whether there are experts to pack, which transformers' own loading leaves as they are."""
+    empty = empty_model(load_config(source), trust_remote_code=source.trust_remote_code)
+    return quantize == "nf4" and bool(expert_parameters(empty))
+
+
+def base_with_packed_experts(
+    source: ModelOptions, lora: LoraOptions, device: torch.device, attention: str
+) -> PreTrainedModel:
+    """Read on the host and packed layer by layer: the device never holds it in 16 bits."""
+    model: Any = load_model(source, attention=attention)
+    kept = [*lora.modules_to_save, *(vocabulary_ends(model) if source.adds_tokens else ())]
+    quantize_to_nf4(model, device, model.dtype, tuple(kept))
+    found: PreTrainedModel = model.to(device)
+    return found
 
 
 def refuse_read_weights(model: PreTrainedModel, quantize: str) -> None:

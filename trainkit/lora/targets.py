@@ -21,10 +21,11 @@ from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from torch import nn
 from transformers import PreTrainedModel
 
+from trainkit.auto_class import ROUTERS
 from trainkit.errors import ModelError, RecipeError
 from trainkit.lora.read_weights import read_weights
 from trainkit.models.frozen import text_model
-from trainkit.models.linears import ROUTERS, expert_parameters
+from trainkit.models.linears import expert_parameters
 from trainkit.models.scalar_head import NAME as SCALAR_HEAD
 from trainkit.options.model import ALL_LINEAR, LoraOptions
 from trainkit.options.section import ask, nearest

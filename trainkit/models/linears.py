@@ -18,14 +18,12 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig
 
+from trainkit.auto_class import holds_experts
 from trainkit.errors import RecipeError
 from trainkit.parallel.parameters import num_elements, whole_shape
 
 if TYPE_CHECKING:
     from trainkit.kernels.lora.products import Unpack
-
-ROUTERS = frozenset({"gate", "router", "shared_expert_gate"})
-"""Names of small layers that choose experts: neither adapted nor rounded."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,12 @@ def is_known_adapter(layer: nn.Module) -> bool:
     return any(kind.adapter in names for kind in LINEARS.values())
 
 
+def _shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Of the weights that a parameter stands for."""
+    state = getattr(parameter, "quant_state", None)
+    return whole_shape(parameter) if state is None else tuple(state.shape)
+
+
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Weights that hold all experts of a layer, by full name: (experts, out, in) or its transpose.
 
@@ -84,9 +88,9 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         f"{name}.{key}": parameter
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "experts" or type(module).__name__.endswith("Experts")
+        if holds_experts(name, module)
         for key, parameter in module.named_parameters(recurse=False)
-        if len(whole_shape(parameter)) == 3
+        if len(_shape_of(parameter)) == 3
     }
 
 

@@ -131,8 +131,4 @@ def settings_for(config: PreTrainedConfig, method: str) -> dict[str, bool]:
     if method != "full":
         lora = LoraOptions(quantize="nf4" if method == "qlora" else None)
         refuse_unfit_model(config, packing=False, kernels=False, lora=lora)
-    if method == "qlora":
-        from trainkit.lora.quant import refuse_unpacked_experts
-
-        refuse_unpacked_experts(config, config.model_type)
     return off

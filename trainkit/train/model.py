@@ -259,6 +259,16 @@ def _loaded(
         if packed_kind(quantize).convert is not None:
             return quant.packed_base(source, quantize, lora, fp8, here, attention, loading_whole)
         quantization = quantization_config(quantize, dtype_of(source))
+        with loading_whole():
+            if quant.packs_experts(source, quantize):
+                if device is None or reads_parts is not None:
+                    raise RecipeError(
+                        "experts in 4 bits are whole on each GPU: codes of a stack have not been "
+                        "proved in parts",
+                        where="lora.quantize",
+                        fix="set parallel.shard: zero2 or none; or remove lora.quantize",
+                    )
+                return quant.base_with_packed_experts(source, lora, here, attention), None
     # Adapters may begin from the base's weights, or be around more than its linear maps.
     reads_base = lora and (lora.needs_whole_model or lora.use_dora or lora.target_parameters)
     plain = load_model(

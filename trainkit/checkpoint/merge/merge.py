@@ -150,8 +150,7 @@ def merge_adapter(
             merged = MergedWeights(reader, adapter, config, dtype=dtype, packing=packing)
         free_space_check(target, sum(info.num_bytes for info in merged.tensors.values()))
         with staged_directory(target, metadata=metadata) as staging:
-            count = f"{len(adapter.modules)} " if adapter.modules else ""
-            progress(f"merging {count}adapted modules")
+            progress(f"merging {len(adapter.modules) or ''} adapted modules".replace("  ", " "))
             write_weights(merged, staging, max_shard_bytes=options.max_shard_bytes)
             changes = tuple(merged.changes)
             _refuse_no_op(changes, adapter)
@@ -170,6 +169,7 @@ def merge_adapter(
                     adapter.directory,
                     staging,
                     packed_from=seen_in,
+                    packed=packing.names if packing and by_peft else (),
                     other=other,
                     trusted=trusted,
                 )
@@ -198,7 +198,7 @@ def _packing(base: Path, config: Mapping[str, Any], options: MergeOptions) -> Pa
         raise CheckpointError(f"quantisation {options.quantize!r} is not known; {known} are")
     own = str(config.get("torch_dtype", config.get("dtype")))
     dtype = dtype_named(options.compute_dtype) or DTYPES.get(own, torch.bfloat16)
-    names = quantized_names(base, trust_remote_code=options.trust_remote_code)
+    names = quantized_names(base, options.quantize, trust_remote_code=options.trust_remote_code)
     return Packing(options.quantize, names, dtype, options.base)
 
 

@@ -23,24 +23,35 @@ from trainkit.kernels.fp8.linear import Fp8Weight
 # -- The base that a run over a quantised base saw: weights through 4 or 8 bits and back ----------
 
 
-def quantized_names(directory: Path, *, trust_remote_code: bool = False) -> set[str]:
+def quantized_names(directory: Path, quantize: str, *, trust_remote_code: bool = False) -> set[str]:
     """The weights that a quantised base packs: those of linear layers, but not the output one.
+
+    And of experts in nf4, with which routers stay as they are.
 
     Args:
         directory: holds config.json; the model is built without memory for its weights.
+        quantize: how.
         trust_remote_code: by code that comes with it.
     """
     from transformers import AutoConfig
 
-    from trainkit.auto_class import empty_model
+    from trainkit.auto_class import ROUTERS, empty_model, holds_experts
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     model = empty_model(config, trust_remote_code=trust_remote_code)
     head = model.get_output_embeddings()
-    return {
+    stacks = {
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        for key, parameter in module.named_parameters(recurse=False)
+        if quantize == "nf4" and parameter.dim() == 3 and holds_experts(name, module)
+    }
+    stay = ROUTERS if stacks else ()
+    return stacks | {
         f"{name}.weight"
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not head
+        if name.rpartition(".")[2] not in stay
     }
 
 

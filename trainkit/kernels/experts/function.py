@@ -1,5 +1,6 @@
 """A mixture of experts' feed-forward block, with or without an adapter on each expert."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,20 @@ class Limits(NamedTuple):
 
 
 NO_LIMITS = Limits()
+
+
+class Packed(NamedTuple):
+    """A frozen stack of weights that is kept as codes.
+
+    Attributes:
+        codes: as they are stored.
+        shape: of the weights.
+        unpack: codes and a dtype in, the weights out.
+    """
+
+    codes: Tensor
+    shape: tuple[int, ...]
+    unpack: Callable[[Tensor, torch.dtype], Tensor]
 
 
 def _activated(u: Tensor, activation: str, limits: Limits, interleaved: bool) -> Tensor:
@@ -96,16 +111,20 @@ def moe_mlp_reference(
     return out
 
 
-def why_no_kernel(x: Tensor, gate_up: Tensor, down: Tensor, rank: int = 0) -> str | None:
+def why_no_kernel(
+    x: Tensor, gate_up: Tensor | Packed, down: Tensor | Packed, rank: int = 0
+) -> str | None:
     """Why the reference runs for such tensors; None where the kernels do."""
-    if not runs_kernel(x, gate_up, down):
+    plain = [each for each in (gate_up, down) if isinstance(each, Tensor)]
+    if not runs_kernel(x, *plain):
         return "no kernel runs on such tensors here"
     if x.dtype == torch.float64:
         return "matrix units take no fp64"
-    if gate_up.dtype != x.dtype or down.dtype != x.dtype:
-        return f"weights in {gate_up.dtype} for tokens in {x.dtype}"
-    if not (gate_up.is_contiguous() and down.is_contiguous()):
-        return "the weights are not contiguous"
+    for each in plain:
+        if each.dtype != x.dtype:
+            return f"weights in {each.dtype} for tokens in {x.dtype}"
+        if not each.is_contiguous():
+            return "the weights are not contiguous"
     unit = 16 // x.element_size()
     if any(size % unit for weight in (gate_up, down) for size in weight.shape[1:]):
         return f"sizes {tuple(gate_up.shape)} that are no multiples of {unit}"
@@ -119,8 +138,8 @@ def moe_mlp(
     x: Tensor,
     index: Tensor,
     scale: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | Packed,
+    down: Tensor | Packed,
     gate_up_a: Tensor | None = None,
     gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None,
@@ -143,7 +162,8 @@ def moe_mlp(
         x: (T, H).
         index: (T, K), integers: the experts of a token; numbers outside [0, E) count for nothing.
         scale: (T, K), what an expert's result counts.
-        gate_up: (E, 2I, H), gate's rows first; (E, H, 2I) if ``transposed``.
+        gate_up: (E, 2I, H), gate's rows first; (E, H, 2I) if ``transposed``. Packed ones are
+            unpacked in the forward pass and again in the backward pass, and get no gradient.
         down: (E, H, I); (E, I, H) if ``transposed``.
         gate_up_a: (E, R, H) or None; with ``gate_up_b`` (E, 2I, R), any strides.
         gate_up_b: see ``gate_up_a``.
@@ -163,17 +183,23 @@ def moe_mlp(
     factors = (gate_up_a, gate_up_b, down_a, down_b)
     rank = max((a.shape[1] for a in (gate_up_a, down_a) if a is not None), default=0)
     dtype = x.dtype
-    if runs_kernel(x, gate_up, down) and torch.is_autocast_enabled(x.device.type):
-        x, gate_up, down = (each.to(compute_dtype(x)) for each in (x, gate_up, down))
+    if runs_kernel(x) and torch.is_autocast_enabled(x.device.type):
+        x = x.to(compute_dtype(x))
+        gate_up, down = (
+            each if isinstance(each, Packed) else each.to(x.dtype) for each in (gate_up, down)
+        )
     if why_no_kernel(x, gate_up, down, rank):
+        gate_up, down = (_unpacked(each, x.dtype) for each in (gate_up, down))
         return moe_mlp_reference(
             x, index, scale, gate_up, down, *factors, gate_up_bias, down_bias,
             scaling=scaling, activation=activation, limits=limits, interleaved=interleaved,
             transposed=transposed,
         )  # fmt: skip
     gate = (activation == "gelu_tanh", limits.limit or 0.0, *limits[1:], interleaved)
+    codes = [each.codes if isinstance(each, Packed) else each for each in (gate_up, down)]
+    unpacks = [each.unpack if isinstance(each, Packed) else None for each in (gate_up, down)]
     y: Tensor = _Experts.apply(
-        x, index, scale, gate_up, down, *factors, gate_up_bias, scaling, gate, transposed
+        x, index, scale, *codes, *factors, gate_up_bias, scaling, gate, transposed, unpacks
     )
     if down_bias is not None:  # each expert's, as often as its results count
         num = gate_up.shape[0]
@@ -181,6 +207,10 @@ def moe_mlp(
         shares = scale.new_zeros((x.shape[0], num + 1)).scatter_add(1, at, scale)[:, :num]
         y = torch.addmm(y, shares.to(y.dtype), down_bias.to(y.dtype))
     return y.to(dtype)
+
+
+def _unpacked(weight: Tensor | Packed, dtype: torch.dtype) -> Tensor:
+    return weight.unpack(weight.codes, dtype) if isinstance(weight, Packed) else weight
 
 
 def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> Tensor | None:
@@ -193,6 +223,15 @@ def _factor(a: Tensor | None, like: Tensor, rank: int, num: int, width: int) -> 
     if a is not None:
         padded[:, : a.shape[1]] = a
     return padded
+
+
+def _read(
+    stored: Sequence[Tensor],
+    unpacks: Sequence[Callable[[Tensor, torch.dtype], Tensor] | None],
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    pairs = zip(stored, unpacks, strict=True)
+    return [each if unpack is None else unpack(each, dtype) for each, unpack in pairs]
 
 
 class _Experts(KernelFunction):
@@ -212,7 +251,10 @@ class _Experts(KernelFunction):
         scaling: tuple[float, float],
         gate: tuple[Any, ...],
         transposed: bool,
+        unpacks: Sequence[Callable[[Tensor, torch.dtype], Tensor] | None],
     ) -> Tensor:
+        stored, ctx.unpacks = (gate_up, down), unpacks
+        gate_up, down = _read(stored, unpacks, x.dtype)
         num_experts = gate_up.shape[0]
         width = down.shape[1 if transposed else 2]
         x, scale = x.contiguous(), scale.contiguous()
@@ -238,9 +280,7 @@ class _Experts(KernelFunction):
         h_low = kernel.inner(h, way, a2, scaling[1])
         y = grouped_product(h, down, way, transposed=not transposed, low_rank=(h_low, b2))
         del h
-        ctx.save_for_backward(
-            x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, bias, *way[:-1]
-        )
+        ctx.save_for_backward(x, scale, *stored, u, low, h_low, a1, b1, a2, b2, bias, *way[:-1])
         ctx.top_k, ctx.ranks, ctx.scaling = way.top_k, ranks, scaling
         ctx.gate, ctx.transposed = gate, transposed
         ctx.dtypes = [
@@ -252,7 +292,9 @@ class _Experts(KernelFunction):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        x, scale, gate_up, down, u, low, h_low, a1, b1, a2, b2, bias, *sorted_slots = saved
+        x, scale, *stored, u, low, h_low, a1, b1, a2, b2, bias = saved[:12]
+        sorted_slots = saved[12:]
+        (down,) = _read(stored[1:], ctx.unpacks[1:], x.dtype)
         way = Route(*(*sorted_slots, ctx.top_k))
         wants_x, _, wants_scale, wants_gate_up, wants_down, *wants = ctx.needs_input_grad[:10]
         dy = dy.contiguous()
@@ -283,18 +325,19 @@ class _Experts(KernelFunction):
             if wants[3]:
                 db = kernel.gram(h_low, dy_rows, way, scale=scale)
                 grads[3] = db[:, : ctx.ranks[1]].transpose(1, 2)
-        del h, dy_rows
+        del h, dy_rows, down
         dbias = None
         if wants[4]:
             dbias = kernel.gram(du.new_ones((du.shape[0], 16)), du, way)[:, 0].to(bias.dtype)
         grads = [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
         dx = None
         if wants_x:
+            (gate_up,) = _read(stored[:1], ctx.unpacks[:1], x.dtype)
             rows = grouped_product(
                 du, gate_up, way, transposed=ctx.transposed, low_rank=(du_low, a1)
             )
             dx = kernel.combine(rows, way, None, x.shape[0])
         return (
             dx, None, dscale if wants_scale else None, dgate_up, ddown, *grads, dbias,
-            None, None, None,
+            None, None, None, None,
         )  # fmt: skip

@@ -33,11 +33,11 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
+from trainkit.auto_class import ROUTERS
 from trainkit.errors import ModelError
 from trainkit.kernels.fp8.function import fits_fp8
 from trainkit.models.fp8.savings import Saving
 from trainkit.models.fp8.trained import swap_in
-from trainkit.models.linears import ROUTERS
 from trainkit.models.swap import Swaps, plain_class, subclass_of
 from trainkit.options.data import IGNORE_INDEX
 from trainkit.options.model import ALL, Fp8Options

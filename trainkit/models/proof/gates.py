@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from trainkit import kernels
 from trainkit.kernels.experts.function import ACTIVATIONS as EXPERT_ACTIVATIONS
-from trainkit.kernels.experts.function import Limits, moe_mlp_reference, why_no_kernel
+from trainkit.kernels.experts.function import Limits, Packed, moe_mlp_reference, why_no_kernel
+from trainkit.models.packed_experts import stack_of
 from trainkit.models.proof.compare import (
     EXACT,
     FAILURES,
@@ -315,9 +316,10 @@ class Experts(KernelForward):
             return True
         if not self.training and not torch.is_grad_enabled() and x.shape[0] < _FEW:
             return True
-        gate_up, down = (getattr(self, name) for name in self.weights)
+        gate_up, down = (stack_of(self, name) for name in self.weights)
         loops = x.is_cuda and x.dtype != torch.float64
-        return loops and why_no_kernel(x, gate_up, down, rank) is not None
+        packed = isinstance(gate_up, Packed) or isinstance(down, Packed)
+        return (loops or packed) and why_no_kernel(x, gate_up, down, rank) is not None
 
     def compute(
         self,
@@ -334,7 +336,7 @@ class Experts(KernelForward):
             factors: the op's, of adapters.
             scaling: theirs.
         """
-        gate_up, down = (getattr(self, name) for name in self.weights)
+        gate_up, down = (stack_of(self, name) for name in self.weights)
         if self.sorted_rows:
             routes = _routes_of_rows(x, gate_up.shape[0])
         biases = [getattr(self, name) for name in self.biases]

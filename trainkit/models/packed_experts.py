@@ -1,0 +1,170 @@
+"""Experts of a frozen base in 4 bits: codes instead of each stack, read when it is used.
+
+A stack's parameter keeps its name and holds bitsandbytes' nf4 codes; how they are read lies next to
+it, on the module. The kernel of experts reads a stack in its forward pass and again in its backward
+pass. Whatever else runs (Hugging Face's loop, peft's adapters) finds the weights as they were while
+the module runs, and runs again in the backward pass: no copy in 16 bits lives between the two.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.auto_class import ROUTERS
+from trainkit.kernels.experts.function import Packed
+from trainkit.models.linears import expert_parameters, prepare_for_training
+from trainkit.models.swap import subclass_of
+
+_STATES = "_packed_stacks"
+"""On a module: how the codes of each of its stacks are read."""
+
+
+def quantize_to_nf4(
+    model: Any, device: torch.device, dtype: torch.dtype, kept: tuple[str, ...] = ()
+) -> None:
+    """Pack a loaded model's linear layers and experts, layer by layer, in place.
+
+    Args:
+        model: with plain weights, on the host.
+        device: where the codes go.
+        dtype: that the weights are read in.
+        kept: the last names of modules that stay as they are, as routers and the head do.
+    """
+    import bitsandbytes as bnb
+
+    head, stay = model.get_output_embeddings(), {*kept, *ROUTERS}
+    for name, module in list(model.named_modules()):
+        parent, _, last = name.rpartition(".")
+        if type(module) is not nn.Linear or module is head or last in stay or name in stay:
+            continue
+        packed = bnb.nn.Linear4bit(
+            module.in_features, module.out_features, module.bias is not None, dtype,
+            compress_statistics=True, quant_type="nf4", quant_storage=dtype, device="meta",
+        )  # fmt: skip
+        codes = bnb.nn.Params4bit(
+            module.weight.detach().to(dtype), requires_grad=False, compress_statistics=True,
+            quant_type="nf4", quant_storage=dtype, module=packed,
+        )  # fmt: skip
+        packed.weight, packed.bias = codes.to(device), module.bias
+        setattr(model.get_submodule(parent), last, packed)
+    for name, parameter in list(expert_parameters(model).items()):
+        owner, _, key = name.rpartition(".")
+        weight = parameter.detach().to(device=device, dtype=dtype).contiguous()
+        codes, state = bnb.functional.quantize_4bit(
+            weight, blocksize=64, compress_statistics=True, quant_type="nf4", quant_storage=dtype
+        )
+        put_codes(model.get_submodule(owner), key, codes, state)
+    read_where_they_run(model)
+    prepare_for_training(model)
+    model.is_loaded_in_4bit = True  # peft's adapters then take the layers for what they are
+
+
+def put_codes(module: nn.Module, name: str, codes: Tensor, state: Any) -> None:
+    """Codes instead of a stack."""
+    parameter: Any = nn.Parameter(codes, requires_grad=False)
+    parameter.quant_state = state  # counted as what it stands for
+    setattr(module, name, parameter)
+    vars(module).setdefault(_STATES, {})[name] = state
+
+
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """How the codes of a module's stacks are read, by the stacks' names; empty for none."""
+    found: dict[str, Any] = vars(module).get(_STATES, {})
+    return found
+
+
+def stack_of(module: nn.Module, name: str) -> Tensor | Packed:
+    """A stack as the op of experts takes it."""
+    stack: Tensor = getattr(module, name)
+    state = states_of(module).get(name)
+    if state is None:
+        return stack
+
+    def unpack(codes: Tensor, dtype: torch.dtype) -> Tensor:
+        return _read(codes, state, dtype)
+
+    return Packed(stack, tuple(state.shape), unpack)
+
+
+def _read(codes: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    if state.dtype != dtype:
+        state = copy.copy(state)
+        state.dtype = dtype
+    found: Tensor = dequantize_4bit(codes, state)
+    return found
+
+
+@contextmanager
+def with_shapes(model: nn.Module) -> Iterator[None]:
+    """Within, packed stacks have the shapes that they stand for: adapters are made by those."""
+    codes = {}
+    for module in model.modules():
+        for name, state in states_of(module).items():
+            codes[module, name] = stored = getattr(module, name)
+            empty = torch.empty((), dtype=state.dtype, device=stored.device).expand(state.shape)
+            setattr(module, name, nn.Parameter(empty, requires_grad=False))
+    try:
+        yield
+    finally:
+        for (module, name), stored in codes.items():
+            setattr(module, name, stored)
+
+
+class _ReadsCodes(nn.Module):
+    """In front of experts, or of what peft has put around them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        plain = super().forward
+        if not _unread(self):
+            return plain(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _unpacked(self):
+                return plain(*args, **kwargs)
+
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _unread(layer: Any) -> dict[tuple[Any, str], Any]:
+    """The stacks that are codes just now; none where an outer module has read them."""
+    while not states_of(layer):
+        layer = layer.base_layer
+    stacks = {(layer, name): getattr(layer, name) for name in states_of(layer)}
+    return {at: each for at, each in stacks.items() if each.dim() == 2}
+
+
+@contextmanager
+def _unpacked(layer: Any) -> Iterator[None]:
+    codes = _unread(layer)
+    try:
+        for (inner, name), stored in codes.items():
+            state = states_of(inner)[name]
+            weight = _read(stored, state, state.dtype)
+            setattr(inner, name, nn.Parameter(weight, requires_grad=False))
+        yield
+    finally:
+        for (inner, name), stored in codes.items():
+            setattr(inner, name, stored)
+
+
+def read_where_they_run(model: nn.Module) -> None:
+    """Have the outermost module around packed experts read them; behind `attach`."""
+    for name, module in list(model.named_modules()):
+        parent = model.get_submodule(name.rpartition(".")[0]) if name else module
+        if not name.endswith("base_layer") or not hasattr(parent, "parameter_name"):
+            inner: Any = module
+            while hasattr(inner, "parameter_name"):
+                inner = inner.base_layer
+            if states_of(inner) and not isinstance(module, _ReadsCodes):
+                module.__class__ = subclass_of(type(module), _ReadsCodes)
