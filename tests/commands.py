@@ -63,7 +63,7 @@ def run_command(
     is_plain=False,
     plan=None,
     environment=None,
-    pictures=True,
+    pictures=False,
     spoil=None,
 ):
     """Runs in the forked process.

@@ -30,11 +30,11 @@ class Project:
 
     def sft(self, *arguments, **options):
         """``trainkit sft ARGUMENTS``; the options are those of ``commands.trainkit``."""
-        return trainkit(self.root, "sft", *arguments, pictures=False, **options)
+        return trainkit(self.root, "sft", *arguments, **options)
 
     def launch(self, *arguments, num_ranks=2, **options):
         """``trainkit launch ARGUMENTS``, with so many processes."""
-        options = {"launch": True, "pictures": False, **options}
+        options = {"launch": True, **options}
         return trainkit(self.root, *arguments, num_ranks=num_ranks, **options)
 
     def starts(self, run):

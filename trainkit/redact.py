@@ -6,6 +6,7 @@ of a URL, or when it equals the value of an environment variable with a secret n
 turns up.
 """
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -126,6 +127,7 @@ _NOT_VALUES = frozenset({"null", "none", "true", "false", "str", "optional", RED
 _OPENS_A_KEY = re.compile(r"(?:^|\n|[{,(]|\\n)[ \t]*[+-]?[ \t]*(?:\\?[\"']|&quot;)?$")
 
 
+@functools.lru_cache(4096)  # a run asks for the same keys and variables hundreds of times
 def is_secret_name(name: str) -> bool:
     """Whether a variable, key or option of this name holds a secret: ``hub_token``, ``apiKey``."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.lstrip("-"))

@@ -8,4 +8,4 @@ from commands import run_command
 def run(cwd, argv, most):
     """`run_command` where no file may have more than ``most`` bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    return run_command(cwd, argv, pictures=False)
+    return run_command(cwd, argv)

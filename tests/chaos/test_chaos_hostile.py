@@ -28,15 +28,15 @@ def parts(tmp_path_factory, tiny_llama):
     (root / "d.jsonl").write_text(ROW * 8)
     (root / "r.yaml").write_text(RECIPE)
     sft = ("sft", "r.yaml", "--output-dir")
-    trainkit(root, *sft, "run", kill_at=5, pictures=False)
-    trainkit(root, *sft, "zero", "--deepspeed", "zero2", kill_at=5, pictures=False)
+    trainkit(root, *sft, "run", kill_at=5)
+    trainkit(root, *sft, "zero", "--deepspeed", "zero2", kill_at=5)
     return [root / name for name in ("m", "d.jsonl", "r.yaml", "run", "zero")]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_by_name(name, parts, tmp_path):
     root = home(tmp_path, *parts)
-    said = trainkit(root, *CASES[name](root), pictures=False, timeout=40)
+    said = trainkit(root, *CASES[name](root), timeout=40)
     assert not (root / "canary").exists()
     assert said.code in (1, 2), said
     assert "bug in trainkit" not in said.err, said.err[-3000:]

@@ -28,9 +28,9 @@ def made(tmp_path_factory, tiny_llama):
     (root / "r.yaml").write_text(RECIPE)
     write_sets(root / "sets")
     sft = ("sft", "r.yaml", "--output-dir")
-    assert trainkit(root, *sft, "full", pictures=False).code == 0
-    assert trainkit(root, *sft, "lora", "lora.r=4", pictures=False).code == 0
-    assert trainkit(root, *sft, "zero", "--deepspeed", "zero2", pictures=False).code == 0
+    assert trainkit(root, *sft, "full").code == 0
+    assert trainkit(root, *sft, "lora", "lora.r=4").code == 0
+    assert trainkit(root, *sft, "zero", "--deepspeed", "zero2").code == 0
     return root
 
 

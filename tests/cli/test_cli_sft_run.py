@@ -91,7 +91,7 @@ def status(run):
 def test_a_recipe_and_a_messages_file_become_a_model_and_a_record(project):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    code, out, err = sft(project, "--config", "small.yaml", "training.max_steps=8")
+    code, out, err = sft(project, "--config", "small.yaml", "training.max_steps=8", pictures=True)
     assert code == 0, err
     run = Path(out.splitlines()[-1])
     assert run.parent == project / "train_model"
@@ -146,15 +146,14 @@ def test_a_run_goes_on_where_it_stopped(project):
         "--output-dir",
         "whole",
         "training.save_steps=100",
-        pictures=False,
     )
     assert code == 0, err
     options = ("--config", "small.yaml", "--output-dir", "parts", "training.save_steps=100")
-    code, _, err = sft(project, *options, pictures=False, stop_at=3, number=signal.SIGINT)
+    code, _, err = sft(project, *options, stop_at=3, number=signal.SIGINT)
     assert code == 130, err
     assert "continue with: trainkit sft --resume" in err
     assert status(project / "parts")["state"] == "interrupted"
-    code, _, err = sft(project, "--resume", "parts", pictures=False)
+    code, _, err = sft(project, "--resume", "parts")
     assert code == 0, err
     assert status(project / "parts")["state"] == "done"
     whole, parts = (
@@ -191,7 +190,7 @@ def test_lora_leaves_an_adapter_that_plain_peft_loads(project, tiny_qwen2):
     base = project / "base"
     shutil.copytree(tiny_qwen2, base)
     options = ["lora.r=4", "generation_eval=null", f"model.name_or_path={base}"]
-    code, out, err = sft(project, "--config", "small.yaml", *options, pictures=False)
+    code, out, err = sft(project, "--config", "small.yaml", *options)
     assert code == 0, err
     final = Path(out.splitlines()[-1]) / "final"
     assert (final / "adapter_model.safetensors").exists()

@@ -38,7 +38,7 @@ def project(tmp_path, tiny_qwen2):
 
 
 def sft(project, *arguments, **options):
-    return trainkit(project, "sft", *arguments, pictures=False, **options)
+    return trainkit(project, "sft", *arguments, **options)
 
 
 def rows_of(run, key="loss"):

@@ -102,6 +102,6 @@ def lora_run(tmp_path_factory):
     tokenizer.save_pretrained(root / "base")
     (root / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
     (root / "r.yaml").write_text(RECIPE)
-    said = trainkit(root, "sft", "r.yaml", pictures=False)
+    said = trainkit(root, "sft", "r.yaml")
     assert said.code == 0, said.err
     return next(path.parent for path in root.rglob("status.json"))

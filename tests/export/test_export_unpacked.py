@@ -36,7 +36,7 @@ def test_all_that_follows_training_works_over_a_gguf(gguf, tmp_path):
     (tmp_path / "r.yaml").write_text(RECIPE.replace("base", "g/model.gguf"))
     (tmp_path / "p.txt").write_text("hello\n")
     steps = ["training.max_steps=2", "training.save_steps=1", "training.save_total_limit=2"]
-    said = trainkit(tmp_path, "sft", "r.yaml", *steps, pictures=False)
+    said = trainkit(tmp_path, "sft", "r.yaml", *steps)
     assert said.code == 0, said.err
     run = str(next(path.parent for path in tmp_path.rglob("status.json")))
     words = ["merge", run, "deep/er/merged"]

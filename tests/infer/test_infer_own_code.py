@@ -90,7 +90,7 @@ def root(tmp_path_factory):
         ("own-zero", "own", "deepspeed: zero2"),
     ):  # fmt: skip
         (root / f"{run}.yaml").write_text(RECIPE.format(model=model, more=more))
-        said = trainkit(root, "sft", f"{run}.yaml", "--output-dir", run, pictures=False)
+        said = trainkit(root, "sft", f"{run}.yaml", "--output-dir", run)
         assert said.code == 0, said.err
     return root
 

@@ -121,7 +121,7 @@ def differences(seed, folder):
     tokenizer.save_pretrained(folder / "m")
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "r.yaml").write_text(json.dumps(recipe))
-    said = trainkit(folder, "sft", "--config", "r.yaml", "--output-dir", "run", pictures=False)
+    said = trainkit(folder, "sft", "--config", "r.yaml", "--output-dir", "run")
     assert said.code == 0, said.err
     lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     ours = [(row["loss"], row["grad_norm"]) for row in lines if "loss" in row]

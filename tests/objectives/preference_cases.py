@@ -33,7 +33,7 @@ def command(cwd, argv):
     from commands import run_command
 
     register(operator.setitem)
-    return run_command(cwd, argv, pictures=False)
+    return run_command(cwd, argv)
 
 
 def pair(number, *, rejected=None):

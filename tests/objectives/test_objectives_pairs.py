@@ -219,9 +219,9 @@ def test_a_recipe_trains_and_a_resumed_run_has_the_same_bytes(lora, tmp_path, ti
     full = RECIPE.replace("lora: {r: 4}\n", "").replace("1e-2", "1e-4")
     start(tmp_path, tiny_qwen2, RECIPE if lora else full)
     for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
-        trainkit(tmp_path, "sft", "r.yaml", "--output-dir", run, pictures=False, **options)
+        trainkit(tmp_path, "sft", "r.yaml", "--output-dir", run, **options)
     shutil.rmtree(tmp_path / "cache/reference", ignore_errors=True)  # a run has its own copy
-    said = trainkit(tmp_path, "sft", "--resume", "stopped", pictures=False)
+    said = trainkit(tmp_path, "sft", "--resume", "stopped")
     assert said.code == 0, said.err
     rows = logged(tmp_path / "whole")
     assert any("eval_rewards/accuracies_low" in row for row in rows)
@@ -240,7 +240,7 @@ def test_the_reference_is_asked_again_where_its_answers_would_be_others_and_nowh
     start(tmp_path, tiny_qwen2, RECIPE.replace("lora: {r: 4}\n", "").replace("4, save", "1, save"))
 
     def asked(*changes):
-        said = trainkit(tmp_path, "sft", "r.yaml", *changes, pictures=False)
+        said = trainkit(tmp_path, "sft", "r.yaml", *changes)
         assert said.code == 0, said.err
         return int(re.search(r"log-probabilities of (\d+) answers", said.err)[1])
 
@@ -257,13 +257,13 @@ def test_the_reference_is_asked_again_where_its_answers_would_be_others_and_nowh
 
 def test_a_cache_that_does_not_hold_what_the_model_says_is_refused(tmp_path, tiny_qwen2):
     start(tmp_path, tiny_qwen2, RECIPE.replace("lora: {r: 4}\n", "").replace("4, save", "1, save"))
-    trainkit(tmp_path, "sft", "r.yaml", pictures=False)
+    trainkit(tmp_path, "sft", "r.yaml")
     (kept,) = (tmp_path / "cache/reference").glob("*.npz")
     known = read_known(kept)
     write_known(kept, {name: value - 50 for name, value in known.items()})
-    said = trainkit(tmp_path, "sft", "r.yaml", pictures=False)
+    said = trainkit(tmp_path, "sft", "r.yaml")
     assert said.code == 1
     assert "nats a token off" in said.err
     kept.write_bytes(kept.read_bytes()[:-40])  # a damaged one is as good as none
-    assert trainkit(tmp_path, "sft", "r.yaml", pictures=False).code == 0
+    assert trainkit(tmp_path, "sft", "r.yaml").code == 0
     assert read_known(kept) == pytest.approx(known)

@@ -54,7 +54,7 @@ def trained(project):
 
 
 def sft(project, *words, num_ranks=2):
-    said = trainkit(project, "sft", *words, num_ranks=num_ranks, pictures=False)
+    said = trainkit(project, "sft", *words, num_ranks=num_ranks)
     assert said.code == 0, said.err
     return said
 

@@ -49,7 +49,7 @@ def project(tmp_path_factory, tiny_qwen2):
 
 
 def sft(project, *words, num_ranks=1):
-    said = trainkit(project, "sft", *words, num_ranks=num_ranks, pictures=False)
+    said = trainkit(project, "sft", *words, num_ranks=num_ranks)
     assert said.code == 0, said.err
     return said
 

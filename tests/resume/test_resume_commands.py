@@ -269,7 +269,7 @@ def test_fewer_processes_are_refused_with_the_difference(project):
     arguments = (*START, "global_batch_size=4", "training.per_device_train_batch_size=1")
     project.sft(*arguments, num_ranks=2, kill_at=5)
     again = {"cwd": str(project.root), "argv": ["sft", "--resume", "run", "training.seed=9"]}
-    (code, _, table), other = run_ranks("commands:run_command", pictures=False, **again)
+    (code, _, table), other = run_ranks("commands:run_command", **again)
     assert (code, "training.seed" in table) == (1, True)
     assert (other[0], "training.seed" in other[2]) == (1, False), "it is the same on every rank"
     refused = project.sft("--resume", "run")

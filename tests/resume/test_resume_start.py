@@ -30,7 +30,7 @@ def killed_before(cwd, argv, name):
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    return run_command(cwd, argv, pictures=False)
+    return run_command(cwd, argv)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

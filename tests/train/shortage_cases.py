@@ -30,7 +30,7 @@ def sft(cwd, argv, **shortage):
     from commands import run_command
 
     with without_memory(**shortage):
-        return run_command(cwd, ["sft", *argv], pictures=False)
+        return run_command(cwd, ["sft", *argv])
 
 
 def sft_on_gpus(cwd, argv, memory_gib, peaks_gib):
@@ -48,5 +48,6 @@ def sft_on_gpus(cwd, argv, memory_gib, peaks_gib):
     with (
         mock.patch.object(meter, "this_gpu", return_value=gpu),
         mock.patch.object(torch.cuda, "max_memory_allocated", return_value=peak),
+        mock.patch("trainkit.estimate.estimate.suggest", return_value=[]),  # a step for each way
     ):
-        return run_command(cwd, ["sft", *argv], pictures=False)
+        return run_command(cwd, ["sft", *argv])

@@ -16,7 +16,9 @@ from trainkit.estimate.estimate import estimate
 from trainkit.estimate.gpus import GPUS
 from trainkit.estimate.peak import peak
 from trainkit.estimate.plan import Plan
+from trainkit.estimate.recipe import plan_of
 from trainkit.estimate.shape import find_shape
+from trainkit.recipe import load_recipe
 from trainkit.run import Console
 from trainkit.train import log as meter
 from trainkit.train import memory
@@ -39,9 +41,11 @@ def project(tmp_path, tiny_qwen2, monkeypatch):
     return tmp_path
 
 
-def _has(monkeypatch, gib):
+def _has(monkeypatch, gib, *, suggests=False):
     gpu = replace(GPUS["h100"], memory_gib=gib)
     monkeypatch.setattr(meter, "this_gpu", lambda: gpu)
+    if not suggests:  # each way out takes a recorded step
+        monkeypatch.setattr("trainkit.estimate.estimate.suggest", lambda *_: [])
 
 
 def test_what_cannot_fit_is_refused_before_the_run_directory(project, monkeypatch, capsys):
@@ -63,8 +67,10 @@ def test_what_nobody_has_counted_is_a_warning(project, monkeypatch, capsys):
 
 def test_what_the_refusal_suggests_is_taken(project, monkeypatch, capsys):
     """As a user: refused, the first suggestion typed behind the command, trained."""
-    _has(monkeypatch, 0.82)
-    words = ["sft", "small.yaml", "training.per_device_train_batch_size=4096"]
+    rows = "training.per_device_train_batch_size={}"
+    small = plan_of(load_recipe(project / "small.yaml", [rows.format(16)]).recipe, 1)
+    _has(monkeypatch, peak(small).needed_gib, suggests=True)
+    words = ["sft", "small.yaml", rows.format(160)]
     assert main([*words, "--output-dir", "run"]) == 1
     fix = capsys.readouterr().err.partition("fix:")[2]
     cure = re.split(r" \(\d", fix.strip())[0].split()

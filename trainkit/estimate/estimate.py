@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -94,7 +95,7 @@ def _by_recipe(each: Suggestion, plan: Plan, gpu: Gpu, replan: Replan | None) ->
     if changed is None:
         return None
     found = _suggestion(each.settings, changed, plan, gpu, changes_result=each.changes_result)
-    return found if peak(changed).needed_gib <= gpu.memory_gib else None
+    return found if _fits(changed, gpu) else None
 
 
 def _suggestion(
@@ -113,23 +114,31 @@ def _fitting(plan: Plan, gpu: Gpu, number: int, kind: str) -> list[Suggestion]:
     """So many changes of a kind at a time that make it fit, the fastest first."""
     found: dict[str, Suggestion] = {}
     for chosen in itertools.combinations([list(axis) for axis in _axes(plan, gpu)], number):
-        done: set[tuple[str, ...]] = set()
-        for names in itertools.product(*chosen):
-            besides = tuple(name for name in names if not name.startswith("batch"))
-            if kind != _kind(names) or (besides != names and besides in done):
-                continue  # a larger micro-batch fits with the same
-            changed, words = plan, []
-            for name in names:
-                text, changed = _change(changed, name)
-                words.append(text)
-            changed = keep_to_budget(changed)
-            if peak(changed).needed_gib <= gpu.memory_gib:
-                settings = " ".join(words)
+        batch = [axis for axis in chosen if axis[0].startswith("batch")]
+        sizes = batch[0] if batch else [""]
+        for names in itertools.product(*([""] if axis in batch else axis for axis in chosen)):
+            if kind != _kind(names):
+                continue
+
+            def attempt(size: str, names: tuple[str, ...] = names) -> tuple[str, Plan]:
+                changed, words = plan, []
+                for name in names:
+                    text, changed = _change(changed, name or size)
+                    words.append(text)
+                return " ".join(words), keep_to_budget(changed)
+
+            # The largest micro-batch that fits; each takes a recorded step.
+            at = bisect.bisect_left(sizes, True, key=lambda size: _fits(attempt(size)[1], gpu))
+            if at < len(sizes):
+                settings, changed = attempt(sizes[at])
                 found[settings] = _suggestion(
                     settings, changed, plan, gpu, changes_result=kind != "same"
                 )
-                done.add(besides)
     return sorted(found.values(), key=lambda each: each.time)
+
+
+def _fits(plan: Plan, gpu: Gpu) -> bool:
+    return peak(plan).needed_gib <= gpu.memory_gib
 
 
 def _kind(names: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -96,6 +97,9 @@ class Tracker(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
+        if name == "prim::device" and isinstance(args[0], FakeTensor):
+            self.now.operations += 1
+            return args[0].fake_device  # most of all calls; through the mode it takes 0.3 ms
         if name in _OF_NUMBERS:
             self.assumed.add(name.removeprefix("aten::"))
             return self._guess(name, args[0])

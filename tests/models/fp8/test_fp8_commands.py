@@ -175,4 +175,4 @@ def test_an_adapter_answers_over_a_base_in_16_bits_and_in_fp8(adapted, project):
 def generate(project, *words):
     from commands import trainkit
 
-    return trainkit(project.root, "generate", *words, pictures=False)
+    return trainkit(project.root, "generate", *words)
