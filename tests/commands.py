@@ -31,7 +31,7 @@ def trainkit(cwd, *argv, num_ranks=1, **options) -> Said | None:
         cwd: where the command is typed.
         argv: its words.
         num_ranks: as ``torchrun --nproc-per-node`` starts them.
-        options: ``kill_at``, ``stop_at``, ``launch``, ``is_plain``, ``environment`` and
+        options: ``kill_at``, ``stop_at``, ``launch``, ``is_plain``, ``environment``, ``typed`` and
             ``pictures`` of ``run_command``, and ``timeout`` in seconds.
     """
     timeout = options.pop("timeout", 240)
@@ -65,6 +65,7 @@ def run_command(
     environment=None,
     pictures=False,
     spoil=None,
+    typed=None,
 ):
     """Runs in the forked process.
 
@@ -84,6 +85,7 @@ def run_command(
         plan: of a kill, see ``moments``.
         environment: variables on top.
         spoil: step: what its loss is multiplied by.
+        typed: what stands on its standard input.
         pictures: draw the curves, which take most of a short run's time.
     """
     os.chdir(cwd)
@@ -108,6 +110,9 @@ def run_command(
     for descriptor in (1, 2):
         file = os.open(folder / f"{os.getpid()}.{descriptor}", os.O_CREAT | os.O_WRONLY)
         os.dup2(file, descriptor)
+    if typed is not None:
+        (folder / "typed").write_text(typed, encoding="utf-8")
+        os.dup2(os.open(folder / "typed", os.O_RDONLY), 0)
     if spoil:
         _spoil({int(step): float(factor) for step, factor in spoil.items()})
     if not pictures:

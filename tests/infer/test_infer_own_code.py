@@ -98,7 +98,7 @@ def root(tmp_path_factory):
 GENERATE = "--prompts p.txt --max-new-tokens 3 --greedy --device cpu"
 COMMANDS = {
     "generate": f"generate {{model}} {GENERATE} -o {{out}}",
-    "chat": "chat {model} --greedy --device cpu",
+    "chat": "chat {model} --greedy --device cpu --max-new-tokens 3",
     "eval": "eval {model} --tasks boolq --data sets --device cpu -o {out}",
     "merge": "merge {model} {out}",
     "gguf": "export gguf {model} {out}",
@@ -110,7 +110,7 @@ COMMANDS = {
     "kernels": "kernels check --model {model}/final --device cpu",
     "data": "data check --data d.jsonl --model {model}/final",
 }
-WORKS = ("generate", "eval", "merge", "vllm", "fp8", "awq", "data")
+WORKS = ("generate", "chat", "eval", "merge", "vllm", "fp8", "awq", "data")
 NEEDS = {"eval": "lm_eval", "awq": "auto_round"}
 
 
@@ -143,9 +143,11 @@ def test_with_the_flag_every_command_takes_it(root, command, run, tmp_path):
         pytest.skip(f"needs {NEEDS[command]}")
     (root / "mark").unlink(missing_ok=True)
     words = COMMANDS[command].format(model=run, out=tmp_path / "out").split()
-    said = trainkit(root, *words, "--trust-remote-code")
+    said = trainkit(root, *words, "--trust-remote-code", typed="Hello\nAnd you?\n")
     assert said.code == 0, said.err
     assert (root / "mark").exists()
+    if command == "chat":
+        assert len(said.out.splitlines()) >= 2
     if command in ("vllm", "fp8", "awq"):
         assert "--trust-remote-code" in (tmp_path / "out" / "serve.sh").read_text()
     if command in ("merge", "vllm", "fp8", "awq"):

@@ -1,6 +1,7 @@
 """However seldom a run logs, its record says the same steps, seconds and tokens."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,17 @@ def test_a_run_and_its_continued_copy_are_one(tmp_path):
     assert kept == [other, long]
     assert notes == [f"{short.path} is the run {long.path} up to step 20: one run, and not two"]
     assert len(one_of_each([long, long])[0]) == 1
+
+
+def test_two_that_went_on_otherwise_from_one_beginning_are_two(tmp_path):
+    """One run resumed with another rate, and its copy without: the longer hid the other."""
+    long = read_run(logged(tmp_path, 1, steps=60).root, {})
+    other = {step: loss + (step > 20) for step, loss in long.losses.items() if step <= 40}
+    fork = replace(long, path=tmp_path / "fork", losses=other, steps=40)
+    early = replace(fork, path=tmp_path / "early", steps=10, losses={1: long.losses[1]})
+    kept, notes = one_of_each([fork, early, long])
+    assert kept == [fork, long]
+    assert notes == [f"{early.path} is the run {long.path} up to step 10: one run, and not two"]
 
 
 def test_counts_of_tokens_are_no_curve():

@@ -170,21 +170,30 @@ def _is_beside(key: str) -> bool:
 def one_of_each(runs: Sequence[ComparedRun]) -> tuple[list[ComparedRun], list[str]]:
     """A run and copies of it, continued or not, are one: the one that came furthest.
 
+    Two that went on otherwise from one beginning are two.
+
     Returns:
         The runs in their order, and a sentence about each that another one stands for.
     """
-    keys = [run.begun or number for number, run in enumerate(runs)]
-    furthest: dict[object, int] = {}
-    for number, key in enumerate(keys):
-        if key not in furthest or runs[furthest[key]].steps < runs[number].steps:
-            furthest[key] = number
-    notes = [
-        f"{run.path} is the run {runs[furthest[key]].path} up to step {run.steps}: "
-        "one run, and not two"
-        for number, (key, run) in enumerate(zip(keys, runs, strict=True))
-        if furthest[key] != number
-    ]
-    return [runs[number] for number in sorted(furthest.values())], notes
+    further = sorted(range(len(runs)), key=lambda number: -runs[number].steps)
+    kept: list[int] = []
+    notes: dict[int, str] = {}
+    for number in further:
+        run = runs[number]
+        whole = next((runs[each] for each in kept if _goes_on(runs[each], run)), None)
+        if whole is None:
+            kept.append(number)
+        else:
+            notes[number] = (
+                f"{run.path} is the run {whole.path} up to step {run.steps}: one run, and not two"
+            )
+    return [runs[number] for number in sorted(kept)], [notes[number] for number in sorted(notes)]
+
+
+def _goes_on(whole: ComparedRun, run: ComparedRun) -> bool:
+    """Whether a run has the steps of another, and maybe more."""
+    begins = whole.begun is not None and whole.begun == run.begun
+    return begins and all(whole.losses.get(step, loss) == loss for step, loss in run.losses.items())
 
 
 def differing_keys(runs: Sequence[ComparedRun]) -> dict[str, list[Any]]:
