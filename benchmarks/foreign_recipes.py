@@ -44,6 +44,8 @@ def examples(clones: Path) -> Iterator[tuple[str, Path, str | None]]:
                 yield "TRL", file, command
             if file.suffix == ".py" and "examples" in file.parts and "Trainer(" in text:
                 yield "TRL", file, None
+    for file in sorted((clones / "trl/examples/notebooks").glob("*.ipynb")):
+        yield "TRL", file, None
     for file in sorted((clones / "notebooks/python_scripts").glob("*.py")):
         if not file.name.startswith(("AMD-", "Kaggle-", "HuggingFace Course-")):
             yield "Unsloth", file, None

@@ -210,6 +210,15 @@ def turns(row):
             0.75,
         )
         assert (second.path, second.format, second.weight) == ("hub/chats", "sharegpt", 0.25)
+        both = SCRIPT.replace(
+            "rows = rows.map(make, batched=True)",
+            """rows = concatenate_datasets([rows, load_dataset("b/c", split="train[:9]")])""",
+        )
+        first, second = recipe_of(tmp_path, self.translated(tmp_path, both).text).data.train
+        assert (second.path, second.split, second.weight) == ("b/c", "train[:9]", None)
+        drawn = SCRIPT.replace("rows.map(make", "rows.shuffle(seed=1).select(range(7)).map(make")
+        (source,) = recipe_of(tmp_path, self.translated(tmp_path, drawn).text).data.train
+        assert (source.split, source.max_samples) == ("train", 7)
         split = SCRIPT.replace(
             "trainer = SFT", "rows = rows.train_test_split(test_size=9)\ntrainer = SFT"
         ).replace("train_dataset=rows", 'train_dataset=rows["train"], eval_dataset=rows["test"]')
@@ -225,6 +234,13 @@ def turns(row):
         ("old", "new", "says"),
         [
             ("prompt.format(q, a) + EOS", "prompt.format(q, a)", "no end token"),
+            ("prompt.format(q, a) + EOS", "q + EOS + a + EOS", "cannot be followed"),
+            ("prompt.format(q, a) + EOS", "q + a.strip() + EOS", "cannot be followed"),
+            (
+                "prompt.format(q, a) + EOS",
+                "tokenizer.apply_chat_template(q, tokenize=False, enable_thinking=False)",
+                "cannot be followed",
+            ),
             ("rows.map(make, batched=True)", "rows.train_test_split(train_size=0.1)", "changes"),
             ("random_state=1,", "random_state=1, qat_scheme='int4',", "quantisation-aware"),
             ("rows.map(make, batched=True)", "rows.map(unknown)", "cannot be followed"),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
+from trainkit.errors import RecipeError
 from trainkit.recipe.keys import default_of
 from trainkit.redact import REDACTED, is_secret_name
 
@@ -66,6 +67,13 @@ def known_keys(name: str) -> set[str]:
         known |= {*rows["keys"], *rows["expected"]}
         known |= {k for part in ("idle", "refused") for keys in rows[part].values() for k in keys}
     return known
+
+
+def other_kind(kind: str, sign: str, path: Path) -> RecipeError:
+    """The refusal of what is no training that is translated."""
+    row = table("kinds")[kind]
+    why = row.get("why", "which trainkit does not do")
+    return RecipeError(f"this is {row['says']} ({sign}), {why}", where=str(path), fix=row["serves"])
 
 
 @dataclass

@@ -19,6 +19,7 @@ from trainkit.recipe.translate.draft import (
     Theirs,
     all_fit,
     known_keys,
+    other_kind,
     table,
     tool_table,
 )
@@ -145,13 +146,8 @@ def _refuse_kind(theirs: Theirs, rows: Mapping[str, Any], seen: Mapping[str, Any
     """What it trains is recognised before anything is translated."""
     for condition, kind in rows["kinds"]:
         if all_fit(seen, condition):
-            answer = table("kinds")[kind]
             sign = ", ".join(f"{key}: {str(seen.get(key))[:80]}" for key in condition)
-            raise RecipeError(
-                f"this is {answer['says']} ({sign}), which trainkit does not do",
-                where=str(theirs.path),
-                fix=answer["serves"],
-            )
+            raise other_kind(kind, sign, theirs.path)
 
 
 def _classify(draft: Draft, rows: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.errors import RecipeError
-from trainkit.recipe.translate.draft import Theirs, table, tool_table
+from trainkit.recipe.translate.draft import Theirs, other_kind, table, tool_table
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,7 @@ def _refuse_kind(path: Path, calls: list[str]) -> str:
     if not found and trainers and not ours:
         found.append(("library", trainers[0]))
     if found:
-        answer = kinds[found[0][0]]
-        raise RecipeError(
-            f"this is {answer['says']} ({found[0][1].strip('(')}), which trainkit does not do",
-            where=str(path),
-            fix=answer["serves"],
-        )
+        raise other_kind(found[0][0], found[0][1].strip("("), path)
     return ours.pop() if ours == others and len(ours) == 1 else ""
 
 
@@ -318,10 +313,10 @@ class Script:
             self.trainers.append(Thing("trainer", words))
             return self.trainers[-1]
         if name == "apply_chat_template":
-            return _chat(args[0] if args else words.get("conversation"))
+            return _chat(args, words, node)
         if name == "format" and isinstance(_text(owner), Text):
             return _format(_text(owner), args, words)
-        if name in ("removeprefix", "strip", "str") and owner is not None:
+        if name in ("removeprefix", "strip") and isinstance(owner, Chat):
             return owner
         if name in ("is_bfloat16_supported", "is_bf16_supported"):
             return True
@@ -343,7 +338,7 @@ class Script:
         if owner.kind == "trainer" and name == "train":
             raise Trained
         if owner.kind == "tokenizer" and name == "apply_chat_template":
-            return _chat(args[0] if args else words.get("conversation"))
+            return _chat(args, words, node)
         if owner.kind != "rows":
             return None
         held = owner.values
@@ -354,13 +349,15 @@ class Script:
             return Thing("rows", {**held, "share": args[0].of})
         if name == "train_test_split" and isinstance(words.get("test_size"), int | float):
             return Thing("rows", {**held, "held_out": words["test_size"]})
-        if name == "shuffle" or name in ("remove_columns", "with_format", "to_iterable_dataset"):
-            return owner
+        if name in ("shuffle", "remove_columns", "with_format", "to_iterable_dataset"):
+            return Thing("rows", {**held, "shuffled": name == "shuffle" or "shuffled" in held})
         if name == "rename_column" and len(args) == 2 and isinstance(args[0], str):
             made = {str(args[1]): held["columns"].get(args[0], Column(args[0]))}
             return Thing("rows", {**held, "columns": {**held["columns"], **made}})
-        if name == "select" and node.args and "shuffled" not in held:
+        if name == "select" and node.args:
             part = re.fullmatch(r"range\((\d+)\)", ast.unparse(node.args[0]))
+            if part and held.get("shuffled"):  # so many, drawn
+                return Thing("rows", {**held, "most": int(part[1])})
             if part and "[" not in str(held["source"].get("split", "train")):
                 split = f"{held['source'].get('split', 'train')}[:{part[1]}]"
                 return Thing("rows", {**held, "source": {**held["source"], "split": split}})
@@ -476,13 +473,14 @@ class Script:
         more = rows.values.get("more", []) if isinstance(rows, Thing) else []
         if more:
             values["more_rows"] = [_rows(each, dict(values), theirs) for each in more]
-            shares = [each.values.get("share") for each in more]
-            total = 1 + sum(share or 0 for share in shares)
-            if None in shares or "max_steps" not in values:
-                theirs.lost.append(("rows", "several data sets whose shares cannot be followed"))
-            values["rows"]["weight"] = round(1 / total, 6)
-            for source, share in zip(values["more_rows"], shares, strict=True):
-                source["weight"] = round((share or 0) / total, 6)
+            shares = [1.0, *(each.values.get("share", -1) for each in more)]
+            if max(shares[1:]) > 0:
+                if min(shares) < 0 or "max_steps" not in values:
+                    theirs.lost.append(("rows", "several data sets, in shares of one of them"))
+                for source, share in zip(
+                    [values["rows"], *values["more_rows"]], shares, strict=True
+                ):
+                    source["weight"] = round(share / sum(shares), 6)
         given = values.pop("eval_dataset", None)
         if isinstance(given, Thing) and given.values.get("part") == "test":
             values["held_out"] = given.values["held_out"]
@@ -502,8 +500,14 @@ def _with_column(rows: Thing, name: str, value: Any) -> Thing:
     return Thing("rows", {**rows.values, "columns": {**rows.values["columns"], name: value}})
 
 
-def _chat(turns: Any) -> Any:
+def _chat(args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
     """Turns that the template renders; of all rows, rows."""
+    turns = args[0] if args else words.pop("conversation", None)
+    tools = words.pop("tools", None)
+    if words.pop("tokenize", False) or words.pop("add_generation_prompt", False):
+        return Unknown(ast.unparse(node))
+    if words or tools not in (None, [], Column("tools")):
+        return Unknown(ast.unparse(node))
     if isinstance(turns, Thing) and turns.kind == "rows":
         return _with_column(turns, "text", Chat(turns.values["columns"].get("text")))
     return Chat(turns)
@@ -561,6 +565,8 @@ def _rows(rows: Any, values: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         source["subset"] = named["name"]
     if named.get("split") not in (None, "train"):
         source["split"] = named["split"]
+    if "most" in rows.values:
+        source["max_samples"] = rows.values["most"]
     unclear = [v for v in source.values() if isinstance(v, Unknown)]
     if unclear:
         theirs.lost.append((f"load_dataset({unclear[0].expression})", "only running it would tell"))
@@ -618,9 +624,11 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
             "" if p is None else f"{{{{ {p.name} }}}}" if isinstance(p, Column) else p
             for p in parts
         )
-        if theirs.tool == "unsloth" and not any(part is None for part in parts):
+        if theirs.tool == "unsloth" and parts[-1] is not None:
             theirs.lost.append(("texts", "they have no end token, and trainkit puts one"))
-        if text.count("{%") == 0 and all(p is None or isinstance(p, str | Column) for p in parts):
+        literal = "".join(part for part in parts if isinstance(part, str))
+        known = all(part is None or isinstance(part, str | Column) for part in parts)
+        if known and None not in parts[:-1] and not re.search(r"\{[{%#]", literal):
             return {"format": "template", "columns": {"completion": text}, "shape": "text"}
     theirs.lost.append(("map(...)", "rows are made in a way that cannot be followed"))
     return {}
