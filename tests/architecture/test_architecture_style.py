@@ -35,7 +35,7 @@ BUDGET = {
     "trainkit": {"files": 372, "code": 60_100, "words": 13_350},
     "tests": {"code": 39_400},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_100},
+    "benchmarks": {"code": 2_180},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 
