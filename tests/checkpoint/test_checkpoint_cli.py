@@ -80,6 +80,20 @@ def test_merge_a_run(tiny_qwen2, tmp_path, capsys):
     assert "4 tensors changed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("base", ["dequantized", "original"])
+def test_a_base_that_was_not_quantised_is_not_rounded_for_a_merge(
+    base, tiny_qwen2, tmp_path, capsys
+):
+    """It was rounded to 4 bits, which no run had seen, and the result said nothing of it."""
+    run = as_run(tmp_path / "run", tiny_qwen2)
+    assert main(["merge", str(run), str(tmp_path / "m"), "--base", base]) == 2
+    assert "was not quantised" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+    foreign = tmp_path / "adapter"  # of no run: nobody knows but who asks
+    (run / "final").rename(foreign)
+    assert main(["merge", str(foreign), str(tmp_path / "m"), "--base", base, "--no-verify"]) == 0
+
+
 def test_merge_of_a_qlora_run_takes_the_base_that_training_saw(tiny_qwen2, tmp_path, capsys):
     run = as_run(tmp_path / "run", tiny_qwen2, quantize="nf4")
     assert main(["merge", str(run), str(tmp_path / "m"), "--json"]) == 0

@@ -66,6 +66,21 @@ def test_what_a_model_does_not_take_is_switched_off(model_type, off):
     assert settings_for(config, "lora").keys() == off
 
 
+@pytest.mark.parametrize("name", ["adapter", "run", "damaged"])
+def test_no_recipe_is_written_for_a_directory_that_is_no_model(name, tmp_path, monkeypatch, capsys):
+    """`new` wrote one for an adapter and for a run, which `sft` then refused."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    file = {"adapter": "adapter_config.json", "run": "status.json", "damaged": "config.json"}[name]
+    (tmp_path / name / file).write_text("{" if name == "damaged" else "{}")
+    assert main(["new", "--model", f"./{name}", "-o", "new.yaml"]) == 2
+    said = capsys.readouterr().err
+    assert {"adapter": "this is an adapter", "run": "config.json", "damaged": "config.json"}[
+        name
+    ] in said
+    assert not (tmp_path / "new.yaml").exists()
+
+
 def fits(**lora):
     refuse_unfit_model(QWEN2, packing=False, kernels=False, lora=LoraOptions(**lora))
 

@@ -184,10 +184,19 @@ def _taken_by(model: str, method: str) -> dict[str, bool]:
     """What the model does not take of the shipped recipe; nothing where it is not at hand."""
     from trainkit.errors import ModelError
     from trainkit.estimate.shape import find_config
+    from trainkit.places import local_path
 
+    path = local_path(model)
+    is_directory = path is not None and path.is_dir()
+    if path is not None and is_directory:
+        from trainkit.models.files import check_model_files
+
+        check_model_files(path, with_weights=False)  # of an adapter, say, no run can begin
     try:
         raw, place = find_config(model)
     except ModelError:
+        if is_directory:
+            raise
         return {}
     if "auto_map" in raw or not Path(place).is_file():
         return {}  # code of its own, which nobody has allowed to run, or the name of a shape

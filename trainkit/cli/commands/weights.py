@@ -87,6 +87,13 @@ def merge(
         model = base_of(directory, base_model, trust_remote_code=trust_remote_code)
     refuse_code(model, (str(directory),), run)
     settings = run_settings(run)
+    if base is not None and settings.dtype is not None and settings.quantize is None:
+        raise RecipeError(
+            "the base of this run was not quantised: rounded, it would be one that training never "
+            "saw",
+            where="--base",
+            fix="leave --base out",
+        )
     quantize = settings.quantize or ("nf4" if base is not None else None)
     options = MergeOptions(
         quantize=quantize,
