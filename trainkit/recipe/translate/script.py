@@ -26,6 +26,14 @@ class Thing:
     kind: str
     values: dict[str, Any] = field(default_factory=dict)
 
+    def but(self, **changes: Any) -> "Thing":
+        """The same with other values."""
+        return Thing(self.kind, {**self.values, **changes})
+
+    def with_column(self, name: str, value: Any) -> "Thing":
+        """The same rows with a column that was made."""
+        return self.but(columns={**self.values["columns"], name: value})
+
 
 @dataclass(frozen=True)
 class Share:
@@ -246,7 +254,7 @@ class Script:
             many = self.value(node.generators[0].iter)
             if isinstance(many, Thing) and many.kind == "rows":
                 inner = self._row_of(many, node.generators[0].target)
-                return _with_column(many, "text", inner.value(node.elt))
+                return many.with_column("text", inner.value(node.elt))
             self._bind(node.generators[0].target, many)
             return [self.value(node.elt)]
         with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError):
@@ -286,14 +294,15 @@ class Script:
             plain = tool_table("trl")["transformers"] if name == "TrainingArguments" else {}
             return Thing("config", {**plain, **words})
         if name == "load_dataset":
-            return self._load(args, words)
+            named = {**dict(zip(("path", "name"), args, strict=False)), **words}
+            return Thing("rows", {"source": named, "columns": {}})
         if name == "len" and args and isinstance(args[0], Thing) and args[0].kind == "rows":
             return Share(1.0)
         if name in _PASSING and len(args) == 1 and isinstance(args[0], Thing | Share | list):
             many = args[0] if isinstance(args[0], list) else [args[0]]
             sets = [each for each in many if isinstance(each, Thing) and each.kind == "rows"]
             if len(many) > 1 and len(sets) == len(many):
-                return Thing("rows", {**sets[0].values, "more": sets[1:]})
+                return sets[0].but(more=sets[1:])
             return many[0] if many else Unknown(ast.unparse(node))
         if name in ("standardize_sharegpt", "standardize_data_formats"):
             return args[0] if args else Unknown(ast.unparse(node))
@@ -309,7 +318,7 @@ class Script:
                 made, rows = self._rows_made(key.value), words.get("train_dataset")
                 if isinstance(rows, Thing):
                     del words["formatting_func"]
-                    words["train_dataset"] = Thing("rows", {**rows.values, "columns": made})
+                    words["train_dataset"] = rows.but(columns=made)
             self.trainers.append(Thing("trainer", words))
             return self.trainers[-1]
         if name == "apply_chat_template":
@@ -328,10 +337,6 @@ class Script:
             self.run(self.functions[full].body)
         return Unknown(ast.unparse(node))
 
-    def _load(self, args: list[Any], words: dict[str, Any]) -> Thing:
-        named = {**dict(zip(("path", "name"), args, strict=False)), **words}
-        return Thing("rows", {"source": named, "columns": {}})
-
     def _method(
         self, owner: Thing, name: str, args: list[Any], words: dict[str, Any], node: ast.Call
     ) -> Any:
@@ -344,48 +349,45 @@ class Script:
         held = owner.values
         if name == "map":
             made = self._rows_made(node.args[0] if node.args else None)
-            return Thing("rows", {**held, "columns": {**held["columns"], **made}})
+            return owner.but(columns={**held["columns"], **made})
         if name == "sample" and args and isinstance(args[0], Share):
-            return Thing("rows", {**held, "share": args[0].of})
+            return owner.but(share=args[0].of)
         if name == "train_test_split" and isinstance(words.get("test_size"), int | float):
-            return Thing("rows", {**held, "held_out": words["test_size"]})
+            return owner.but(held_out=words["test_size"])
         if name in ("shuffle", "remove_columns", "with_format", "to_iterable_dataset"):
-            return Thing("rows", {**held, "shuffled": name == "shuffle" or "shuffled" in held})
+            return owner.but(shuffled=name == "shuffle" or held.get("shuffled"))
         if name == "rename_column" and len(args) == 2 and isinstance(args[0], str):
-            made = {str(args[1]): held["columns"].get(args[0], Column(args[0]))}
-            return Thing("rows", {**held, "columns": {**held["columns"], **made}})
+            return owner.with_column(str(args[1]), held["columns"].get(args[0], Column(args[0])))
         if name == "select" and node.args:
             part = re.fullmatch(r"range\((\d+)\)", ast.unparse(node.args[0]))
             if part and held.get("shuffled"):  # so many, drawn
-                return Thing("rows", {**held, "most": int(part[1])})
+                return owner.but(most=int(part[1]))
             if part and "[" not in str(held["source"].get("split", "train")):
                 split = f"{held['source'].get('split', 'train')}[:{part[1]}]"
-                return Thing("rows", {**held, "source": {**held["source"], "split": split}})
-        return Thing(
-            "rows", {**held, "lost": f".{name}({', '.join(map(ast.unparse, node.args))})"[:60]}
-        )
+                return owner.but(source={**held["source"], "split": split})
+        return owner.but(lost=f".{name}({', '.join(map(ast.unparse, node.args))})"[:60])
 
     def _part(self, rows: Thing, key: str) -> Thing:
         """A split of several, of the parts that were made, or a column."""
         if "held_out" in rows.values:
-            return Thing("rows", {**rows.values, "part": key})
+            return rows.but(part=key)
         if key in rows.values["columns"] or key in ("conversations", "messages", "text"):
-            return _with_column(rows, "text", rows.values["columns"].get(key, Column(key)))
+            return rows.with_column("text", rows.values["columns"].get(key, Column(key)))
         if "split" in rows.values["source"] or "lost" in rows.values:
-            return Thing("rows", {**rows.values, "lost": rows.values.get("lost", f"[{key!r}]")})
-        return Thing("rows", {**rows.values, "source": {**rows.values["source"], "split": key}})
+            return rows.but(lost=rows.values.get("lost", f"[{key!r}]"))
+        return rows.but(source={**rows.values["source"], "split": key})
 
     # -- rows that a function makes ---------------------------------------------------------------
 
     def _rows_made(self, node: ast.expr | None) -> dict[str, Any]:
         function = self.functions.get(node.id) if isinstance(node, ast.Name) else None
         inner = Script(ast.Module([], []))
-        inner.names = dict(self.names)
+        taker = node if isinstance(node, ast.Lambda) else function
+        if taker is not None and taker.args.args:
+            inner.names = {**self.names, taker.args.args[0].arg: "ROW"}
         if isinstance(node, ast.Lambda):
-            inner.names[node.args.args[0].arg] = "ROW"
             made = inner.value(node.body)
         elif function is not None and function.args.args:
-            inner.names[function.args.args[0].arg] = "ROW"
             made = inner.returned(function.body)
         else:
             made = Unknown("its function is not in the script")
@@ -496,10 +498,6 @@ class Script:
                 theirs.values[key] = value
 
 
-def _with_column(rows: Thing, name: str, value: Any) -> Thing:
-    return Thing("rows", {**rows.values, "columns": {**rows.values["columns"], name: value}})
-
-
 def _chat(args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
     """Turns that the template renders; of all rows, rows."""
     turns = args[0] if args else words.pop("conversation", None)
@@ -509,7 +507,7 @@ def _chat(args: list[Any], words: dict[str, Any], node: ast.Call) -> Any:
     if words or tools not in (None, [], Column("tools")):
         return Unknown(ast.unparse(node))
     if isinstance(turns, Thing) and turns.kind == "rows":
-        return _with_column(turns, "text", Chat(turns.values["columns"].get("text")))
+        return turns.with_column("text", Chat(turns.values["columns"].get("text")))
     return Chat(turns)
 
 
@@ -590,10 +588,10 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
             turns = made.get(turns.name, turns)
         if isinstance(turns, Column):
             kind = "messages" if turns.name == "messages" else "sharegpt"
-            ours = (
-                {} if turns.name in ("messages", "conversations") else {"conversations": turns.name}
-            )
-            return {"format": kind, **({"columns": ours} if ours else {}), "shape": "chat"}
+            made_of = {"format": kind, "shape": "chat"}
+            if turns.name in ("messages", "conversations"):
+                return made_of
+            return {**made_of, "columns": {"conversations": turns.name}}
         shape = turns
     if isinstance(shape, list):
         shape = shape[0] if len(shape) == 1 and isinstance(shape[0], list) else shape
@@ -606,18 +604,10 @@ def _shape(shape: Any, made: dict[str, Any], theirs: Theirs) -> dict[str, Any]:
         ):
             plain = [t.parts[0] for t in texts if isinstance(t, Text)]
             if all(isinstance(each, Column) for each in plain):
-                names = dict(
-                    zip(
-                        ("output", "instruction", "system"),
-                        (c.name for c in plain[::-1]),
-                        strict=False,
-                    )
-                )
-                return {
-                    "format": "alpaca",
-                    "columns": {k: v for k, v in names.items() if k != v},
-                    "shape": "chat",
-                }
+                fields = ("output", "instruction", "system")
+                pairs = zip(fields, (c.name for c in plain[::-1]), strict=False)
+                columns = {ours: theirs for ours, theirs in pairs if ours != theirs}
+                return {"format": "alpaca", "columns": columns, "shape": "chat"}
     if isinstance(shape, Text | Column):
         parts = _text(shape).parts
         text = "".join(
