@@ -1,7 +1,8 @@
 """Make the quickstart's model, tokenizer and conversations: seeded, offline, in seconds.
 
 Writes ``quickstart/model`` (a tiny Qwen2 with random weights and its tokenizer),
-``quickstart/train.jsonl`` and ``quickstart/held_out.jsonl``. Two runs write the same bytes.
+``quickstart/train.jsonl`` and ``quickstart/held_out.jsonl``; for preferences also
+``quickstart/pairs.jsonl`` and ``quickstart/rated.jsonl``. Two runs write the same bytes.
 
 The task is one that half a million weights can truly learn in two minutes, and that no model can
 answer without reading the conversation: recall who the system prompt says you are, recall the
@@ -31,6 +32,7 @@ Drawn = TypeVar("Drawn")
 
 NUM_TRAIN = 9000
 NUM_HELD_OUT = 100
+NUM_COMPARED = 300
 # One combination of facts in this many is kept for the held-out split.
 HELD_OUT_SHARE = 8
 # Pets a user tells of in one conversation.
@@ -307,6 +309,26 @@ def make_conversations(num_conversations: int, seed: int, *, held_out: bool) -> 
     return list(unique.values())
 
 
+def write_answers(output: Path, conversations: list[list[Message]]) -> None:
+    """Pairs of a right and a wrong answer, and answers marked as right or wrong.
+
+    A wrong answer is that to another conversation.
+    """
+    pairs, rated = [], []
+    for place, (*prompt, answer) in enumerate(conversations):
+        others = conversations[place + 1 :] + conversations[:place]
+        wrong = next(each[-1] for each in others if each[-1] != answer)
+        if place < NUM_COMPARED:
+            pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [wrong]})
+        else:
+            said = answer if place % 2 else wrong
+            rated.append({"prompt": prompt, "completion": [said], "label": bool(place % 2)})
+    files: dict[str, list[dict[str, Any]]] = {"pairs": pairs, "rated": rated}
+    for name, rows in files.items():
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (output / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def make_assets(output: Path, seed: int = 0) -> None:
     """Write the model, the tokenizer and both splits into ``output``, replacing what is there."""
     train = make_conversations(NUM_TRAIN, seed, held_out=False)
@@ -314,6 +336,7 @@ def make_assets(output: Path, seed: int = 0) -> None:
     output.mkdir(parents=True, exist_ok=True)
     write_conversations(output / "train.jsonl", train)
     write_conversations(output / "held_out.jsonl", held_out)
+    write_answers(output, train[: 2 * NUM_COMPARED])
 
     tokenizer = train_tokenizer(train, VOCAB_SIZE)
     model = make_model(len(tokenizer), seed)

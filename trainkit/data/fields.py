@@ -13,6 +13,8 @@ from itertools import pairwise
 from operator import ge
 from typing import Any
 
+import numpy as np
+
 from trainkit.data.messages import Conversation, Message, RowError, TokenRow, check_depth
 
 
@@ -331,6 +333,48 @@ def _refuse_packed(row: Mapping[str, Any], start: int, end: int, size: int) -> N
             )
 
 
+def teacher_of(row: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What a teacher has said of a row: token ids and log-probabilities, (trained tokens, K) each.
+
+    Raises:
+        RowError: it is not there, or not such numbers.
+    """
+    given = [row.get(name) if isinstance(row, Mapping) else None for name in TEACHER_FIELDS]
+    try:
+        ids, logs = np.array(given[0], dtype=np.int64), np.array(given[1], dtype=np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RowError("no_teacher", f"what the teacher has said is not numbers: {error}") from None
+    if ids.ndim != 2 or ids.shape != logs.shape or not ids.shape[1]:
+        raise RowError(
+            "no_teacher",
+            "'teacher_ids' and 'teacher_logprobs' must have as many tokens at each trained place",
+        )
+    mass = np.exp(logs.astype(np.float64)).sum(1)
+    if not (logs <= 1e-4).all() or (mass > 1 + 1e-2).any() or (ids < 0).any():
+        raise RowError("no_teacher", "'teacher_logprobs' are not logarithms of probabilities")
+    return ids, logs
+
+
+def parse_distilled(row: Mapping[str, Any]) -> TokenRow:
+    """What `trainkit generate --logprobs` writes: ``labels``, and a teacher's words about them.
+
+    Raises:
+        RowError: the teacher has not spoken of just the trained tokens.
+    """
+    if row.get("input_ids") is None:
+        raise RowError("no_tokens", "the row has no 'input_ids': its question was not answered")
+    ids, _ = teacher_of(row)
+    parsed = parse_tokens({name: row.get(name) for name in ("input_ids", "labels")})
+    trained = sum(parsed.trained[1:])
+    if len(ids) != trained:
+        raise RowError(
+            "no_teacher", f"the teacher has spoken of {len(ids)} tokens, and {trained} are trained"
+        )
+    return parsed
+
+
+TEACHER_FIELDS = ("teacher_ids", "teacher_logprobs")
+
 RATINGS = ("label", "kto_tag")
 """Where a row says whether its answer is a good one."""
 
@@ -347,6 +391,7 @@ READS: Mapping[str, tuple[str, ...]] = {
     "text": ("text",),
     "tokens": TOKEN_FIELDS,
     "template": ("prompt", "completion"),
+    "distilled": (*TOKEN_FIELDS, *TEACHER_FIELDS),
     "rated": (
         *("prompt", "completion", "messages", "conversations", "instruction", "input", "output"),
         *("history", *RATINGS, *TALK),

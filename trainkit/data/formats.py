@@ -17,6 +17,7 @@ import jinja2
 from trainkit.data import fields, image_rows
 from trainkit.data.fields import (
     MEDIA,
+    parse_distilled,
     parse_tokens,
     parts_switch,
     read_switch,
@@ -508,6 +509,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], ParsedRow]] = {
     "template": parse_template,
     "preference": parse_preference,
     "rated": parse_rated,
+    "distilled": parse_distilled,
 }
 
 

@@ -15,12 +15,51 @@ from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.job import ModelShape
 from trainkit.estimate.recipe import plan_of, replanning
 from trainkit.estimate.shape import NAMED, find_config, from_config
+from trainkit.options.training import COMPARING
 from trainkit.places import local_path
 from trainkit.recipe.document import parse_override
 from trainkit.recipe.load import load_recipe
 from trainkit.recipe.write import shipped_text, with_values
 
-METHODS = {"full": "all weights", "lora": "LoRA adapters", "qlora": "LoRA over a 4-bit base"}
+OBJECTIVES: Mapping[str, Mapping[str, tuple[Any, str]]] = {
+    "dpo": {
+        "preference.beta": (0.1, "how hard the model is held to what it was"),
+        "training.learning_rate": (5e-6, "peak; a tenth of what adapters usually take"),
+    },
+    "kto": {
+        "preference.beta": (0.1, "how hard the model is held to what it was"),
+        "training.learning_rate": (5e-6, "peak; a tenth of what adapters usually take"),
+    },
+    "orpo": {
+        "preference.beta": (0.1, "weight of the odds next to the better answer's cross entropy"),
+        "training.learning_rate": (5e-5, "peak, per step"),
+    },
+    "simpo": {
+        "preference.beta": (2.0, "what the difference of log-probabilities is multiplied with"),
+        "preference.gamma": (0.5, "the margin that is aimed at"),
+        "training.learning_rate": (5e-6, "peak; a tenth of what adapters usually take"),
+    },
+    "reward": {
+        "preference.center_rewards": (0.01, "keeps the rewards around 0"),
+        "training.learning_rate": (1e-4, "peak, per step"),
+    },
+    "distill": {
+        "distill.divergence": (
+            "forward_kl",
+            "from rows of `trainkit generate --logprobs K`; teacher: MODEL asks one at each step",
+        ),
+        "distill.sft_weight": (0.1, "part of the cross entropy in the loss"),
+        "training.learning_rate": (1e-4, "peak, per step"),
+    },
+}
+"""Keys of recipes that do not train on answers alone, with their comments."""
+
+METHODS = {
+    "full": "all weights",
+    "lora": "LoRA adapters",
+    "qlora": "LoRA over a 4-bit base",
+    **{name: f"{name} over LoRA adapters" for name in OBJECTIVES},
+}
 """What ``trainkit new --method`` takes, in words."""
 
 _SMALL = 3_000_000_000
@@ -130,19 +169,20 @@ def fitted_recipe(
         )
     config, shape = _known_of(model)
     values: dict[str, Any] = {"name": _name_of(model, method), "model.name_or_path": model}
-    values["model.dtype"] = "bfloat16"
-    comments, shipped = dict(_COMMENTS), shipped_text(_like(method, shape))
+    kind = "lora" if method in OBJECTIVES else method
+    shipped = shipped_text(_like(kind, shape))
+    own, comments = _of_objective(method)
+    values |= {"model.dtype": "bfloat16", **own}
     context = _context_of(config)
     longest = re.search(r"^  max_length: (\d+)", shipped, re.MULTILINE)
     if context is not None and longest is not None and context < int(longest[1]):
         values["data.max_length"] = context
         comments["data.max_length"] = "longest sample and packed row: all that the model can read"
         comments["global_batch_size"] = "rows per step over all GPUs"
-    if data:
-        values["data.train"] = list(data)
-    if method == "full" and gpus == 1:
+    values |= {"data.train": list(data)} if data else {}
+    if kind == "full" and gpus == 1:
         values["deepspeed"] = None
-    if method != "full":
+    if kind != "full":
         values["lora.r"] = 16
     for key in off or {}:
         values[key] = False
@@ -172,6 +212,20 @@ def fitted_recipe(
         text = with_values(text, lower, said)
         found = _estimated(text, gpu, gpus, shape)
     return Fitted(_with_header(text, model, method, found), found, changed)
+
+
+def _of_objective(method: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a method that does not train on answers alone adds, and all comments."""
+    own, values, comments = OBJECTIVES.get(method, {}), dict[str, Any](), dict(_COMMENTS)
+    if own:
+        values = {"objective": method, "training.num_train_epochs": 1}
+        values |= {key: value for key, (value, _) in own.items()}
+        comments |= {key: said for key, (_, said) in own.items()}
+        comments["objective"] = "what is optimised; its rows: docs/guides/preferences.md"
+    if method in COMPARING - {"kto"}:
+        values["training.per_device_train_batch_size"] = 2
+        comments["training.per_device_train_batch_size"] = "rows of pairs, each twice as long"
+    return values, comments
 
 
 def _context_of(config: Mapping[str, Any]) -> int | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from trainkit.auto_class import empty_model
+from trainkit.auto_class import empty_model, refuse_scalar_head
 from trainkit.checkpoint.weights.adapter import PREFIX, vocabulary_rows
 from trainkit.checkpoint.weights.base_fingerprint import base_on_disk, check_fingerprint
 from trainkit.checkpoint.weights.plain_files import plain_file, read_config
@@ -79,6 +79,8 @@ def _misfits(adapter: Path, model: PreTrainedModel) -> list[str]:
             if "lora_" not in name and ".original_module." not in name:
                 plain = name.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
                 size = weights.get(plain)
+                if plain == "score.weight":
+                    refuse_scalar_head(["SEQ_CLS"], str(adapter))
                 if size is None:
                     wrong.append(f"the base has no {plain}")
                 elif size != shape and not (size[1:] == shape[1:] and shape[0] == rows):

@@ -16,6 +16,7 @@ from trainkit.data.questions import Question
 from trainkit.errors import DataError
 from trainkit.infer.engine import Answer, Engine, PromptTooLongError
 from trainkit.infer.sampling import SamplingOptions
+from trainkit.options.data import IGNORE_INDEX
 
 TooLong = Literal["error", "drop"]
 """What is done with a prompt that leaves no room for an answer: the whole file is refused, or the
@@ -31,6 +32,7 @@ def generate_file(
     batch_size: int,
     settings: Mapping[str, Any],
     too_long: TooLong = "error",
+    logprobs: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Answer all questions into a file of JSON lines.
@@ -48,6 +50,7 @@ def generate_file(
         batch_size: questions at once.
         settings: what else the answers depend on (the model), as plain JSON values.
         too_long: what is done with a prompt that does not fit the context.
+        logprobs: the number of likeliest tokens that are written at each place of an answer.
         progress: called with the number done and the number of all.
 
     Returns:
@@ -59,6 +62,7 @@ def generate_file(
     """
     content = [(question.id, asdict(question.row), question.fields) for question in questions]
     how = [dict(settings), sampling.to_dict(), batch_size, too_long]
+    how += [logprobs] if logprobs else []  # a file of an earlier version goes on
     key = _digest([*how, content])
     partial = target.with_name(f".{target.name}.partial")
     with _writing(target):
@@ -80,7 +84,7 @@ def generate_file(
     for start in range(len(done), len(questions), batch_size):
         batch = questions[start : start + batch_size]
         torch.manual_seed(sampling.seed + start)
-        rows = _answered(engine, batch, problems[start - len(done) :], sampling, key)
+        rows = _answered(engine, batch, problems[start - len(done) :], sampling, key, logprobs)
         with _writing(target), partial.open("ab") as stream:
             stream.writelines(_line(row) for row in rows)
             stream.flush()
@@ -139,11 +143,25 @@ def _answered(
     problems: Sequence[str | None],
     sampling: SamplingOptions,
     key: str,
+    logprobs: int,
 ) -> list[dict[str, Any]]:
     pairs = list(zip(batch, problems, strict=False))
     fitting = [question.row for question, problem in pairs if problem is None]
     answers = iter(engine.answer_batch(fitting, sampling) if fitting else ())
-    return [_row(each, problem, None if problem else next(answers), key) for each, problem in pairs]
+    rows = []
+    for question, problem in pairs:
+        answer = None if problem else next(answers)
+        row = _row(question, problem, answer, key)
+        if logprobs and answer is not None and answer.output_ids:
+            ids, logs = engine.top_logprobs(answer, logprobs)
+            row |= {
+                "input_ids": [*answer.input_ids, *answer.output_ids],
+                "labels": [*[IGNORE_INDEX] * len(answer.input_ids), *answer.output_ids],
+                "teacher_ids": ids,
+                "teacher_logprobs": logs,
+            }
+        rows.append(row)
+    return rows
 
 
 def _row(

@@ -167,6 +167,18 @@ class Engine:
         return self._generate(questions, sampling, None, None)
 
     @torch.inference_mode()
+    def top_logprobs(self, answer: Answer, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """At each token of an answer the likeliest tokens, and their log-probabilities.
+
+        They are the model's own, whatever temperature the answer was sampled at.
+        """
+        ids = torch.tensor([[*answer.input_ids, *answer.output_ids]], device=self.model.device)
+        logits = self.model(input_ids=ids).logits[0, len(answer.input_ids) - 1 : -1]
+        found = logits.float().log_softmax(-1).topk(min(count, logits.shape[-1]))
+        values = [[round(value, 5) for value in row] for row in found.values.tolist()]
+        return found.indices.tolist(), values
+
+    @torch.inference_mode()
     def _generate(
         self,
         questions: Sequence[Question],

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainkit.auto_class import without_adapters
 from trainkit.data.datasets import PreparedData
-from trainkit.options import PreferenceOptions
+from trainkit.options import DistillOptions, PreferenceOptions
 from trainkit.options.data import IGNORE_INDEX
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class LossSetup:
         keeps_gradient: a second backward pass through the loss must be right.
         train_sources, eval_sources: the sources kept apart; empty where they are not.
         preference: how answers are compared; None where the recipe does not say.
+        distill: how a teacher is learnt from, likewise.
+        teacher: the model that is learnt from; None where there is none at hand.
     """
 
     model: nn.Module
@@ -68,6 +70,8 @@ class LossSetup:
     train_sources: tuple[str, ...] = ()
     eval_sources: tuple[str, ...] = ()
     preference: PreferenceOptions | None = None
+    distill: DistillOptions | None = None
+    teacher: nn.Module | None = None
 
 
 @dataclass(frozen=True)

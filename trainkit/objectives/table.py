@@ -4,24 +4,32 @@ from collections.abc import Iterable
 
 from trainkit.data.formats import FORMATS
 from trainkit.errors import RecipeError
+from trainkit.objectives.distill import DISTILL, DISTILL_STORED
 from trainkit.objectives.kto import KTO
 from trainkit.objectives.objective import Objective
 from trainkit.objectives.preference import DPO, ORPO, SIMPO
 from trainkit.objectives.reward import REWARD
 from trainkit.objectives.sft import SFT
-from trainkit.options import Source
+from trainkit.options import DistillOptions, Source
 
 OBJECTIVES: dict[str, Objective] = {
-    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO, KTO, REWARD)
+    objective.name: objective for objective in (SFT, DPO, ORPO, SIMPO, KTO, REWARD, DISTILL)
 }
 """Every objective by its name."""
+
+
+def objective_of(name: str, distill: DistillOptions | None = None) -> Objective:
+    """The objective of a recipe; of `distill` there are two kinds of rows."""
+    is_live = distill is not None and distill.teacher is not None
+    return DISTILL_STORED if name == "distill" and not is_live else OBJECTIVES[name]
 
 
 def formats_of(objective: Objective) -> frozenset[str]:
     """The names of ``FORMATS`` whose rows an objective takes."""
     if objective.formats is not None:
         return objective.formats
-    claimed = [row.formats for row in OBJECTIVES.values() if row.formats is not None]
+    rows = (*OBJECTIVES.values(), DISTILL_STORED)
+    claimed = [row.formats for row in rows if row.formats is not None]
     return frozenset(FORMATS).difference(*claimed)
 
 

@@ -11,6 +11,7 @@ from trainkit.options.model import Fp8Options, Kernels, LoraOptions, ModelOption
 from trainkit.options.parallel import ParallelOptions, Recompute, RecomputeOptions
 from trainkit.options.section import Section, broken_rule
 from trainkit.options.training import (
+    DistillOptions,
     EarlyStopping,
     FaultOptions,
     GenerationOptions,
@@ -20,6 +21,7 @@ from trainkit.options.training import (
 
 __all__ = [
     "DataSection",
+    "DistillOptions",
     "EarlyStopping",
     "FaultOptions",
     "Fp8Options",

@@ -34,6 +34,7 @@ ROW_FORMATS: dict[str, str] = {
     "text": "plain text, all of it trained",
     "tokens": "input_ids, with labels or masks",
     "template": "any columns: Jinja templates in `columns` make prompt and completion of them",
+    "distilled": "input_ids and labels with a teacher's most likely tokens at each trained place",
     "rated": "a prompt and an answer, with `label` or `kto_tag`: whether it is a good one",
     "preference": "two answers to one prompt, the better one as `chosen`",
 }

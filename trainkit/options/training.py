@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 from pydantic import AfterValidator, Field, WithJsonSchema, model_validator
 
 from trainkit.options.data import Sources
+from trainkit.options.model import Dtype
 from trainkit.options.section import CONSENT, OnResume, Section, broken_rule, one_of
 
 # -- ``objective:`` and ``preference:`` ----------------------------------------------------------
@@ -17,6 +18,7 @@ OBJECTIVE_NAMES: dict[str, str] = {
     "dpo": "how far the better of two answers is ahead, against the model before training",
     "orpo": "the better answer's cross entropy, and the odds of it against the worse one's",
     "kto": "answers that are good or bad by themselves, against the model before training",
+    "distill": "how far the next-token distribution is from a teacher's",
     "reward": "a reward for each text, higher for the better of two answers",
     "simpo": "the margin between the answers' mean log-probabilities",
 }
@@ -93,6 +95,40 @@ class PreferenceOptions(Section):
     )
     gamma: float = Field(
         0.5, ge=0, allow_inf_nan=False, description="Of simpo: the margin that is aimed at."
+    )
+
+
+class DistillOptions(Section):
+    """What is learnt from a teacher."""
+
+    at: ClassVar[str] = "distill"
+    on_resume: ClassVar[str] = CONSENT
+
+    teacher: str | None = Field(
+        None,
+        min_length=1,
+        description="A model with the same tokens: a directory or hub name. Null takes what one "
+        "has said from the rows, which `trainkit generate --logprobs K` writes.",
+    )
+    teacher_revision: str | None = Field(None, description="Of a hub's model.")
+    teacher_dtype: Dtype | None = Field(
+        None, description="Of its weights in memory; null is the student's."
+    )
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
+        "forward_kl",
+        description="forward_kl: of the student from the teacher, which it is to cover; "
+        "reverse_kl: the other way round; jsd: of both from their mixture.",
+    )
+    jsd_share: float = Field(0.5, gt=0, lt=1, description="The teacher's part of jsd's mixture.")
+    temperature: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="Logits of both are divided by it."
+    )
+    sft_weight: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="The part of the labels' cross entropy in the loss; the rest is the "
+        "divergence's.",
     )
 
 

@@ -205,6 +205,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "objective",
+        lambda one: one.objective == "distill" and one.shard not in ("none", "zero1", "zero2"),
+        "a teacher next to weights that are sharded has not been held against one process",
+        "set parallel.shard: zero2, or none",
+    ),
+    Refusal(
+        "objective",
+        lambda one: (
+            one.objective == "distill"
+            and (one.tensor > 1 or one.optim_in_backward or one.computes_fp8)
+        ),
+        "distillation has not been held against fp64 with split or fp8 products, or with steps in "
+        "the backward pass",
+        "remove parallel.tensor, optim_in_backward or the fp8 products",
+    ),
+    Refusal(
+        "objective",
         lambda one: one.objective == "reward" and one.shard not in ("none", "zero1", "zero2"),
         "ranks read their parts of a model from its files, and a scalar head is not in them yet",
         "set parallel.shard: zero2, or none",

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from trainkit.options import (
     DataSection,
+    DistillOptions,
     EarlyStopping,
     FaultOptions,
     GenerationOptions,
@@ -59,6 +60,7 @@ class Recipe(Section):
         + ".",
     )
     preference: PreferenceOptions | None = None
+    distill: DistillOptions | None = None
     lora: LoraOptions | None = None
     kernels: Kernels = False
     parallel: ParallelOptions = ParallelOptions()
@@ -91,7 +93,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Recipe":
-        for rules in (_of_models, _of_preferences, _of_measurements, _of_steps):
+        for rules in (_of_models, _of_preferences, _of_distillation, _of_measurements, _of_steps):
             for broken in rules(self):
                 raise broken_rule(*broken)
         for refusal in refusals(self._combination()):
@@ -111,12 +113,6 @@ class Recipe(Section):
         if self.eval_tasks is not None and self.eval_tasks.may_measure(self.metric):
             return self.eval_tasks.every
         return None
-
-    @property
-    def precomputes_reference(self) -> bool:
-        """Whether the model before training is asked ahead of the first step."""
-        said = None if self.preference is None else self.preference.precompute_reference
-        return self.objective in REFERRING and (self.lora is None if said is None else said)
 
     @property
     def recomputes(self) -> bool | None:
@@ -298,6 +294,35 @@ def _of_preferences(recipe: Recipe) -> Iterator[Broken]:
             "adapters the base is not the model before training",
             "remove it",
         )
+
+
+def _of_distillation(recipe: Recipe) -> Iterator[Broken]:
+    """Recipes that learn from a teacher."""
+    options = recipe.distill or DistillOptions()
+    if recipe.objective != "distill":
+        if recipe.distill is not None:
+            yield "distill", f"objective: {recipe.objective} has no teacher", "remove it"
+        return
+    if recipe.training.get("label_smoothing_factor"):
+        yield (
+            "training.label_smoothing_factor",
+            "a teacher's distribution takes the place of smoothed labels",
+            "remove it",
+        )
+    if recipe.data.per_source_loss:
+        yield "data.per_source_loss", "the divergence is not kept apart by source", "remove it"
+    if options.teacher is None and options.temperature != 1:
+        yield (
+            "distill.temperature",
+            "stored log-probabilities are of temperature 1, and those of the other tokens, which "
+            "another one needs, are not there",
+            "remove it, or name the teacher in distill.teacher",
+        )
+    if options.teacher is None and (options.teacher_revision or options.teacher_dtype):
+        key = "teacher_revision" if options.teacher_revision else "teacher_dtype"
+        yield f"distill.{key}", "no teacher is named", "remove it, or name distill.teacher"
+    if options.divergence != "jsd" and options.jsd_share != 0.5:
+        yield "distill.jsd_share", "it is of divergence: jsd", "remove it"
 
 
 def is_loss(metric: str) -> bool:

@@ -26,6 +26,7 @@ from trainkit.auto_class import without_adapters
 from trainkit.errors import CheckpointError, ProofError, StoppedError
 from trainkit.objectives.objective import accepts_num_items
 from trainkit.options import Fp8Options
+from trainkit.options.training import REFERRING
 from trainkit.parallel import ProcessRank
 from trainkit.parallel.agreement import decided_by_main, refuse_disagreement
 from trainkit.parallel.launch import Hosts, count_local_gpus, launch_command
@@ -248,6 +249,10 @@ def _build(run: Run) -> None:
     recipe, args, layout, console = run.recipe, run.args, run.layout, run.console
     set_seed(args.seed)
     run.built = built = _built(run)
+    if recipe.distill is not None and recipe.distill.teacher is not None:
+        from trainkit.train.teacher import load_teacher
+
+        run.teacher = run.teacher or load_teacher(run)
     run.stages.end("model")
     refuse_disagreement(run.process, {"kernels": built.runs})
     review_built(run)
@@ -342,10 +347,16 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
     """All that happens around the steps, in the order in which it is asked."""
     recipe, args, early = run.recipe, run.args, run.recipe.early_stopping
     hooks: list[Hook] = []
-    if recipe.precomputes_reference and dry is None:  # first: proofs and evaluations take losses
+    ahead = None if recipe.preference is None else recipe.preference.precompute_reference
+    ahead = recipe.objective in REFERRING and (recipe.lora is None if ahead is None else ahead)
+    if ahead and dry is None:  # first: proofs and evaluations take losses
         from trainkit.train.reference import References
 
         hooks.append(References())
+    if recipe.objective == "distill" and run.teacher is None:
+        from trainkit.train.teacher import ToldBefore
+
+        hooks.append(ToldBefore())
     if early is not None:
         hooks.append(StopEarly(early.patience, early.min_delta))
     if args.gradient_checkpointing or recipe.recompute is not None:

@@ -143,6 +143,8 @@ class LoopState:
                 train_sources=self.train_data.sources,
                 eval_sources=self.eval_data.sources if self.eval_data else (),
                 preference=run.recipe.preference,
+                distill=run.recipe.distill,
+                teacher=run.teacher,
             )
         )
         self.stream = stream_state(self.train_data, args, layout)

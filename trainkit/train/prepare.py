@@ -30,7 +30,7 @@ from trainkit.models.loading import (
     new_tokens,
     stop_token_ids,
 )
-from trainkit.objectives import OBJECTIVES
+from trainkit.objectives import objective_of
 from trainkit.options.optimizers import DEFAULT, OURS, optimizer_row
 from trainkit.options.parallel import RecomputeOptions
 from trainkit.parallel import Layout, Machine, ProcessRank, strategy_for
@@ -141,7 +141,7 @@ def _read_data(run: Run, ledger: Path) -> RunData:
     workers = max(int(training.get("dataloader_num_workers", 0)), 1)
     cache_dir = str(ledger.parent) if run.options.dry_run else None
     run.data_options = data_options(recipe, cache_dir=cache_dir)
-    objective = OBJECTIVES[recipe.objective]
+    objective = objective_of(recipe.objective, recipe.distill)
     return prepare_run_data(
         data.with_format(data.train),
         data.with_format(data.eval_sources),

@@ -56,6 +56,7 @@ class Run:
         review: what is not as it was there.
         directory: the run directory.
         built: the model.
+        teacher: the model that is learnt from; None without one.
         checkpoints: writes them.
         numbers: what to do about steps whose numbers are bad, and the steps so far.
         stop: a wish to end.
@@ -81,6 +82,7 @@ class Run:
     review: Review = field(default_factory=Review)
     directory: RunDirectory = field(init=False)
     built: BuiltModel = field(init=False)
+    teacher: Any = None
     checkpoints: CheckpointWriter = field(init=False)
     numbers: NumberPolicy = field(default_factory=NumberPolicy)
     stop: StopRequest = field(default_factory=StopRequest)

@@ -159,7 +159,7 @@ ROWS = {
 
 def test_the_tables_know_every_format():
     # Pairs and marked answers are not told by their keys.
-    assert {*ROWS, "preference", "rated"} == set(FORMATS) == set(READS)
+    assert {*ROWS, "preference", "rated", "distilled"} == set(FORMATS) == set(READS)
     assert set(FORMATS) == set(ROW_FORMATS)
 
 

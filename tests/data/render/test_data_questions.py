@@ -72,7 +72,7 @@ def check(path, tokenizer, **options):
 
 def test_every_format_has_a_row_here():
     # A template's rows have any keys, and of two answers to a question none is its answer.
-    assert ROWS.keys() == FORMATS.keys() - {"template", "preference", "rated"}
+    assert ROWS.keys() == FORMATS.keys() - {"template", "preference", "rated", "distilled"}
 
 
 def test_a_template_asks_what_it_trains_behind(tmp_path):

@@ -89,6 +89,16 @@ def load(paths: "ModelPaths", held: Held, system: str | None, quantize: str = "a
     return load_engine(paths, quantize=kind, system=system, say=note, **vars(held))
 
 
+Logprobs = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Write so many of the likeliest tokens at each place, and their logarithms, "
+        "for objective: distill.",
+    ),
+]
+
+
 @expanded
 def generate(
     *,
@@ -111,6 +121,7 @@ def generate(
             "unanswered (drop)."
         ),
     ] = "error",
+    logprobs: Logprobs = 0,
     source: ModelChoice,
     system: System = None,
     sampling: Sampling,
@@ -139,9 +150,8 @@ def generate(
 
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
-    is_text = is_trained_on_texts(paths.run)
-    reading = QuestionOptions(format=row_format, system=system, plain_prompts=is_text)
-    questions = read_questions(str(prompts), reading)
+    plain = is_trained_on_texts(paths.run)
+    how = QuestionOptions(format=row_format, system=system, plain_prompts=plain)
     settings = {
         "model": paths.model,
         "adapter": str(paths.adapter),
@@ -151,12 +161,13 @@ def generate(
     }
     before = generate_file(
         lambda: load(paths, held, system, quantize),
-        questions,
+        read_questions(str(prompts), how),
         out,
         options,
         batch_size=batch_size,
         settings=settings,
         too_long=too_long,
+        logprobs=logprobs,
         progress=lambda done, total: note(f"{done} of {total} answered"),
     )
     outcome = outcome_of(out)

@@ -233,7 +233,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
         refuse_code(named, (), None)
     with tempfile.TemporaryDirectory() as scratch:
         if config is not None:
-            from trainkit.objectives import OBJECTIVES, sources_of
+            from trainkit.objectives import objective_of, sources_of
             from trainkit.recipe import load_recipe, read_chat_template
             from trainkit.train.prepare import data_options
 
@@ -248,7 +248,7 @@ def _subject(choice: DataChoice) -> Iterator[Subject]:
                 trust_remote_code=trusted or recipe.model.trust_remote_code
             )
             sources = recipe.data.with_format(recipe.data.train)
-            sources = sources_of(OBJECTIVES[recipe.objective], sources)
+            sources = sources_of(objective_of(recipe.objective, recipe.distill), sources)
             options = data_options(recipe, cache_dir=None)
             changes["chat_template"] = read_chat_template(recipe.data.chat_template)
         elif data and named:

@@ -32,7 +32,9 @@ def new(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option("--method", help="full, lora (the default) or qlora, with --model."),
+        typer.Option(
+            "--method", help="full, lora (the default), qlora, dpo, kto, ...; with --model."
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -100,7 +102,7 @@ def _write_shipped(name: str, data: list[str], target: Path, as_json: bool) -> N
 
     text = shipped_text(name)
     write_text(with_values(text, {"data.train": _sources(data)}) if data else text, target)
-    if name == QUICKSTART:
+    if name.startswith(QUICKSTART):
         from trainkit.quickstart import make_assets
 
         make_assets(Path(QUICKSTART))
@@ -122,6 +124,7 @@ def _list(as_json: bool) -> None:
         recipe = load_recipe(path).recipe
         quantized = recipe.lora.quantize if recipe.lora else None
         method = "full" if recipe.lora is None else "lora" if quantized is None else "qlora"
+        method = method if recipe.objective == "sft" else recipe.objective
         memory: float | None = needs[each]
         row = {
             "name": each,
@@ -131,7 +134,7 @@ def _list(as_json: bool) -> None:
         }
         size = "" if memory is None else f"{memory:.0f} GiB"
         width = max(map(len, recipes))
-        tell(row, as_json, f"{each:<{width}}  {method:<5}  {size:>7}  {row['about']}")
+        tell(row, as_json, f"{each:<{width}}  {method:<7}  {size:>7}  {row['about']}")
     if not as_json:
         echo("GiB: memory that one GPU needs when it trains alone", err=True)
 

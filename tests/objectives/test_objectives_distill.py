@@ -1,0 +1,285 @@
+"""Distillation against the plain models in fp64, and stored words against a live teacher."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from commands import trainkit
+from objectives.preference_cases import make_data
+from objectives.test_objectives_pairs import logged
+from ranks import run_ranks
+from tiny import make_qwen2, make_tokenizer
+from transformers import set_seed
+
+from trainkit.data.formats import read_row
+from trainkit.data.messages import RowError
+from trainkit.errors import RecipeError
+from trainkit.objectives.table import objective_of
+from trainkit.options import DistillOptions
+from trainkit.recipe import Recipe
+
+NUM_ROWS = 12
+CASES = {
+    "forward": {},
+    "reverse": {"divergence": "reverse_kl", "temperature": 2.0},
+    "jsd": {"divergence": "jsd", "jsd_share": 0.3, "sft_weight": 0.25},
+}
+
+
+def conversation(number):
+    said = " ".join(map(str, range(number))) or "none"
+    turns = (("user", f"Count to {number}."), ("assistant", said))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def teacher_of(size):
+    set_seed(7)
+    return make_qwen2(size, num_hidden_layers=1).eval()
+
+
+def make_trainer(root, *, distill, packing=False, patched=False, **options):
+    from lab import Lab
+
+    from trainkit.patching import patch
+
+    mine = Path(root) / f"data-{os.environ.get('RANK', 0)}"  # ranks would overwrite each other's
+    mine.mkdir(parents=True)
+    row = objective_of("distill", DistillOptions(teacher="live"))
+    rows = [conversation(number) for number in range(NUM_ROWS)]
+    data = make_data(mine, rows, objective=row, packing=packing, mask="assistant")
+    tokenizer = make_tokenizer()
+
+    def change(run):
+        recipe = {"model": {"name_or_path": "none"}, "data": {"train": ["none.jsonl"]}}
+        recipe |= {"objective": "distill", "distill": {"teacher": "live", **distill}}
+        run.loaded = replace(run.loaded, recipe=Recipe(**recipe))
+        run.teacher = teacher_of(len(tokenizer)).to(next(run.built.model.parameters()).dtype)
+
+    given = {"train_data": data.train, "eval_data": data.eval, "objective": row, "change": change}
+    trainer = Lab(tokenizer, Path(root)).trainer(
+        "run",
+        prepare=patch if patched else None,
+        given=given,
+        **{"save_strategy": "no", "max_grad_norm": 1e9, **options},
+    )
+    return trainer, data
+
+
+def plain_divergence(student, teacher, options):
+    """Sums over probabilities, written out."""
+    p, q = teacher.softmax(-1), student.softmax(-1)
+    kind = options.get("divergence", "forward_kl")
+    if kind == "forward_kl":
+        return (p * (p / q).log()).sum(-1)
+    if kind == "reverse_kl":
+        return (q * (q / p).log()).sum(-1)
+    share = options["jsd_share"]
+    m = share * p + (1 - share) * q
+    return share * (p * (p / m).log()).sum(-1) + (1 - share) * (q * (q / m).log()).sum(-1)
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_its_formula_on_the_plain_models(name, packing, patched, tmp_path):
+    options = CASES[name]
+    size = {"batch": 1 if packing else 4}
+    trainer, data = make_trainer(
+        tmp_path, distill=options, packing=packing, patched=patched, max_steps=1, optim="sgd",
+        learning_rate=0.0, **size,
+    )  # fmt: skip
+    trainer.model.double()
+    trainer.loss.teacher.double()
+    found = {}
+
+    def keep(*given, **named):
+        for key, parameter in trainer.model.named_parameters():
+            found[key] = parameter.grad.clone()
+
+    from transformers import TrainerCallback
+
+    trainer.add_callback(type("K", (TrainerCallback,), {"on_pre_optimizer_step": keep})())
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "loss" in row]
+    data.train.samples.set_epoch(0)
+    taken = [data.train.samples[place] for place in range(size["batch"])]
+    samples = [one for item in taken for one in (item if isinstance(item, list) else [item])]
+    set_seed(1)
+    student = make_qwen2(len(trainer.tokenizer)).double()
+    teacher, heat = teacher_of(len(trainer.tokenizer)).double(), options.get("temperature", 1.0)
+    divergence, entropy = [], []
+    for sample in samples:
+        ids = torch.tensor(sample["input_ids"], dtype=torch.long)[None]
+        scored = torch.tensor(sample["loss_mask"])[1:] > 0
+        mine = student(input_ids=ids).logits[0, :-1][scored]
+        with torch.no_grad():
+            theirs = teacher(input_ids=ids).logits[0, :-1][scored]
+        divergence.append(plain_divergence(mine / heat, theirs / heat, options))
+        entropy.append(-mine.log_softmax(-1).gather(1, ids[0, 1:][scored][:, None])[:, 0])
+    means = torch.cat(divergence).mean(), torch.cat(entropy).mean()
+    share = options.get("sft_weight", 0.0)
+    wanted = (1 - share) * means[0] + share * means[1]
+    wanted.backward()
+    assert row["loss"] == pytest.approx(wanted.item(), rel=1e-6)
+    assert row["distill/divergence"] == pytest.approx(means[0].item(), rel=1e-6)
+    assert row["distill/cross_entropy"] == pytest.approx(means[1].item(), rel=1e-6)
+    for key, parameter in student.named_parameters():
+        gap = (found[key] - parameter.grad).norm()
+        assert gap <= 1e-5 * parameter.grad.norm(), key
+
+
+def train(root, **options):
+    trainer, _ = make_trainer(root, distill=CASES["jsd"], **options)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return [[row["loss"], row["grad_norm"]] for row in rows] + [[trainer.evaluate()["eval_loss"]]]
+
+
+def test_the_cut_into_micro_batches_and_ranks_changes_nothing(tmp_path):
+    given = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1}
+    wide = train(tmp_path / "wide", batch=4, **given)
+    case = "objectives.test_objectives_distill:train"
+    others = [
+        train(tmp_path / "deep", batch=1, accumulate=4, **given),
+        *run_ranks(case, root=str(tmp_path / "ranks"), batch=2, patched=True, **given),
+    ]
+    for other in others:
+        for mine, theirs in zip(wide, other, strict=True):
+            assert theirs == pytest.approx(mine, rel=1e-4)
+
+
+RECIPE = """\
+objective: distill
+distill: {sft_weight: 0.1}
+model: {name_or_path: MODEL, dtype: float32}
+data: {train: [rows.jsonl], eval: [rows.jsonl], packing: true, max_length: 128, cache_dir: cache}
+training: {per_device_train_batch_size: 1, max_steps: 4, save_steps: 2, eval_steps: 2,
+  eval_strategy: steps, learning_rate: 1e-3}
+"""
+
+
+@pytest.fixture
+def places(tmp_path, tiny_qwen2):
+    """A teacher, and what it says to some questions: all of its vocabulary at each place."""
+    size = json.loads((Path(tiny_qwen2) / "config.json").read_text())["vocab_size"]
+    teacher_of(size).save_pretrained(tmp_path / "teacher")
+    make_tokenizer().save_pretrained(tmp_path / "teacher")
+    rows = [conversation(number) for number in range(8)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = trainkit(
+        tmp_path, "generate", "teacher", "--prompts", "asked.jsonl", "--logprobs", size,
+        "--max-new-tokens", 6, "--dtype", "float32", "-o", "rows.jsonl",
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("MODEL", str(tiny_qwen2)))
+    return tmp_path
+
+
+def test_what_a_teacher_has_written_is_as_good_as_the_teacher(places):
+    rows = [json.loads(line) for line in (places / "rows.jsonl").read_text().splitlines()]
+    for row in rows:
+        mass = np.exp(np.array(row["teacher_logprobs"])).sum(1)
+        assert mass == pytest.approx(1, abs=1e-3)
+    answers = [row["num_answer_tokens"] for row in rows]
+    assert answers == [len(row["teacher_ids"]) for row in rows]
+    plain = [{key: row[key] for key in ("input_ids", "labels")} for row in rows]
+    (places / "plain").mkdir()  # the name of the file decides the order
+    (places / "plain/rows.jsonl").write_text("\n".join(map(json.dumps, plain)))
+    overrides = ["distill={teacher: teacher, sft_weight: 0.1}"]
+    overrides += ["data.train=[plain/rows.jsonl]", "data.eval=[plain/rows.jsonl]"]
+    losses = {}
+    for run, given in {"stored": [], "live": overrides}.items():
+        said = trainkit(places, "sft", "r.yaml", "--output-dir", run, *given, pictures=False)
+        assert said.code == 0, said.err
+        losses[run] = [
+            (row.get("loss"), row.get("eval_loss"), row.get("distill/agreement"))
+            for row in logged(places / run)
+        ]
+    assert len(losses["live"]) >= 4
+    for mine, theirs in zip(losses["stored"], losses["live"], strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one is other is None or one == pytest.approx(other, rel=1e-5)
+
+
+def test_a_resumed_run_has_the_same_bytes(places):
+    for run, options in {"whole": {}, "stopped": {"stop_at": 2}}.items():
+        trainkit(places, "sft", "r.yaml", "--output-dir", run, pictures=False, **options)
+    said = trainkit(places, "sft", "--resume", "stopped", pictures=False)
+    assert said.code == 0, said.err
+    name = "final/model.safetensors"
+    assert (places / "whole" / name).read_bytes() == (places / "stopped" / name).read_bytes()
+
+
+def test_a_sample_that_was_cut_is_refused(places):
+    rows = [json.loads(line) for line in (places / "rows.jsonl").read_text().splitlines()]
+    longest = max(len(row["input_ids"]) for row in rows)
+    change = [f"data.max_length={longest - 1}", "data.truncation=right", "data.max_dropped=90%"]
+    said = trainkit(places, "sft", "r.yaml", *change, pictures=False)
+    assert said.code == 2
+    assert "the teacher has spoken of" in said.err
+
+
+ROW = {
+    "input_ids": [1, 2, 3],
+    "labels": [-100, 2, 3],
+    "teacher_ids": [[2, 1], [3, 1]],
+    "teacher_logprobs": [[-0.1, -3.0], [-0.1, -3.0]],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"teacher_logprobs": [[-0.1], [-0.1]]}, "no_teacher"),
+        ({"teacher_logprobs": [[0.9, 0.1], [0.9, 0.1]]}, "no_teacher"),
+        ({"teacher_ids": [[2, 1]], "teacher_logprobs": [[-0.1, -3.0]]}, "no_teacher"),
+        ({"input_ids": None}, "no_tokens"),
+    ],
+    ids=["sound", "other shape", "probabilities", "a place is missing", "no answer"],
+)
+def test_rows_are_held_to_what_they_must_be(change, reason):
+    row = {**ROW, **change}
+    if reason is None:
+        assert read_row(row, "distilled").trained == (False, True, True)
+        return
+    with pytest.raises(RowError) as caught:
+        read_row(row, "distilled")
+    assert caught.value.reason == reason
+
+
+BASE = {"model": {"name_or_path": "m"}, "data": {"train": ["d.jsonl"]}, "objective": "distill"}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"distill": {"temperature": 2.0}}, "distill.temperature"),
+        ({"distill": {"teacher": "t", "jsd_share": 0.3}}, "distill.jsd_share"),
+        ({"objective": "sft", "distill": {"teacher": "t"}}, "distill"),
+        ({"parallel": {"shard": "zero3"}}, "objective"),
+        ({"training": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor"),
+        ({"preference": {"beta": 0.2}}, "preference"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_key(change, where):
+    with pytest.raises(RecipeError) as caught:
+        Recipe(**{**BASE, **change})
+    assert where in str(caught.value)
+
+
+def test_a_teacher_with_other_tokens_is_refused(places):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(places / "teacher")
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(places / "teacher")
+    change = ["distill={teacher: teacher}", "data.train=[asked.jsonl]", "data.eval=[]"]
+    change.append("training.eval_strategy=no")
+    said = trainkit(places, "sft", "r.yaml", *change, pictures=False)
+    assert said.code != 0
+    assert "'<extra>' is not the same" in said.err

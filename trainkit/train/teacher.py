@@ -1,0 +1,114 @@
+"""The teacher of a distillation: a second model, or what one has written into the rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainkit.data.fields import teacher_of
+from trainkit.data.files import read_rows
+from trainkit.data.formats import decode_row
+from trainkit.data.messages import RowError
+from trainkit.data.options import DataOptions
+from trainkit.errors import DataError, ModelError
+from trainkit.models.loading import load_tokenizer
+from trainkit.objectives.distill import ToldDataset
+from trainkit.objectives.objective import TrainingData
+from trainkit.train.hooks import Hook, LoopState
+from trainkit.train.model import build_model
+
+if TYPE_CHECKING:
+    from trainkit.train.run import Run
+
+
+def load_teacher(run: Run) -> Any:
+    """The model that ``distill.teacher`` names, frozen, with the run's attention and kernels.
+
+    Raises:
+        ModelError: its tokens are not the student's.
+    """
+    recipe, engine = run.recipe, run.layout.engine
+    assert recipe.distill is not None
+    source = recipe.model.replace(
+        name_or_path=recipe.distill.teacher,
+        revision=recipe.distill.teacher_revision,
+        dtype=recipe.distill.teacher_dtype or recipe.model.dtype,
+        gguf_file=None,
+        init="pretrained",
+        frozen=[],
+    )
+    own, theirs = run.tokenizer.get_vocab(), load_tokenizer(source).get_vocab()
+    if own != theirs:
+        other = next(iter(sorted(set(own.items()) ^ set(theirs.items()))))[0]
+        raise ModelError(
+            f"{source.name_or_path} has other tokens than the student: {other!r} is not the same",
+            where="distill.teacher",
+            fix="take a teacher of the same family, or train on its answers: trainkit generate",
+        )
+    built = build_model(
+        source,
+        attention=recipe.model.attn_implementation,
+        packing=recipe.data.packing,
+        lora=None,
+        quantize=None,
+        kernels=recipe.kernels,
+        reentrant=False,
+        device=engine.loading_device(run.args.device),
+    )
+    built.model.config.use_cache = False
+    size = built.num_parameters / 1e6
+    run.console.note(f"teacher: {source.name_or_path}, {size:.1f} M parameters")
+    return built.model.requires_grad_(False).eval()
+
+
+class ToldBefore(Hook):
+    """Before the first step, reads what the teacher has said from the files of the rows."""
+
+    def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
+        """Of all data."""
+        for data in (loop.train_data, loop.eval_data):
+            if data is not None:
+                _read(data)
+
+
+def _read(data: TrainingData) -> None:
+    """Fill `ToldDataset.stored`.
+
+    Raises:
+        DataError: a sample is not what its row was when the teacher spoke.
+    """
+    samples = data.samples
+    assert isinstance(samples, ToldDataset)
+    prepared, stored = samples.data, {}
+    said: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+    for number, part in enumerate(prepared.parts):
+        for file, path in enumerate(part.paths):
+            for row in read_rows(path, max_row_bytes=DataOptions().max_row_bytes):
+                try:
+                    said[number, file, row.line] = teacher_of(decode_row(row))
+                except RowError:
+                    continue  # in the ledger
+    width = 0
+    for index in range(len(prepared)):
+        number, place = prepared.find(index)
+        store = prepared.parts[number].store
+        found = said.get((number, int(store.file[place]), int(store.line[place])))
+        if found is None or len(found[0]) != int(store.num_trained[place]):
+            raise DataError(
+                f"the teacher has spoken of {0 if found is None else len(found[0])} tokens of "
+                f"{prepared.sample_id(index)}, and {int(store.num_trained[place])} are trained",
+                where="data.max_length",
+                fix="raise data.max_length, or write truncation: drop",
+            )
+        width = width or found[0].shape[1]
+        if found[0].shape[1] != width:
+            raise DataError(
+                f"{prepared.sample_id(index)} has {found[0].shape[1]} tokens at each place, and "
+                f"rows before it have {width}",
+                where="data.train",
+                fix="use files that were written with the same --logprobs",
+            )
+        stored[index] = found
+    samples.stored = stored
