@@ -1,6 +1,7 @@
 """Recipes of each objective: shipped ones train on a CPU, and `new` writes one for a model."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from commands import trainkit
@@ -8,9 +9,11 @@ from objectives.pair_cases import pair, rated
 from objectives.test_objectives_pairs import logged
 
 from trainkit.estimate.fitted import OBJECTIVES
+from trainkit.objectives.answers import wilson
 from trainkit.quickstart import make_assets
 from trainkit.recipe import load_recipe
 from trainkit.recipe.write import shipped_recipes
+from trainkit.train.evaluations import Displacement
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,66 @@ def test_new_writes_a_recipe_that_trains_as_it_is(objective, tmp_path, tiny_qwen
     changes = ["model.dtype=float32", "training.max_steps=1", "data.cache_dir=cache"]
     said = trainkit(tmp_path, "sft", "r.yaml", "--output-dir", "run", *changes, pictures=False)
     assert said.code == 0, said.err
+
+
+def test_report_card_and_comparison_show_what_the_objective_measures(assets):
+    for beta in ("0.1", "0.5"):
+        file = shipped_recipes()["quickstart-dpo"]
+        changes = ["model.name_or_path=quickstart/model", "training.max_steps=4"]
+        changes += [f"preference.beta={beta}", "training.eval_strategy=steps"]
+        changes += ["training.eval_steps=2", "training.report_to=none"]
+        run = assets / f"b{beta}"
+        said = trainkit(assets, "sft", "--config", file, "--output-dir", run, *changes)
+        assert said.code == 0, said.err
+    (run,) = assets.glob("b0.1")
+    last = [row for row in logged(run) if "eval_loss" in row][-1]
+    low, value, high = (last[f"eval_rewards/accuracies{end}"] for end in ("_low", "", "_high"))
+    assert 0 <= low < value < high <= 1
+    shown = f"{value:.3f} [{low:.3f}, {high:.3f}]"
+    assert shown in (run / "report.html").read_text()
+    assert shown in (run / "README.md").read_text()
+    pictures = {path.stem for path in (run / "plots").glob("*.png")}
+    assert {"reward_margins", "reward_accuracies", "logps", "evaluations"} <= pictures
+    said = trainkit(assets, "compare", "b0.1", "b0.5")
+    assert said.code == 0, said.err
+    assert shown in said.out
+    assert "preference.beta: 0.1 | 0.5" in said.out
+
+
+def test_the_interval_of_a_share_is_wilsons():
+    from scipy.stats import binomtest
+
+    for right, count in ((0, 5), (3, 5), (63, 100), (100, 100)):
+        wanted = binomtest(right, count).proportion_ci(method="wilson")
+        assert wilson(right, count) == pytest.approx((wanted.low, wanted.high), abs=1e-12)
+
+
+def test_falling_answers_are_warned_of_once():
+    said = []
+    loop = SimpleNamespace(run=SimpleNamespace(console=SimpleNamespace(warn=said.append)))
+    hook = Displacement()
+    for better, worse in [(0.1, -0.1)] * 12 + [(-0.1, 0.1)] * 12:
+        hook.on_log(loop, {"logps/chosen_change": better, "logps/rejected_change": worse})
+    assert not said
+    for _ in range(30):
+        hook.on_log(loop, {"logps/chosen_change": -0.1, "logps/rejected_change": -0.3})
+        hook.on_log(loop, {"eval_loss": 1.0})
+    assert len(said) == 1
+    assert "0.100 nats a token" in said[0]
+
+
+def test_an_estimate_counts_both_answers_and_says_what_it_leaves_out(tmp_path):
+    found = {}
+    for objective in ("sft", "orpo", "distill"):
+        text = f"objective: {objective}\nmodel: {{name_or_path: Qwen/Qwen2.5-7B-Instruct}}\n"
+        text += "data: {train: [d.jsonl], max_length: 512, packing: true}\n"
+        (tmp_path / "r.yaml").write_text(text)
+        said = trainkit(tmp_path, "estimate", "r.yaml", "--gpu", "h100", "--json")
+        assert said.code == 0, said.err
+        found[objective] = said.out
+    seconds = {name: json.loads(said)["step_seconds"] for name, said in found.items()}
+    assert seconds["orpo"] > 1.5 * seconds["sft"]
+    assert "a teacher's weights" in found["distill"]
 
 
 def test_a_method_that_is_not_one_is_refused_with_those_that_are(tmp_path):

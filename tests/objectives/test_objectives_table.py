@@ -20,7 +20,7 @@ from ranks import run_ranks
 from trainkit.data.formats import FORMATS
 from trainkit.errors import DataError, RecipeError
 from trainkit.objectives.objective import Step
-from trainkit.objectives.table import OBJECTIVES, SFT, formats_of
+from trainkit.objectives.table import OBJECTIVES, SFT, formats_of, objective_of
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +201,8 @@ def test_sft_does_not_guess_at_pairs(tmp_path):
 
 
 def test_every_format_has_an_objective_that_takes_it():
-    taken = frozenset[str]().union(*map(formats_of, OBJECTIVES.values()))
+    rows = (*OBJECTIVES.values(), objective_of("distill"))
+    taken = frozenset[str]().union(*map(formats_of, rows))
     assert taken == set(FORMATS)
     assert "pairs" not in formats_of(SFT)
     assert formats_of(PREFERENCE) == {"pairs"}

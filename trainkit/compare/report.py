@@ -7,7 +7,7 @@ from typing import Any
 
 from trainkit.compare.runs import ComparedRun
 from trainkit.compare.verdicts import Verdict
-from trainkit.run.metrics import format_count, format_duration, format_loss
+from trainkit.run.metrics import format_count, format_duration, format_judged, format_loss
 from trainkit.run.report import parts
 from trainkit.terminal import visible
 
@@ -25,7 +25,9 @@ def benchmarks(runs: Sequence[ComparedRun]) -> list[tuple[str, ...]]:
         return f"{row['value']:.4f}" + ("" if stderr is None else f" +-{stderr:.4f}")
 
     names = dict.fromkeys(name for run in runs for name in run.scores)
-    return [(name, *(shown(run.scores.get(name)) for run in runs)) for name in names]
+    rows = [(name, *(shown(run.scores.get(name)) for run in runs)) for name in names]
+    own = dict.fromkeys(name for run in runs for name in run.held_out)
+    return rows + [(name, *(format_judged(run.held_out.get(name)) for run in runs)) for name in own]
 
 
 def figures(run: ComparedRun) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainkit.errors import RunDirectoryError
 from trainkit.run.files import read_record
-from trainkit.run.metrics import as_float, read_scores
+from trainkit.run.metrics import as_float, judged_figures, read_scores
 from trainkit.run.plot import read_rows, seconds_spent
 from trainkit.run.status import read_status
 
@@ -70,6 +70,7 @@ class ComparedRun:
         answers: whether each held-out question was answered right, by question.
         texts: the answers themselves, by question.
         scores: of benchmarks, by task and metric.
+        held_out: what else the objective has measured in its last evaluation, and its interval.
     """
 
     path: Path
@@ -85,6 +86,7 @@ class ComparedRun:
     answers: Mapping[str, bool] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     scores: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    held_out: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -108,6 +110,7 @@ class ComparedRun:
             "peak_memory_gib": self.peak_memory_gib,
             "step_seconds": self.step_seconds,
             "accuracy": right / len(self.answers) if self.answers else None,
+            "held_out": {name: value for name, (value, *_) in self.held_out.items()},
             "scores": {name: score["value"] for name, score in self.scores.items()},
         }
 
@@ -159,6 +162,7 @@ def read_run(path: Path, values: Mapping[str, Any]) -> ComparedRun:
         data_digest=json.dumps(sorted(files)) if files else None,
         answers=answers,
         texts=texts,
+        held_out=judged_figures(rows),
         scores={f"{row['task']}/{row['metric']}": row for row in read_scores(path)},
     )
 

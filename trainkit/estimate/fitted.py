@@ -15,7 +15,7 @@ from trainkit.estimate.gpus import Gpu
 from trainkit.estimate.job import ModelShape
 from trainkit.estimate.recipe import plan_of, replanning
 from trainkit.estimate.shape import NAMED, find_config, from_config
-from trainkit.options.training import COMPARING
+from trainkit.options.training import PAIRED
 from trainkit.places import local_path
 from trainkit.recipe.document import parse_override
 from trainkit.recipe.load import load_recipe
@@ -222,7 +222,7 @@ def _of_objective(method: str) -> tuple[dict[str, Any], dict[str, str]]:
         values |= {key: value for key, (value, _) in own.items()}
         comments |= {key: said for key, (_, said) in own.items()}
         comments["objective"] = "what is optimised; its rows: docs/guides/preferences.md"
-    if method in COMPARING - {"kto"}:
+    if method in PAIRED:
         values["training.per_device_train_batch_size"] = 2
         comments["training.per_device_train_batch_size"] = "rows of pairs, each twice as long"
     return values, comments

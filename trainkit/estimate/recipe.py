@@ -19,6 +19,7 @@ from trainkit.estimate.shape import find_shape
 from trainkit.options import Fp8Options, LoraOptions, RecomputeOptions
 from trainkit.options.optimizers import optimizer_row
 from trainkit.options.parallel import ParallelOptions
+from trainkit.options.training import PAIRED
 from trainkit.parallel.pipeline.share import Share
 from trainkit.parallel.strategies import strategy_for
 from trainkit.recipe import LoadedRecipe, Recipe, resolve_accumulation
@@ -57,10 +58,11 @@ def plan_of(recipe: Recipe, gpus: int, shape: ModelShape | None = None) -> Plan:
     dtype = "bfloat16" if recipe.model.dtype == "auto" else recipe.model.dtype
     row = optimizer_row(training.get("optim"))
     part = split(shape, recipe.parallel.tensor)
+    packs, together = recipe.data.packing, 2 if recipe.objective in PAIRED else 1
     plan = Plan(
         shape=shape,
-        batch_size=int(training.get(_ROWS, MICRO_BATCH)),
-        length=recipe.data.max_length,
+        batch_size=int(training.get(_ROWS, MICRO_BATCH)) * (1 if packs else together),
+        length=recipe.data.max_length * (together if packs else 1),
         accumulation=resolve_accumulation(recipe, data_ranks),
         sequence=sequence,
         tensor=recipe.parallel.tensor,
@@ -178,6 +180,18 @@ def notes_of(recipe: Recipe, plan: Plan) -> list[str]:
     return found
 
 
+_NO_REFERENCE = "the time in which a reference is asked is left out"
+_LEFT_OUT = {
+    "dpo": _NO_REFERENCE,
+    "kto": f"{_NO_REFERENCE}, and the pass over foreign answers",
+    "orpo": "of a trained head the second product over the vocabulary is left out",
+    "simpo": "of a trained head the second product over the vocabulary is left out",
+    "reward": "it takes less: its head has one output",
+    "distill": "a teacher's weights, and logits of both models at once, are left out",
+}
+"""What the estimate does not know of an objective."""
+
+
 def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
     """What of a recipe the estimate leaves out; with such a part it refuses nothing."""
     found = []
@@ -190,7 +204,9 @@ def uncounted(recipe: Recipe, shape: ModelShape) -> list[str]:
     if recipe.model.attn_implementation == "eager":
         found.append("model.attn_implementation: eager is not counted: it keeps all scores")
     if recipe.objective != "sft":
-        found.append(f"counted as sft; objective {recipe.objective} may keep more")
+        found.append(
+            f"objective {recipe.objective} is counted as sft: {_LEFT_OUT[recipe.objective]}"
+        )
     return found
 
 

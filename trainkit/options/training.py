@@ -36,6 +36,9 @@ ObjectiveName = Annotated[
 COMPARING = frozenset({"dpo", "orpo", "simpo", "kto", "reward"})
 """The objectives that `preference:` is of."""
 
+PAIRED = COMPARING - {"kto"}
+"""Those whose items are two answers to a prompt."""
+
 REFERRING = frozenset({"dpo", "kto"})
 """Those that compare with the model before training."""
 

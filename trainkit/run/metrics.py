@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path
@@ -311,3 +311,30 @@ def format_duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+JUDGED = (
+    *("rewards/accuracies", "rewards/margins", "logps/chosen_change", "kl"),
+    *("distill/divergence", "distill/agreement"),
+)
+"""What an objective's evaluation is read by, besides its loss; without ``eval_``."""
+
+
+def judged_figures(rows: Iterable[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Those of the last evaluation that has any: the value, and its interval if there is one."""
+    found: dict[str, tuple[float, ...]] = {}
+    for row in rows:
+        for name in JUDGED:
+            given = [as_float(row.get(f"eval_{name}{end}")) for end in ("", "_low", "_high")]
+            known = tuple(value for value in given if value is not None)
+            if given[0] is not None and len(known) in (1, 3):
+                found[name] = known
+    return found
+
+
+def format_judged(figure: Sequence[float] | None) -> str:
+    """``0.631 [0.610, 0.652]``."""
+    if figure is None:
+        return ""
+    interval = "" if len(figure) == 1 else f" [{figure[1]:.3f}, {figure[2]:.3f}]"
+    return f"{figure[0]:.3f}{interval}"

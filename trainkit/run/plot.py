@@ -71,6 +71,14 @@ CURVES = (
     Curve("router_loss", "router_loss", "Routers' loss", "times its factor, in the loss"),
     Curve("mfu", "mfu", "Model FLOPs utilisation", "share of the peak", from_zero=True),
 )
+OF_OBJECTIVES = (
+    Curve("reward_margins", "rewards/margins", "Reward margin", "better less worse answer"),
+    Curve("reward_accuracies", "rewards/accuracies", "Preference accuracy", "share of pairs"),
+    Curve("divergence", "distill/divergence", "Divergence from the teacher", "nats per token"),
+)
+"""Those that some objectives have."""
+PER_TOKEN = Curve("logps", "logps/", "Log-probabilities of answers", "nats per token")
+"""Of better and worse answers together: both falling is a model that moves away from both."""
 BY_SOURCE = Curve("loss_by_source", "loss/", "Loss by source", "nats per trained token")
 """Its key is the beginning of the keys of its lines."""
 MEASURED = Curve("evaluations", "eval_", "Evaluations", "score", False)
@@ -167,9 +175,14 @@ class History:
     def lines(self, curve: Curve) -> list[str]:
         """The metrics with a curve of their own in one picture, in order of appearance."""
         found = [key for key in self._columns if key.startswith(curve.key) and "/" in key]
+        if curve is PER_TOKEN:
+            found = [key for key in found if key.endswith("_per_token")]
         if curve is MEASURED:  # counts are always the same
             others = (f"{MEASURED.key}{BY_SOURCE.key}", f"{MEASURED.key}num_")
             found = [key for key in found if not key.startswith(others)]
+            own = ("eval_rewards/", "eval_logps/", "eval_lengths/", "eval_distill/")
+            kept = "eval_rewards/accuracies"
+            found = [key for key in found if key == kept or not key.startswith(own)]
         return [key for key in found if len(self.series(key)) > 1]
 
 
@@ -291,8 +304,11 @@ def svg_plots(run: RunDirectory, history: History | None = None) -> list[tuple[s
 
 def _pictures(run: RunDirectory, history: History) -> Iterator[tuple[Curve, Any]]:
     """A figure for every curve; the files and the report hold the same ones."""
-    drawn = [curve for curve in CURVES if len(history.series(curve.key)) > 1]
-    several = [curve for curve in (BY_SOURCE, MEASURED, *EXPERTS) if history.lines(curve)]
+    every = (*CURVES[:1], *OF_OBJECTIVES, *CURVES[1:])
+    drawn = [curve for curve in every if len(history.series(curve.key)) > 1]
+    several = [
+        curve for curve in (BY_SOURCE, PER_TOKEN, MEASURED, *EXPERTS) if history.lines(curve)
+    ]
     for curve in [*drawn[:1], *several, *drawn[1:]]:
         if curve.name not in history.figures:
             figure, (axes,) = _figure(1)
@@ -347,7 +363,7 @@ def _panels(paths: Sequence[Path]) -> list[tuple[Curve, list[Series], str]]:
     # Two ways to the same loss differ in time, not in steps.
     minutes = [History(by_minutes(each)) for each in rows]
     wanted = [(LOSS, steps, "step"), (LOSS, minutes, "minutes in training steps")]
-    others = [curve for curve in (EVAL_LOSS, *CURVES[2:]) if curve.name != "mfu"]
+    others = [curve for curve in (EVAL_LOSS, *OF_OBJECTIVES, *CURVES[2:]) if curve.name != "mfu"]
     wanted += [(curve, steps, "step") for curve in others]
     panels = [(curve, [each.series(curve.key) for each in of], by) for curve, of, by in wanted]
     panels = [panel for panel in panels if any(len(each) > 1 for each in panel[1])]

@@ -37,8 +37,10 @@ from trainkit.run.metrics import (
     SCORE_HEAD,
     format_count,
     format_duration,
+    format_judged,
     format_loss,
     format_number,
+    judged_figures,
     read_metrics,
     read_scores,
     score_cells,
@@ -199,6 +201,8 @@ def headline_figures(
         found.append(("training loss", f"{begun} → {ended}"))
     if evaluated := history.series("eval_loss").values:
         found.append(("evaluation loss", format_loss(evaluated[-1])))
+    for name, figure in judged_figures(history.evaluations).items():
+        found.append((f"{name}, held out", format_judged(figure)))
     if last:
         found.append(("steps", f"{max(history.last_step, run.status().last_step or 0):,}"))
         if last.get("epoch") is not None:
@@ -288,6 +292,10 @@ def model_card(
         figures.append(("training loss", f"{format_loss(losses[0])} -> {format_loss(losses[-1])}"))
     if evaluated:
         figures.append(("evaluation loss", format_loss(evaluated[-1])))
+    figures += [
+        (f"{name}, held out", format_judged(figure))
+        for name, figure in judged_figures(metrics).items()
+    ]
     answers, data = read_json(run.generation_eval), read_json(run.data)
     if isinstance(answers, dict) and {"accuracy", "num_total"} <= answers.keys():
         share = f"{answers['accuracy']:.1%} of {answers['num_total']}"

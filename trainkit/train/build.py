@@ -50,7 +50,7 @@ from trainkit.train.callbacks import (
     StopOnRequest,
 )
 from trainkit.train.checkpoints import CheckpointWriter, written_together
-from trainkit.train.evaluations import Evaluations, LookAhead, StopEarly
+from trainkit.train.evaluations import Displacement, Evaluations, LookAhead, StopEarly
 from trainkit.train.experts import ExpertsTrain
 from trainkit.train.faults.numbers import WEIGHTS, NumberError, NumberPolicy, folder_of
 from trainkit.train.faults.signals import (
@@ -385,6 +385,7 @@ def hooks_of(run: Run, dry: OneStep | None = None) -> list[Hook]:
 
             hooks += try_hooks(run)  # after the record of this start
         hooks.append(MarkProgress())
+    hooks += [Displacement()] if recipe.objective in REFERRING and run.process.is_main else []
     hooks += [LookAhead()] if run.data.objective.looks_ahead else []
     hooks += [EmbeddingNoise()] if args.neftune_noise_alpha is not None else []
     measured = []

@@ -243,6 +243,34 @@ class LookAhead(Hook):
         look_ahead(loop, micro)
 
 
+class Displacement(Hook):
+    """Warns once where both answers of pairs have become less likely than they were before."""
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[float, float]] = []
+        self._is_said = False
+
+    def on_log(self, loop: LoopState, row: dict[str, Any]) -> None:
+        """Look at the last rows together: one has few pairs."""
+        keys = [f"logps/{side}_change" for side in ("chosen", "rejected")]
+        if self._is_said or not all(key in row for key in keys):
+            return
+        self._changes = [*self._changes[1 - _ROWS :], (row[keys[0]], row[keys[1]])]
+        better, worse = (sum(each) / len(each) for each in zip(*self._changes, strict=True))
+        if len(self._changes) == _ROWS and better < -_FALLEN and worse < 0:
+            self._is_said = True
+            loop.run.console.warn(
+                f"both answers become less likely: over the last {_ROWS} logged rows the better "
+                f"ones by {-better:.3f} nats a token, the worse ones by {-worse:.3f}; a lower "
+                "training.learning_rate or a larger preference.beta holds the model closer to "
+                "what it was"
+            )
+
+
+_ROWS, _FALLEN = 10, 0.02
+"""So many rows, and how far down the better answers may be."""
+
+
 class StopEarly(Hook):
     """Ends training when the figure that the best model is judged by gets no better.
 
