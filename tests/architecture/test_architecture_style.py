@@ -33,7 +33,7 @@ def test_files_and_functions_stay_short(path):
 
 BUDGET = {
     "trainkit": {"files": 372, "code": 60_100, "words": 13_350},
-    "tests": {"code": 39_400},
+    "tests": {"code": 39_900},
     "scripts": {"code": 1_000},
     "benchmarks": {"code": 2_180},
 }
