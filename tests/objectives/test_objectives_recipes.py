@@ -73,7 +73,8 @@ def test_report_card_and_comparison_show_what_the_objective_measures(assets):
         changes += [f"preference.beta={beta}", "training.eval_strategy=steps"]
         changes += ["training.eval_steps=2", "training.report_to=none"]
         run = assets / f"b{beta}"
-        said = trainkit(assets, "sft", "--config", file, "--output-dir", run, *changes)
+        given = ("--config", file, "--output-dir", run, *changes)
+        said = trainkit(assets, "sft", *given, pictures=True)
         assert said.code == 0, said.err
     (run,) = assets.glob("b0.1")
     last = [row for row in logged(run) if "eval_loss" in row][-1]
