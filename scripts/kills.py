@@ -40,14 +40,18 @@ from moments import PLAN, Kill, arm, children, differences, digest_of, plan_of  
 
 MODEL = "model: {name_or_path: m, dtype: bfloat16}\n"
 LORA = MODEL + "lora: {r: 4, dropout: 0.1}\n"
+MOE = MODEL.replace("path: m", "path: moe")
 KINDS = {
     "full-fp32": MODEL.replace("bfloat16", "float32"),
     "full-bf16": MODEL,
     "lora-bf16": LORA,
     "streaming": LORA,
+    "moe-full": MOE,
+    "moe-lora": MOE + "lora: {r: 4, experts_r: 8}\n",
+    "moe-qlora": MOE + "lora: {r: 4, quantize: nf4}\n",
     "qlora": MODEL + "lora: {r: 4, quantize: nf4}\n",
 }
-"""What is trained; qlora wants a GPU."""
+"""What is trained; qlora wants a GPU. Of moe, every expert with the rest."""
 SPREADS = {"one": 1, "ddp": 2, "zero1": 2, "zero2": 2, "zero3": 2, "fsdp2": 2}
 """Processes."""
 DATA = "data: {{train: [d.jsonl], max_length: 64, packing: false, cache_dir: {cache}{stream}}}\n"
@@ -221,10 +225,12 @@ def prepare(folder: Path) -> None:
     maker = os.fork()  # threads of torch's must not be there when a start is forked
     if maker == 0:
         from tiny import make_qwen2, make_tokenizer
+        from train.router_cases import make_moe
 
         tokenizer = make_tokenizer()
-        make_qwen2(len(tokenizer)).save_pretrained(folder / "m")
-        tokenizer.save_pretrained(folder / "m")
+        for name, make in (("m", make_qwen2), ("moe", make_moe)):
+            make(len(tokenizer)).save_pretrained(folder / name)
+            tokenizer.save_pretrained(folder / name)
         os._exit(0)
     os.waitpid(maker, 0)
     with (folder / "d.jsonl").open("w") as file:
@@ -283,7 +289,7 @@ def main() -> int:
                 continue
             folder = Path(scratch, name.replace("/", "-"))
             folder.mkdir()
-            for source in ("m", "d.jsonl"):
+            for source in ("m", "moe", "d.jsonl"):
                 (folder / source).symlink_to(f"../{source}")
             row = rows.setdefault((name, starts), Row(name, starts))
             cell = Cell(row, folder, options.set)
