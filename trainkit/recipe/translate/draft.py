@@ -214,6 +214,8 @@ class Draft:
 
     def _named(self, words: str) -> tuple[str, bool]:
         """Our words as theirs, with their values, and whether their file gives one of them."""
+        if words.startswith("--"):  # of the launcher
+            return words, True
         names, is_given = [], False
         for word in words.split():
             keys = [key for key in (*self.keys.get(word, ()), word) if key in self.given]
