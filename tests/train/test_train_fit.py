@@ -134,6 +134,7 @@ def test_a_rank_that_no_layer_can_use_is_refused():
     "override",
     [
         "training.learning_rate=2e4",
+        "training.learning_rate=0",
         "training.warmup_steps=500",
         "lora.lora_plus_ratio=1e7",
         "lora.alpha=1e9",

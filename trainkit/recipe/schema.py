@@ -426,6 +426,13 @@ def _of_steps(recipe: Recipe) -> Iterator[Broken]:
         )
     name = optimizer_row(training.get("optim")).name
     rate, plus = training.get("learning_rate", 5e-5), lora and lora.lora_plus_ratio
+    if rate == 0:
+        yield (
+            "training.learning_rate",
+            "with a learning rate of 0 no weight would change",
+            "1.0e-5 is usual for all weights, 1.0e-4 for adapters; trainkit eval measures without "
+            "training",
+        )
     rates = {"training.learning_rate": rate, "lora.lora_plus_ratio": rate * (plus or 0)}
     for key, value in rates.items():  # the sign of an exponent was lost; sgd's steps are gradients
         if value > 1 and name != "sgd":

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from trainkit.errors import RunDirectoryError
 from trainkit.places import checkpoints_in, step_of
 from trainkit.redact import REDACTED, redact, redact_argv
@@ -72,16 +74,15 @@ def read_starts(run: RunDirectory) -> list[Start]:
     """
     if not run.changes.is_file():
         return []
-    names = {field.name for field in dataclasses.fields(Start)}
+    shape = TypeAdapter(Start)
     lines = run.changes.read_text(encoding="utf-8", errors="replace").split("\n")
     starts = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
-            row = json.loads(line)
-            known = {key: value for key, value in row.items() if key in names}
-        except (ValueError, AttributeError, RecursionError) as error:
+            starts.append(shape.validate_json(line, strict=True))
+        except ValueError as error:
             if number == len(lines):  # no newline behind it
                 break
             raise RunDirectoryError(
@@ -89,8 +90,6 @@ def read_starts(run: RunDirectory) -> list[Start]:
                 where=str(run.changes),
                 fix="give the recipe with --config and every override again, without this file",
             ) from error
-        lists = {key: tuple(value) for key, value in known.items() if isinstance(value, list)}
-        starts.append(Start(**{**known, **lists}))
     return starts
 
 
