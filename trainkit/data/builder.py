@@ -72,7 +72,7 @@ class Draft:
     trained: frozenset[int]
     counts: Counter[str]
 
-    @property
+    @functools.cached_property
     def images(self) -> tuple[Image, ...]:
         """Those of its turns, in order."""
         return tuple(image for each in self.conversation.messages for image in each.images)

@@ -6,7 +6,6 @@ middle) is found when the pixels are read.
 
 import base64
 import binascii
-import hashlib
 import io
 import os
 import stat
@@ -19,6 +18,7 @@ from typing import NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
+import xxhash
 from PIL import Image as Pil
 from PIL import ImageOps, UnidentifiedImageError
 
@@ -133,7 +133,7 @@ class Image(NamedTuple):
 
 def digest_of(data: bytes) -> int:
     """63 bits that tell one image from another."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+    return int(xxhash.xxh3_64_intdigest(data)) >> 1
 
 
 def find(source: str | bytes, folders: tuple[Path, ...]) -> tuple[str, bytes]:
