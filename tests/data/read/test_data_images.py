@@ -545,3 +545,83 @@ def test_read_bytes_are_whole(folder, qwen):
     make_image(20, 30).save(stream, "PNG")
     data, _ = prepared(folder, [ask("<image>?", images=["a.png"])], qwen)
     assert data[0]["images"][0].read() == (folder / "a.png").read_bytes()
+
+
+# -- templates as models bring them ----------------------------------------------------------------
+
+
+SMOL = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}"
+    "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+GEMMA = (
+    "{%- for message in messages -%}"
+    "{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{ raise_exception('roles must alternate') }}{%- endif -%}"
+    "{%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}"
+    "{{ '<|im_start|>' + role + '\n' }}"
+    "{%- if message['content'] is string -%}{{ message['content'] | trim }}"
+    "{%- else -%}{%- for item in message['content'] -%}"
+    "{%- if item['type'] == 'image' -%}{{ '<start_of_image>' }}"
+    "{%- elif item['type'] == 'text' -%}{{ item['text'] | trim }}{%- endif -%}{%- endfor -%}"
+    "{%- endif -%}{{ '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>model\n' }}{%- endif -%}"
+)
+QWEN = (
+    "{% set image_count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
+    "{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}"
+    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}"
+    "<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PIXTRAL = (
+    "{{- '<|im_start|>' }}{%- for message in messages %}{%- if message['role'] == 'user' %}"
+    "{{- '[INST]' }}{%- if message['content'] is not string %}"
+    "{%- for chunk in message['content'] %}{%- if chunk['type'] == 'text' %}"
+    "{{- chunk['text'] }}{%- elif chunk['type'] == 'image' %}{{- '[IMG]' }}{%- endif %}"
+    "{%- endfor %}{%- else %}{{- message['content'] }}{%- endif %}{{- '[/INST]' }}"
+    "{%- elif message['role'] == 'assistant' %}"
+    "{%- if message['content'] is string %}{{- message['content'] }}"
+    "{%- else %}{{- message['content'][0]['text'] }}{%- endif %}{{- '<|im_end|>' }}"
+    "{%- endif %}{%- endfor %}"
+)
+PUBLISHED = {"idefics3": SMOL, "gemma3": GEMMA, "qwen2_5_vl": QWEN, "mistral3": PIXTRAL}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_answers_are_found_in_published_templates(model_type, folder):
+    """With images before, between and behind words, alone in a turn, and with blanks around."""
+    vision = vision_for(model_type)
+    vision.tokenizer.chat_template = PUBLISHED[model_type]
+    image = part("image", path="a.png")
+    asked = [
+        [image, part("text", text="\nWhat is it? ")],
+        [part("text", text="What is "), image, part("text", text=" this?")],
+        [part("text", text="Look: "), image],
+        [image, image],
+        [image],
+        "No image",
+    ]
+    rows = [
+        {"messages": [*ask(one)["messages"], *ask(two)["messages"]]}
+        for one in asked
+        for two in asked
+    ]
+    data, dropped = prepared(folder, rows, vision)
+    assert dropped == []
+    for index, row in enumerate(rows):
+        sample = data[index]
+        turns = [turn["content"] for turn in row["messages"] if turn["role"] == "user"]
+        wanted = sum(one is image for turn in turns for one in turn)
+        assert names(sample) == ["a.png"] * wanted
+        trained = vision.tokenizer.decode(sample["input_ids"][sample["loss_mask"] > 0])
+        assert trained.replace(" ", "").replace("\n", "") == "Yes.<|im_end|>" * 2
