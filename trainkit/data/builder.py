@@ -127,7 +127,8 @@ class Drafter:
             find = functools.partial(find_preserving, self.finder)
         masked = find(conversation, others)
         if self.vision is not None:
-            self.vision.refuse_unprinted(masked.text, conversation)
+            wanted = sum(len(message.images) for message in conversation.messages)
+            self.vision.refuse_unprinted(masked.text, wanted)
         if self.options.append_eos:
             masked = self._with_eos(masked, others)
         counts: Counter[str] = Counter()

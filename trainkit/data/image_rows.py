@@ -5,8 +5,10 @@ bring its image along; ``<image>`` in a text, or a part without one, takes the n
 ``images``. Rows with images and no placeholder have them before the user's first words.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from trainkit.data import fields
@@ -163,6 +165,35 @@ def attach(parsed: ParsedRow, found: Found) -> ParsedRow:
         messages[turn] = replace(messages[turn], images=tuple(images[:count]))
         images = images[count:]
     return replace(parsed, messages=tuple(messages))
+
+
+def located(conversation: Conversation, folder: Path) -> Conversation:
+    """The same with images as whole paths and URIs, which any directory can read."""
+
+    def whole(source: Source) -> str:
+        if isinstance(source, bytes):
+            return f"data:;base64,{base64.b64encode(source).decode()}"
+        is_path = "://" not in source and not source.startswith("data:")
+        return str(folder / Path(source).expanduser()) if is_path else source
+
+    turns = conversation.messages
+    if not any(turn.images for turn in turns):
+        return conversation
+    moved = (replace(turn, images=tuple(map(whole, turn.images))) for turn in turns)
+    return replace(conversation, messages=tuple(moved))
+
+
+def content_of(message: Message) -> str | list[dict[str, str]]:
+    """The content of a message as a row has it: parts, where it has images."""
+    if not message.images:
+        return message.content
+    first, *others = message.content.split(IMAGE)
+    parts = [{"type": "text", "text": first}] if first else []
+    for source, text in zip(message.images, others, strict=True):
+        key = "url" if source.startswith("data:") else "path"
+        parts.append({"type": "image", key: source})
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
 
 
 def _in_front(messages: Sequence[Message], count: int) -> list[Message]:

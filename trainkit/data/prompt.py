@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from trainkit.data.encode import Encoder
 from trainkit.data.formats import parse_messages
+from trainkit.data.images import Image
 from trainkit.data.masking import preserved_prompt
 from trainkit.data.messages import Conversation, Row, RowError, TokenRow, join_users
 from trainkit.data.options import DataOptions
 from trainkit.data.template import ByVariables, ChatTemplate
+from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import DataError
 
 
@@ -21,16 +24,22 @@ class PromptRenderer:
     Args:
         tokenizer: a fast one.
         options: the same as in training, so that dates, templates and escapes are the same.
+        vision: how the model takes images, or why none are read for it; None of a model of text.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: DataOptions | None = None,
+        vision: Vision | NoVision | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._options = options or DataOptions()
         self._encoder = Encoder(tokenizer)
+        self._vision = vision
+        words = vision.words if isinstance(vision, Vision) else frozenset()
         self._templates = ByVariables(
-            tokenizer, self._options, lambda own: ChatTemplate(tokenizer, own)
+            tokenizer, self._options, lambda own: ChatTemplate(tokenizer, own, words)
         )
 
     def text(self, row: Row) -> str:
@@ -93,10 +102,37 @@ class PromptRenderer:
             if largest >= size:
                 raise DataError(f"token id {largest}, but the tokenizer has {size} tokens")
             return list(row.input_ids)
+        if images := self.images(row):
+            assert isinstance(self._vision, Vision)
+            text = self.text(row)
+            try:
+                self._vision.refuse_unprinted(text, len(images))
+                encoded = self._vision.encode(self._encoder, text, [], images)
+            except RowError as error:
+                raise DataError(error.detail, where="messages") from error
+            return [int(token) for token in encoded.input_ids]
         plain = not isinstance(row, Conversation)
         (encoded,) = self._encoder.encode([self.text(row)], [[]], add_special_tokens=plain)
         ids = [int(token) for token in encoded.input_ids]
         return self._without_end(ids) if plain else ids
+
+    def images(self, row: Row) -> tuple[Image, ...]:
+        """Those of a row, in order.
+
+        Raises:
+            DataError: one cannot be read, or the model takes none.
+        """
+        if not isinstance(row, Conversation) or not any(turn.images for turn in row.messages):
+            return ()
+        if not isinstance(self._vision, Vision):
+            none = self._vision or NoVision("text", "it takes none", "ask a model that sees")
+            error = none.error("messages")
+            raise DataError(error.what, where=error.where, fix=error.fix)
+        try:
+            seen, _ = self._vision.load_all(row, Path(), self._options.images)
+        except RowError as error:
+            raise DataError(error.detail, where="messages") from error
+        return tuple(image for turn in seen.messages for image in turn.images)
 
     def _without_end(self, ids: list[int]) -> list[int]:
         """A plain text as training begins it: one bos, and no eos, which would end it here."""

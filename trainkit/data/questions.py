@@ -23,6 +23,7 @@ from trainkit.data.files import (
     resolve_files,
 )
 from trainkit.data.formats import FORMATS, UNREAD, decode_row, read_row
+from trainkit.data.image_rows import located
 from trainkit.data.messages import (
     Comparison,
     Conversation,
@@ -63,12 +64,14 @@ class QuestionOptions:
         system: goes before conversations that have no system prompt.
         plain_prompts: a lone ``prompt`` is a text that goes on (as after training on texts with
             completions), and not the message of a user.
+        images: questions may have some; whoever asks knows whether the model sees.
     """
 
     format: str = "auto"
     columns: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     plain_prompts: bool = False
+    images: bool = False
 
 
 def read_questions(path: str, options: QuestionOptions | None = None) -> list[Question]:
@@ -90,7 +93,7 @@ def read_questions(path: str, options: QuestionOptions | None = None) -> list[Qu
             try:
                 fields_, parsed = row if isinstance(row, tuple) else read_question(row, options)
                 if isinstance(parsed, Conversation):
-                    parsed = _with_system(parsed, options.system)
+                    parsed = located(_with_system(parsed, options.system), file.absolute().parent)
                 elif options.system is not None:
                     raise RowError("no_conversation", "a plain text has no system prompt")
             except RowError as error:
@@ -187,7 +190,7 @@ def question_of(parsed: ParsedRow) -> Row:
 
 def _parse(row: Any, options: QuestionOptions) -> ParsedRow:
     """Parse a row; an answer that is not there yet is put in and cut off later."""
-    parsed = read_row(row, options.format, options.columns, asks=True)
+    parsed = read_row(row, options.format, options.columns, asks=True, images=options.images)
     is_message = options.format == "auto" and not options.plain_prompts
     if is_message and isinstance(parsed, TextRow) and parsed.text is UNREAD:
         return Conversation((Message("user", parsed.prompt),))

@@ -244,14 +244,13 @@ class Vision:
         """What stands for an image of a size."""
         return _EXPAND[self.family.processor](self, height, width)
 
-    def refuse_unprinted(self, text: str, conversation: Conversation) -> None:
+    def refuse_unprinted(self, text: str, wanted: int) -> None:
         """Refuse a rendering with other markers than images.
 
         Raises:
             RowError: the template leaves an image out, or a text has the marker.
         """
         printed = text.count(self.marker)
-        wanted = sum(len(message.images) for message in conversation.messages)
         if printed != wanted:
             what = f"the chat template prints {printed} times {self.marker} for {wanted} images"
             raise RowError("image_placeholder", what)
@@ -386,6 +385,13 @@ class Vision:
                     where=image.path or "an image that the rows hold",
                     fix="keep the processor's settings as they were, or start another run",
                 )
+
+    @property
+    def kinds(self) -> str | None:
+        """What says, for each token, whether it stands for an image, where a model generates."""
+        return {"patches": "mm_token_type_ids", "fixed": "token_type_ids"}.get(
+            self.family.processor
+        )
 
     def positions(self, ids: np.ndarray, images: Sequence[Image]) -> np.ndarray:
         """(4, S) of one sample: the place of each token, then its time, row and column.

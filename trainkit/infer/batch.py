@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainkit.data.image_rows import content_of
 from trainkit.data.messages import Conversation, Message
 from trainkit.data.questions import Question
 from trainkit.errors import DataError
@@ -196,7 +197,7 @@ def _row(
 
 def _message(message: Message) -> dict[str, Any]:
     """One turn as a row of messages has it, so that the output trains again."""
-    result: dict[str, Any] = {"role": message.role, "content": message.content}
+    result: dict[str, Any] = {"role": message.role, "content": content_of(message)}
     if message.reasoning is not None:
         result["reasoning_content"] = message.reasoning
     if message.tool_calls:

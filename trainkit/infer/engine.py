@@ -26,6 +26,7 @@ from trainkit.data.masking import MaskFinder
 from trainkit.data.messages import Conversation, Message, Row, RowError, TextRow, TokenRow
 from trainkit.data.prompt import PromptRenderer, conversation_of
 from trainkit.data.template import ChatTemplate
+from trainkit.data.vision import NoVision, Vision
 from trainkit.errors import CheckpointError, DataError, ModelError
 from trainkit.infer.base import pack, prove_base
 from trainkit.infer.locate import ModelPaths, trained_stop_ids, training_options
@@ -43,6 +44,7 @@ from trainkit.models.loading import (
     set_use_cache,
 )
 from trainkit.options import ModelOptions
+from trainkit.train.images import vision_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         options: DataOptions | None = None,
         stop_ids: Iterable[int] = (),
+        vision: Vision | NoVision | None = None,
     ) -> None:
         """Put them together.
 
@@ -91,6 +94,7 @@ class Engine:
             options: how training rendered conversations; the defaults otherwise.
             stop_ids: tokens that end an answer, besides those that the model, the tokenizer and
                 the chat template name.
+            vision: how the model takes images, or why none are read for it.
 
         Raises:
             ModelError: the tokenizer has no chat template.
@@ -98,7 +102,8 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.options = options or DataOptions()
-        self._renderer = PromptRenderer(tokenizer, self.options)
+        self._vision = vision
+        self._renderer = PromptRenderer(tokenizer, self.options, vision)
         own = model.generation_config.eos_token_id
         ids = [*stop_ids, *_as_list(own), *_as_list(tokenizer.eos_token_id)]
         self.stop_ids = tuple(dict.fromkeys([*ids, *_template_ends(tokenizer, self.options)]))
@@ -109,7 +114,7 @@ class Engine:
     def keep_system_prompts(self) -> None:
         """From now on render the system prompts of conversations, whatever the run did to them."""
         self.options = self.options.replace(system_policy="keep")
-        self._renderer = PromptRenderer(self.tokenizer, self.options)
+        self._renderer = PromptRenderer(self.tokenizer, self.options, self._vision)
 
     def prompt_ids(self, question: Question) -> list[int]:
         """The token ids of a question with the opening of an answer, as in training.
@@ -198,6 +203,7 @@ class Engine:
                 self.model,
                 prompts,
                 self.pad_id or 0,
+                **self._seen(questions, sampling),
                 generation_config=sampling.generation_config(
                     self.model.generation_config, self.stop_ids, self.pad_id
                 ),
@@ -207,6 +213,20 @@ class Engine:
             )
         triples = zip(questions, prompts, rows, strict=True)
         return [self._answer(q, prompt, ids, stopping.was_requested) for q, prompt, ids in triples]
+
+    def _seen(self, questions: Sequence[Question], sampling: SamplingOptions) -> dict[str, Any]:
+        """What the model takes of the images of questions."""
+        images = [image for each in questions for image in self._renderer.images(_as_row(each))]
+        if not images:
+            return {}
+        assert isinstance(self._vision, Vision)
+        if sampling.num_beams > 1:
+            raise DataError("beams have not been tried with images", fix="ask with one beam")
+        pixels = self._vision.pixels(images)
+        kinds = (self._vision.kinds, self._vision.token_id)
+        return {name: each.to(self.model.device) for name, each in pixels.items()} | {
+            "kinds": kinds
+        }
 
     def _answer(
         self, question: Question, prompt: Sequence[int], ids: Sequence[int], was_stopped: bool
@@ -362,7 +382,8 @@ def load_engine(
     options = DataOptions(**training_options(paths.run))
     if system is not None:
         options = options.replace(system_policy="keep")
-    return Engine(model, tokenizer, options, trained_stop_ids(paths.run))
+    vision = vision_of(source, tokenizer)
+    return Engine(model, tokenizer, options, trained_stop_ids(paths.run), vision)
 
 
 def with_adapter(model: Any, adapter: Path) -> Any:

@@ -15,7 +15,8 @@ def generate_rows(
         model: a transformers or peft model.
         prompts: token ids.
         pad_id: fills short rows.
-        how: arguments of ``generate``.
+        how: arguments of ``generate``; and ``kinds``, the name of one that says which tokens stand
+            for images (None: there is none), with that token.
     """
     width = max(map(len, prompts))
     input_ids = torch.full((len(prompts), width), pad_id)
@@ -23,6 +24,9 @@ def generate_rows(
     for row, prompt in enumerate(prompts):
         input_ids[row, width - len(prompt) :] = torch.tensor(prompt)
         attention_mask[row, width - len(prompt) :] = 1
+    name, token = how.pop("kinds", (None, 0))
+    if name is not None:
+        how[name] = (input_ids == token).long().to(model.device)
     output = model.generate(
         input_ids=input_ids.to(model.device), attention_mask=attention_mask.to(model.device), **how
     )

@@ -151,7 +151,7 @@ def generate(
     if row_format not in ("auto", *FORMATS):
         raise RecipeError(f"{row_format!r} is none of auto, {', '.join(FORMATS)}", where="--format")
     plain = is_trained_on_texts(paths.run)
-    how = QuestionOptions(format=row_format, system=system, plain_prompts=plain)
+    how = QuestionOptions(format=row_format, system=system, plain_prompts=plain, images=True)
     settings = {
         "model": paths.model,
         "adapter": str(paths.adapter),

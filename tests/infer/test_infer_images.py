@@ -1,0 +1,51 @@
+"""Questions with images are answered as plain transformers answers them."""
+
+import json
+
+import pytest
+import torch
+from commands import trainkit
+from pictures import Family
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "idefics3", "mistral3", "gemma3"])
+def test_answers_are_those_of_plain_transformers(model_type, tmp_path):
+    """Greedy, several at once of different lengths, some without an image."""
+    family = Family(model_type, tmp_path)
+    words = ("--prompts", "rows.jsonl", "-o", "out.jsonl", "--greedy")
+    words = (*words, "--max-new-tokens", "6", "--dtype", "float32", "--batch-size", "4")
+    said = trainkit(tmp_path, "generate", ".", *words)
+    assert said.code == 0, said.err
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    model = family.plain().eval()
+    assert len(rows) == 12
+    for index, row in enumerate(rows):
+        sample = family.data[index]
+        batch = family.plain_batch(sample)
+        size = row["num_prompt_tokens"]
+        prompt = {
+            name: value[:, :size] if value.shape == batch["labels"].shape else value
+            for name, value in batch.items()
+            if name != "labels"
+        }
+        found = sum(int(each == family.vision.token_id) for each in prompt["input_ids"][0])
+        assert found == sum(image.num_tokens for image in sample.get("images", ()))
+        with torch.inference_mode():
+            ids = model.generate(**prompt, do_sample=False, max_new_tokens=6)[0, size:]
+        text = family.tokenizer.decode(ids, skip_special_tokens=True)
+        assert row["answer"] == text, index
+        images = [part for part in row["messages"][0]["content"] if isinstance(part, dict)]
+        paths = [part["path"] for part in images if part["type"] == "image"]
+        assert paths == [image.path for image in sample.get("images", ())]
+
+
+def test_models_of_text_refuse_images(tiny_qwen2, tmp_path):
+    row = {"messages": [{"role": "user", "content": "<image>?"}], "images": ["a.png"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    words = ("--prompts", "rows.jsonl", "-o", "out.jsonl")
+    said = trainkit(tmp_path, "generate", tiny_qwen2, *words)
+    assert said.code == 2
+    assert "images of rows are not read" in said.err
+    assert "rows.jsonl" in said.err
+    said = trainkit(tmp_path, "generate", tiny_qwen2, *words, "--num-beams", "2")
+    assert said.code == 2
