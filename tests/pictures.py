@@ -10,16 +10,19 @@ SPECIAL = {
         *(f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)),
     ],
     "rows": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "fixed": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
 }
 MARKERS = {
     "patches": "<|vision_start|><|image_pad|><|vision_end|>",
     "tiles": "<image>",
     "rows": "[IMG]",
+    "fixed": "<start_of_image>",
 }
 KINDS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "patches"),
     **dict.fromkeys(("idefics3", "smolvlm"), "tiles"),
     "mistral3": "rows",
+    "gemma3": "fixed",
 }
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] -%}
@@ -34,12 +37,16 @@ def make_tokenizer(kind):
 
     tokenizer = tiny.make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[kind]})
+    if kind == "fixed":
+        named = dict(zip(("boi_token", "image_token", "eoi_token"), SPECIAL[kind], strict=True))
+        tokenizer._set_model_specific_special_tokens(named)
     tokenizer.chat_template = TEMPLATE.replace("MARKER", MARKERS[kind])
     return tokenizer
 
 
 def make_image_processor(model_type):
     """Of transformers, as it is without torchvision; with small images."""
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
     from transformers.models.idefics3.image_processing_pil_idefics3 import (
         Idefics3ImageProcessorPil,
     )
@@ -51,6 +58,8 @@ def make_image_processor(model_type):
     if kind == "patches":
         size = {"shortest_edge": 16 * 16, "longest_edge": 40 * 40}
         return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+    if kind == "fixed":
+        return Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
     if kind == "rows":
         size, patch = {"longest_edge": 32}, {"height": 4, "width": 4}
         return PixtralImageProcessorPil(size=size, patch_size=patch)
@@ -115,6 +124,18 @@ def make_config(model_type, tokenizer):
             scale_factor=2,
             pad_token_id=tokenizer.pad_token_id,
         )
+    if kind == "fixed":
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
+        own = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8}
+        return AutoConfig.for_model(
+            model_type,
+            text_config={**text, **own, "layer_types": layers},
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            boi_token_index=token("<start_of_image>"),
+            eoi_token_index=token("<end_of_image>"),
+            image_token_index=token("<image_soft_token>"),
+        )
     return AutoConfig.for_model(
         model_type,
         text_config={**text, "model_type": "mistral", "sliding_window": None},
@@ -142,7 +163,11 @@ def make_model_directory(model_type, directory, *, seed=0):
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     make_image_processor(model_type).save_pretrained(directory)
-    more = {"tiles": {"image_seq_len": 4}, "rows": {"patch_size": 4, "spatial_merge_size": 2}}
+    more = {
+        "fixed": {"image_seq_length": 4},
+        "tiles": {"image_seq_len": 4},
+        "rows": {"patch_size": 4, "spatial_merge_size": 2},
+    }
     settings = {"processor_class": PROCESSORS[model_type], **more.get(kind, {})}
     (directory / "processor_config.json").write_text(json.dumps(settings))
     return directory
@@ -155,6 +180,7 @@ PROCESSORS = {
     "idefics3": "Idefics3Processor",
     "smolvlm": "SmolVLMProcessor",
     "mistral3": "PixtralProcessor",
+    "gemma3": "Gemma3Processor",
 }
 
 
@@ -282,5 +308,7 @@ class Family:
             found = self.vision.images(images=images, return_tensors="pt", patch_size=8)
         else:
             found = self.vision.images(images=images, return_tensors="pt")
-            batch["mm_token_type_ids"] = (ids == self.vision.token_id).int()
+            found.pop("num_crops", None)
+            name = "token_type_ids" if kind == "fixed" else "mm_token_type_ids"
+            batch[name] = (ids == self.vision.token_id).int()
         return batch | dict(found)

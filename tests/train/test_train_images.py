@@ -50,6 +50,29 @@ def test_packed_rows_train_as_each_sample_in_plain_transformers(family):
     assert_same(gradients(family.build(), [packed]), expected)
 
 
+def test_a_changed_image_is_seen_by_its_own_sample_alone(family):
+    """The other logits stay to the bit; without documents between them they would not."""
+    from trainkit.errors import TrainkitError
+    from trainkit.models.leak_test import image_leak_test
+
+    samples = [family.data[index] for index in range(4)]
+    batch = family.collator(True)([samples])
+    model = family.build()
+    assert image_leak_test(model, batch, token_id=family.vision.token_id, attention="auto") > 0.0
+    ends = batch["cu_seq_lens_q"]
+    whole = {name: ends[[0, -1]] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+    longest = {name: int(ends[-1]) for name in ("max_length_q", "max_length_k")}
+
+    class Leaky(torch.nn.Module):
+        config = model.config
+
+        def forward(self, **given):
+            return model(**{**given, **whole, **longest})
+
+    with pytest.raises(TrainkitError, match="packed documents leak"):
+        image_leak_test(Leaky(), batch, token_id=family.vision.token_id, attention="auto")
+
+
 def test_samples_alone_train_as_in_plain_transformers(family):
     samples = [family.data[index] for index in range(12)]
     expected = gradients(family.plain().train(), [family.plain_batch(each) for each in samples])

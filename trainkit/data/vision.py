@@ -97,10 +97,20 @@ def _rows(vision: Vision, height: int, width: int) -> Expansion:
     return Expansion(text, (columns,) * rows, (1, rows, columns))
 
 
+def _fixed(vision: Vision, height: int, width: int) -> Expansion:
+    begin, end = vision.tokenizer.convert_ids_to_tokens(
+        [vision.config.boi_token_index, vision.config.eoi_token_index]
+    )
+    seen = vision.tokenizer.convert_ids_to_tokens(vision.token_id)
+    count = int(vision.config.mm_tokens_per_image)
+    return Expansion(f"\n\n{begin}{seen}{end}\n\n", (count,), (1, 1, 1))
+
+
 _EXPAND: Mapping[str, Callable[[Vision, int, int], Expansion]] = {
     "patches": _patches,
     "tiles": _tiles,
     "rows": _rows,
+    "fixed": _fixed,
 }
 
 
@@ -150,10 +160,12 @@ class Vision:
     @functools.cached_property
     def marker(self) -> str:
         """What the chat template prints for an image."""
-        token: str = self.tokenizer.convert_ids_to_tokens(self.token_id)
+        is_fixed = self.family.processor == "fixed"
+        index = self.config.boi_token_index if is_fixed else self.token_id
+        token: str = self.tokenizer.convert_ids_to_tokens(index)
         if token is None or token not in self.tokenizer.get_added_vocab():
             raise ModelError(
-                f"the model's images are at the token {self.token_id}, and the tokenizer has no "
+                f"the model's images are at the token {index}, and the tokenizer has no "
                 "such special token",
                 where="model.name_or_path",
                 fix="use the model's own tokenizer",
@@ -242,6 +254,13 @@ class Vision:
 
     def expansion(self, height: int, width: int) -> Expansion:
         """What stands for an image of a size."""
+        if getattr(self.images, "do_pan_and_scan", False):
+            raise ModelError(
+                "the image processor adds crops to images (do_pan_and_scan), which was never "
+                "proved",
+                where="preprocessor_config.json",
+                fix="set do_pan_and_scan: false there",
+            )
         return _EXPAND[self.family.processor](self, height, width)
 
     def refuse_unprinted(self, text: str, wanted: int) -> None:
@@ -367,7 +386,7 @@ class Vision:
         nested = [decoded] if self.family.processor == "tiles" else decoded
         found = dict(self.images(images=nested, return_tensors="pt", **more))
         self._refuse_other_grids(images, found)
-        return {name: value for name, value in found.items() if name not in ("rows", "cols")}
+        return {name: value for name, value in found.items() if name not in _OF_CUTS}
 
     def _refuse_other_grids(self, images: Sequence[Image], found: Mapping[str, Any]) -> None:
         kind = self.family.processor
@@ -375,6 +394,8 @@ class Vision:
             grids = [tuple(each) for each in found["image_grid_thw"].tolist()]
         elif kind == "tiles":
             grids = [(1, a, b) for a, b in zip(found["rows"][0], found["cols"][0], strict=True)]
+        elif kind == "fixed":
+            grids = [(1, 1, 1 + int(crops)) for crops in found["num_crops"]]
         else:
             sizes = np.asarray(found["image_sizes"]).tolist()
             grids = [(1, tall // self.side, wide // self.side) for tall, wide in sizes]
@@ -452,6 +473,9 @@ def unstreamed(vision: Vision | NoVision | None) -> NoVision | None:
     why, fix = "streamed samples have none", "set data.streaming: false"
     return NoVision(vision.config.model_type, why, fix)
 
+
+_OF_CUTS = ("rows", "cols", "num_crops")
+"""What processors say of their cuts, and models do not take."""
 
 LOOSE = "a text has the token that stands for an image, and no image there"
 

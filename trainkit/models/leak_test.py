@@ -96,6 +96,51 @@ def leak_test(
     return seen
 
 
+def image_leak_test(
+    model: nn.Module, batch: dict[str, Any], *, token_id: int, attention: str
+) -> float | None:
+    """Change the last image of a packed batch, and watch the logits of every other document.
+
+    Args:
+        model: on the device it trains on.
+        batch: from the collator, on that device: packed rows, with ``pixel_values``.
+        token_id: of the placeholders.
+        attention: the implementation's name, for the error.
+
+    Returns:
+        The largest change of a logit of the image's own document; None where there is no other.
+
+    Raises:
+        TrainkitError: another document saw the image, or nobody did.
+    """
+    bounds = batch["cu_seq_lens_q"].tolist()
+    given = {name: value for name, value in batch.items() if name not in ("labels", "source_ids")}
+    last = int((batch["input_ids"].flatten() == token_id).nonzero().max())
+    number = next(place for place, end in enumerate(bounds[1:]) if last < end)
+    own = slice(bounds[number], bounds[number + 1])
+    changed = dict(given)
+    changed["pixel_values"] = pixels = batch["pixel_values"].clone()
+    # Patches and images are end to end; tiles have an axis of rows before theirs.
+    final = pixels[:, -1] if pixels.dim() == 5 else pixels[-1]
+    final.neg_().add_(0.5)
+    with evaluation_mode(model), torch.no_grad():
+        before, after = (
+            model(**each, use_cache=False).logits.flatten(0, 1).float() for each in (given, changed)
+        )
+    moved = (after - before).abs().amax(-1)
+    seen = float(moved[own].max())
+    moved[own] = 0.0
+    others = float(moved.max())
+    if others > 0.0 or not seen > 0.0:
+        what = f"moved the logits of others by {others:.3g}" if seen > 0.0 else "is seen by nobody"
+        raise TrainkitError(
+            f"packed documents leak: the image of document {number} {what}",
+            where=f"attention {attention}",
+            fix="set model.attn_implementation to auto, or data.packing to false",
+        )
+    return seen if len(bounds) > 2 else None
+
+
 def _rounding(
     model: nn.Module,
     vocab_size: int,

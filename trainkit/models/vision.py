@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trainkit.errors import ModelError
+from trainkit.models.attention import NAME
+from trainkit.models.attention.pattern import Documents
 from trainkit.models.frozen import outside_text
 from trainkit.options.vision import VISION, VisionFamily, why_unserved
 
@@ -91,6 +93,13 @@ class Sight:
         self.config = model.config
         self.base = base = model.base_model
         self.is_everywhere = self._is_blank = False
+        implementation = str(self.config.get_text_config()._attn_implementation)
+        if self.family.sees_ahead and implementation not in (NAME, "sdpa", "eager"):
+            raise ModelError(
+                f"image tokens see one another, and attention {implementation} has no such mask",
+                where="model.attn_implementation",
+                fix="set it to auto",
+            )
         self._parts = [base.get_submodule(name) for name in (self.family.tower, *_outer(model))]
         for module in self._parts[0].modules():
             if hasattr(module, "config"):
@@ -109,20 +118,60 @@ class Sight:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._is_blank = False
+        if kwargs.get("pixel_values") is not None:
+            return (args, {**kwargs, "attention_mask": self._masks(kwargs)}) if self.ahead else None
         wanted = self.is_everywhere and module.training and torch.is_grad_enabled()
-        if not wanted or kwargs.get("pixel_values") is not None or not self.trains:
+        if not wanted or not self.trains:
             return None
         self._is_blank = True
         device = next(self._parts[0].parameters()).device
         blank = {name: each.to(device) for name, each in self.blank.items()}
         return args, {**kwargs, **blank}
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the tokens of an image see one another."""
+        return self.family.sees_ahead
+
+    def _masks(self, kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """(B, 1, S, S) for each kind of layer: what is before, and all of one's own image.
+
+        As transformers composes them for one document; windows cut both.
+        """
+        tokens, config = kwargs["input_ids"], self.config.get_text_config()
+        is_image = tokens == self.config.image_token_id
+        begins = is_image & ~nn.functional.pad(is_image, (1, 0))[:, :-1]
+        image = begins.cumsum(1) * is_image
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        back = place[:, None] - place
+        same = (image[:, :, None] == image[:, None]) & is_image[:, :, None]
+        sees = (back >= 0) | same
+        bounds, given = kwargs.get("cu_seq_lens_q"), kwargs.get("attention_mask")
+        if bounds is not None:
+            numbers = Documents(bounds, 0).numbers(*tokens.shape)
+            sees = sees & (numbers[:, :, None] == numbers[:, None])
+        elif given is not None:
+            sees = sees & given[:, None].bool()
+        window = config.sliding_window
+        near = sees if window is None else sees & (back < window)
+        found = {"full_attention": sees[:, None], "sliding_attention": near[:, None]}
+        if config._attn_implementation != "eager":
+            return found
+        dtype = self.base.dtype
+        least = torch.finfo(dtype).min
+        return {
+            name: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, least)
+            for name, mask in found.items()
+        }
+
     def _features(self, *args: Any, **kwargs: Any) -> Any:
         given = {name: value for name, value in kwargs.items() if name not in _OF_ROWS}
         with nullcontext() if self.trains else torch.no_grad():
             found = self._inner(*args, **given)
         if self._is_blank:
-            found.pooler_output = tuple(each[:0] for each in found.pooler_output)
+            features = found.pooler_output
+            is_one = isinstance(features, torch.Tensor)
+            found.pooler_output = features[:0] if is_one else tuple(each[:0] for each in features)
             if getattr(found, "deepstack_features", None) is not None:
                 layers = found.deepstack_features
                 found.deepstack_features = [tuple(each[:0] for each in layer) for layer in layers]
@@ -141,6 +190,8 @@ class Sight:
         if self.family.processor == "tiles":
             side = vision.image_size
             return {"pixel_values": torch.ones(1, 1, 3, side, side)}
+        if self.family.processor == "fixed":
+            return {"pixel_values": torch.zeros(1, 3, vision.image_size, vision.image_size)}
         side = patch * self.config.spatial_merge_size
         return {
             "pixel_values": torch.zeros(1, 3, side, side),

@@ -45,6 +45,13 @@ VISION: Mapping[str, VisionFamily] = {
     "idefics3": _IDEFICS,
     "smolvlm": _IDEFICS,
     "mistral3": VisionFamily("rows", "vision_tower", ("multi_modal_projector",)),
+    "gemma3": VisionFamily(
+        "fixed",
+        "vision_tower",
+        ("multi_modal_projector",),
+        sees_ahead=True,
+        frame=("boi_token_index", "eoi_token_index"),
+    ),
 }
 """By ``model_type``."""
 
@@ -54,8 +61,7 @@ UNSERVED: Mapping[str, str] = {
     "qwen3_5_moe": "its linear attention carries state from token to token, and was never proved "
     "with images in a row",
     "qwen3_vl_moe": "its experts were never proved with the positions of images",
-    "gemma3": "its image tokens see one another, which trainkit's attention does not do yet",
-    "gemma4": "its image tokens see one another, which trainkit's attention does not do yet",
+    "gemma4": "its image tokens see one another in some layers alone, which was never proved",
     "internvl": "its tiles were never proved against its processor",
 }
 """Families that have been looked at, and why their images are not read."""

@@ -10,6 +10,7 @@ from transformers import TrainerState, TrainingArguments
 
 from trainkit.auto_class import without_adapters
 from trainkit.errors import ResumeRefusedError
+from trainkit.objectives.objective import take_counts
 from trainkit.parallel.agreement import decided_by_each
 from trainkit.run.metrics import MetricsWriter, read_metrics
 from trainkit.run.report import CurveRefresher
@@ -222,12 +223,35 @@ class LeakTest(Hook):
         )
 
 
+MOST_LOOKED_AT = 1000
+"""Rows, to find one with an image."""
+
+
 class SeeImages(Hook):
     """From the first step on, every batch calls the modules that see images, where they train."""
 
     def begin(self, loop: LoopState, checkpoint: Path | None) -> None:
-        """After the proofs, which look at tokens alone."""
+        """After the proofs that look at tokens alone, and one that looks at an image."""
+        if loop.run.recipe.data.packing:
+            self._prove_apart(loop)
         without_adapters(loop.model).base_model.sight.is_everywhere = True
+
+    def _prove_apart(self, loop: LoopState) -> None:
+        from trainkit.models.leak_test import image_leak_test
+
+        data = loop.train_data
+        items = (data.samples[index] for index in range(min(len(data.samples), MOST_LOOKED_AT)))
+        row = next((row for row in items if any(each.get("images") for each in row)), None)
+        if row is None:
+            return
+        batch = data.collator([row])
+        take_counts(batch, lambda batch, num_trained: num_trained)
+        image_leak_test(
+            loop.engine.runnable(loop.model),
+            loop.prepare(batch),
+            token_id=loop.model.config.image_token_id,
+            attention=loop.run.built.attention.name,
+        )
 
 
 class RowTest(Hook):

@@ -374,10 +374,13 @@ def test_tokens_follow_from_an_images_size(model_type):
 def expanded_by_transformers(vision, text, images):
     """A rendering as the model's processor expands it, by its own code."""
     kind = KINDS[vision.config.model_type]
-    if kind == "tiles":
-        from transformers import Idefics3Processor
+    if kind in ("tiles", "fixed"):
+        from transformers import Gemma3Processor, Idefics3Processor
 
-        made = Idefics3Processor(vision.images, vision.tokenizer, image_seq_len=4)
+        if kind == "tiles":
+            made = Idefics3Processor(vision.images, vision.tokenizer, image_seq_len=4)
+        else:
+            made = Gemma3Processor(vision.images, vision.tokenizer, image_seq_length=4)
         given = {"images": [images]} if images else {}
         return made(text=[text], add_special_tokens=False, **given)["input_ids"][0]
     from transformers import Qwen2VLProcessor
@@ -396,7 +399,7 @@ def expanded_by_transformers(vision, text, images):
 WORDS = ["What is this?", "\n", "\n\n", " ", "Compare:\n\n\n", "a", "é你好", "\n \n"]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "gemma3"])
 def test_ids_are_the_processors_and_answers_alone_are_trained(model_type, tmp_path):
     vision, draw = vision_for(model_type), random.Random(3)
     rows, answers = [], []
@@ -430,7 +433,7 @@ def test_ids_are_the_processors_and_answers_alone_are_trained(model_type, tmp_pa
 
 
 @pytest.mark.parametrize("mask", ["assistant", "none"])
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "mistral3"])
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "mistral3", "gemma3"])
 def test_no_token_of_an_image_is_trained(folder, model_type, mask):
     """Nor those around it, in a turn that is trained itself, and where everything is."""
     vision = vision_for(model_type)
