@@ -18,6 +18,8 @@ from transformers import set_seed
 from trainkit.data.formats import read_row
 from trainkit.data.messages import RowError
 from trainkit.errors import RecipeError
+from trainkit.objectives.distill import DistillLoss
+from trainkit.objectives.objective import LossSetup
 from trainkit.objectives.table import objective_of
 from trainkit.options import DistillOptions
 from trainkit.recipe import Recipe
@@ -203,6 +205,24 @@ def test_what_a_teacher_has_written_is_as_good_as_the_teacher(places):
     for mine, theirs in zip(losses["stored"], losses["live"], strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one is other is None or one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_all_tokens_that_are_not_stored_are_one_outcome(kind):
+    torch.manual_seed(0)
+    student, teacher = (torch.randn(5, 40, dtype=torch.double) for _ in range(2))
+    chosen = torch.randint(40, (5,))
+    logs, ids = teacher.log_softmax(-1).topk(3)
+    loss = DistillLoss(LossSetup(torch.nn.Module(), False, distill=DistillOptions(divergence=kind)))
+    found = loss._chunk(student, chosen, ids, logs)
+
+    def buckets(logits):
+        p = logits.softmax(-1)
+        kept = p.gather(1, ids)
+        return torch.cat((kept, (p.sum(1) - kept.sum(1))[:, None]), 1).log()
+
+    wanted = plain_divergence(buckets(student), buckets(teacher), {"divergence": kind}).sum()
+    assert found[0].item() == pytest.approx(wanted.item(), rel=1e-9)
 
 
 def test_a_resumed_run_has_the_same_bytes(places):
