@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from ranks import run_ranks
+from commands import trainkit
+from ranks import RankFailure, run_ranks
 
 from trainkit.cli.app import main
 
@@ -174,3 +175,22 @@ def test_without_a_template_texts_are_plain(run, sets, tmp_path, capsys):
     assert "chat template: off" in capsys.readouterr().err
     assert "<|im_start|>" not in (out / "samples/boolq.jsonl").read_text()
     assert main([*arguments, "--chat-template"]) == 2
+
+
+@pytest.mark.parametrize("moment", ["samples", "out", "report.html"])
+def test_the_same_command_goes_on_wherever_it_was_killed(run, sets, tmp_path, moment):
+    """Before it makes a file: of its results, and of the run's page that is drawn anew."""
+    mine = tmp_path / "mine"
+    shutil.copytree(run / "final", mine / "final")
+    (mine / "status.json").write_text(json.dumps({"state": "done"}))
+    (mine / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    (mine / "report.html").write_text("old")
+    output = tmp_path / "out"
+    words = [*("--tasks", "boolq", "--data", str(sets), "--limit", "3"), "-o", str(output)]
+    command = ["eval", str(mine), *words, "--device", "cpu"]
+    killed = {"cwd": str(tmp_path), "argv": command, "name": moment}
+    with pytest.raises(RankFailure):
+        run_ranks("resume.test_resume_start:killed_before", world_size=1, **killed)
+    said = trainkit(tmp_path, *command)
+    assert said.code == 0, said.err
+    assert len(json.loads((output / "results.json").read_text())["scores"]) == 1
