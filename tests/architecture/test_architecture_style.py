@@ -32,10 +32,10 @@ def test_files_and_functions_stay_short(path):
 
 
 BUDGET = {
-    "trainkit": {"files": 372, "code": 60_100, "words": 13_350},
-    "tests": {"code": 39_900},
+    "trainkit": {"files": 382, "code": 61_500, "words": 13_550},
+    "tests": {"code": 40_300},
     "scripts": {"code": 1_000},
-    "benchmarks": {"code": 2_180},
+    "benchmarks": {"code": 2_300},
 }
 """Lines at most. Lowered when the house shrinks; raised only with a reason in the commit."""
 

@@ -146,6 +146,7 @@ class LeftOut(NamedTuple):
 
 OTHERS = "another library's step"
 HOST = "memory of the host"
+ALONE = "ops, and a stack of layers without a head"
 EXPERTS = "mixtures of experts have no estimate"
 CHOSEN = "the run measured and chose which products run in fp8"
 OLDER = "measured before fp8 formed a block's product again in the backward pass"
@@ -412,6 +413,10 @@ def _experts(row: Row) -> tuple[Plan | str, bool]:
     return EXPERTS, False
 
 
+def _delta_rule(row: Row) -> tuple[Plan | str, bool]:
+    return ALONE, False
+
+
 READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "step": _step,
     "step_9b": _step,
@@ -429,6 +434,7 @@ READERS: Mapping[str, Callable[[Row], tuple[Plan | str, bool]]] = {
     "fp8_accuracy": _fp8_accuracy,
     "data": _data,
     "experts": _experts,
+    "delta_rule": _delta_rule,
 }
 """THE TABLE: for each file the plan of a row, or why there is none; and whether times count."""
 

@@ -8,6 +8,7 @@ import pytest
 from tests.estimate import measured
 from tests.estimate.measured import (
     AGAIN,
+    ALONE,
     CHOSEN,
     COMPILED,
     ELSEWHERE,
@@ -39,7 +40,7 @@ def test_no_row_is_passed_over() -> None:
     assert len(ROWS) >= 125
     others = Counter(each.why for each in EVERY if isinstance(each, LeftOut))
     # The same runs are in another file, with how their layers were dealt out.
-    for why in (OTHERS, HOST, EXPERTS, COMPILED, CHOSEN, OLDER, UNCUT, ELSEWHERE, AGAIN):
+    for why in (OTHERS, HOST, ALONE, EXPERTS, COMPILED, CHOSEN, OLDER, UNCUT, ELSEWHERE, AGAIN):
         others.pop(why, None)
     assert sum(others.values()) <= 10, others
 

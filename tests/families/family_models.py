@@ -68,6 +68,7 @@ NOT_THERE = {
     "add_layer_norm": "no addition is followed by a LayerNorm",
     "gated_rms_norm": "the model has no RMSNorm with a gate",
     "experts": "the model has no experts with their weights in stacks",
+    "gated_delta_rule": "no layer carries a state by a gated delta rule",
 }
 OFF = {name: dict(NOT_THERE) for name in (*FAMILIES, *MORE)}
 OFF["olmo2"]["add_rms_norm"] = "no addition is followed by a norm"

@@ -12,14 +12,16 @@ OPS = {
     "r": "rope",
     "g": "swiglu",
     "e": "experts",
+    "d": "gated_delta_rule",
     "l": "linear_cross_entropy",
 }
 TYPES = {
     "narg": "doge ernie4_5 falcon_h1 gemma2 gemma3_text granite helium hunyuan_v1_dense lfm2 "
     "llama4_text minicpm3",
     "narge": "deepseek_v2 deepseek_v3 glm4_moe qwen2_moe laguna",
-    "nargz": "bamba olmo_hybrid qwen3_5_text",
-    "nargez": "qwen3_next",
+    "nargz": "bamba",
+    "nargzd": "olmo_hybrid qwen3_5_text",
+    "nargezd": "qwen3_next",
     "nagez": "bailing_hybrid granitemoehybrid",
     "nz": "mamba2 nemotron_h",
     "nrg": "exaone4 olmo2",

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from trainkit.kernels import launch
@@ -52,6 +53,25 @@ def graph(spec: OpSpec, case: OpCase, device: str, dtype=BF16, seed=0):
     result = spec.function(**leaves, **case.options)
     outputs = [o for o in (result if isinstance(result, tuple) else (result,)) if o.requires_grad]
     return leaves, outputs
+
+
+@pytest.mark.parametrize(("spec", "case"), each_op(with_gradient=True))
+def test_shapes_alone_launch_nothing(spec, case):
+    """What an estimate runs: fake tensors that stand for a GPU's give the same shapes."""
+    drawn = case.inputs(Draw.seeded(BF16, "cpu", 0))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, launch.shapes_only():
+        given = {name: mode.from_tensor(each) for name, each in drawn.items()}
+        leaves = {name: each.requires_grad_(name in case.grads) for name, each in given.items()}
+        result = spec.function(**leaves, **case.options)
+        outputs = result if isinstance(result, tuple) else (result,)
+        wanted = [o for o in outputs if o.requires_grad]
+        gradients = torch.autograd.grad(
+            wanted, [leaves[name] for name in case.grads], [torch.ones_like(o) for o in wanted]
+        )
+    real = spec.reference(**drawn, **case.options)
+    real = real if isinstance(real, tuple) else (real,)
+    assert [(o.shape, o.dtype) for o in outputs] == [(o.shape, o.dtype) for o in real]
+    assert [g.shape for g in gradients] == [drawn[name].shape for name in case.grads]
 
 
 @pytest.mark.parametrize(("spec", "case", "dtype"), accuracy_cases())

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
@@ -40,6 +40,10 @@ from trainkit.models.proof.source import join_linears, join_norms
 from trainkit.models.swap import subclass_of
 
 H = 64
+# releases of transformers name it differently
+NEMOTRON_H_NORM = next(
+    kind for name, kind in vars(modeling_nemotron_h).items() if name.endswith("RMSNormGated")
+)
 
 
 def over_root(x, eps=1e-5):
@@ -211,7 +215,7 @@ def columns_by_length(self, hidden_states, gate=None):
 GATED = [
     (Qwen3NextRMSNormGated, {}, "llama rounding, eps 1e-05, silu gate behind it"),
     (MambaRMSNormGated, {}, "llama rounding, eps 1e-05, silu gate before it"),
-    (NemotronHRMSNormGated, {"group_size": 16}, "before it, groups of 16"),
+    (NEMOTRON_H_NORM, {"group_size": 16}, "before it, groups of 16"),
 ]
 with contextlib.suppress(ImportError):  # not in transformers 5.17
     from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridRMSNormGated
@@ -671,6 +675,7 @@ def test_layers_of_several_kinds_are_all_proved():
         "rope": 8,
         "swiglu": 8,
         "experts": 0,
+        "gated_delta_rule": 0,
         "linear_cross_entropy": 2,
     }
     output = model(ids, labels=ids)

@@ -57,7 +57,7 @@ def test_importing_the_package_patches_every_family_loaded_later(saved, fresh_im
     assert not info["missing_keys"]
     assert package.report_of(model).plan.model_type == "llama"
     off = {row.op for row in package.report_of(model).rows if row.status != "on"}
-    assert off == {"layer_norm", "add_layer_norm", "gated_rms_norm", "experts"}
+    assert off == {"layer_norm", "add_layer_norm", "gated_rms_norm", "experts", "gated_delta_rule"}
 
 
 def test_parts_that_a_model_builds_of_others_are_not_patched_by_themselves(fresh_import):

@@ -4,7 +4,9 @@ On a CPU tensor an op runs its reference in plain torch, except under ``TRITON_I
 the Triton kernel runs. Nothing here mutates its inputs, saved tensors or incoming gradients.
 """
 
+from trainkit.kernels.causal_conv.function import causal_conv
 from trainkit.kernels.cross_entropy.function import cross_entropy, cross_entropy_chunk
+from trainkit.kernels.delta_rule.function import gated_delta_rule
 from trainkit.kernels.experts.function import moe_mlp
 from trainkit.kernels.linear_cross_entropy.function import (
     linear_cross_entropy,
@@ -30,8 +32,10 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "apply_rope",
+    "causal_conv",
     "cross_entropy",
     "cross_entropy_chunk",
+    "gated_delta_rule",
     "gated_rms_norm",
     "geglu_tanh",
     "layer_norm",

@@ -77,6 +77,8 @@ class OpSpec:
         own_rounding: whether a value on the way is rounded to the op's dtype at another scale than
             in the reference. Where rows are alike these roundings are alike too: either side may
             be off by up to half an eps, and the other by nothing.
+        roundings: times as many values are rounded on the way as in the reference, as where the
+            backward pass multiplies by rounded values too: independent errors add up as the root.
     """
 
     name: str
@@ -89,6 +91,7 @@ class OpSpec:
     smallest_target: int = 80
     hardware_error: float = 0.0
     own_rounding: bool = False
+    roundings: float = 1.0
 
     @property
     def has_gradient(self) -> bool:
@@ -102,7 +105,7 @@ class OpError:
 
     ``ours`` and ``eager`` are relative errors: of the whole tensor in the Euclidean norm, or, where
     ``worst`` is set, of the worst element against the largest magnitude. ``floor`` is what an op's
-    own rounding may always be off by.
+    own rounding may always be off by, and ``share`` how much more its further roundings may add.
     """
 
     name: str
@@ -111,11 +114,12 @@ class OpError:
     eager: float
     hair: float
     floor: float = 0.0
+    share: float = 1.0
 
     @property
     def ok(self) -> bool:
         """Whether ours is as good as eager; false for NaN."""
-        return self.ours <= max(SLACK * self.eager, self.floor) + self.hair
+        return self.ours <= max(SLACK * self.share * self.eager, self.floor) + self.hair
 
 
 def hair(dtype: torch.dtype, *, worst: bool) -> float:
@@ -211,6 +215,7 @@ def measure(
                     _relative_error(plain, want, worst=worst),
                     hair(got.dtype if dtype != torch.float64 else dtype, worst=worst) + extra,
                     floor,
+                    spec.roundings**0.5,
                 )
             )
     return errors

@@ -5,8 +5,10 @@ Adding an op is one folder (reference, kernel, function, spec) and one line here
 
 from trainkit.kernels.adamw.spec import ADAMW, SQUARE_SUM
 from trainkit.kernels.adamw_8bit.spec import ADAMW_8BIT
+from trainkit.kernels.causal_conv.spec import CAUSAL_CONV
 from trainkit.kernels.contract import OpSpec
 from trainkit.kernels.cross_entropy.spec import CROSS_ENTROPY
+from trainkit.kernels.delta_rule.spec import GATED_DELTA_RULE
 from trainkit.kernels.experts.spec import MOE_MLP
 from trainkit.kernels.fp8.spec import (
     FP8_GATE,
@@ -43,6 +45,8 @@ OPS: dict[str, OpSpec] = {
         GEGLU_TANH,
         SWIGLU_PACKED,
         MOE_MLP,
+        CAUSAL_CONV,
+        GATED_DELTA_RULE,
         CROSS_ENTROPY,
         LINEAR_CROSS_ENTROPY,
         LINEAR_TOKEN_LOSSES,

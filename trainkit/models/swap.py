@@ -183,6 +183,8 @@ class KernelForward(nn.Module):
 
     uses: ClassVar[tuple[str, ...]] = ()
     """The public functions of ``trainkit.kernels`` it calls."""
+    keeps_documents_apart: ClassVar[bool] = False
+    """Whether it carries state from token to token, and stops at the end of a packed document."""
 
     def decodes(self, x: torch.Tensor) -> bool:
         """Whether this call generates one token: then Hugging Face's own forward runs."""

@@ -260,6 +260,7 @@ OPS: tuple[str, ...] = (
     "rope",
     "swiglu",
     "experts",
+    "gated_delta_rule",
     "linear_cross_entropy",
 )
 """The ops of a model, in the order of the report; see ``models.proof``."""

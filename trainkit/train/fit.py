@@ -47,7 +47,8 @@ def refuse_unfit_model(
             or a layer that would be packed is one whose weight the model reads itself.
     """
     if packing:
-        refuse_recurrent(config)
+        named = kernels if isinstance(kernels, bool) else kernels.get("gated_delta_rule", True)
+        refuse_recurrent(config, apart=named)
     skeleton = skeleton_of(config)
     if skeleton is None:
         return  # its own code: judged when it is loaded

@@ -18,9 +18,10 @@ from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import align_special_tokens
 
-from trainkit.errors import RecipeError
+from trainkit.errors import ModelError, RecipeError
 from trainkit.models import attention as own_attention
 from trainkit.models.attention import Attention, attention_heads, resolve_attention
+from trainkit.models.attention.packable import kept_apart, state_of
 from trainkit.models.attention.proof import require_proof, settle
 from trainkit.models.frozen import freeze
 from trainkit.models.linears import (
@@ -39,6 +40,7 @@ from trainkit.models.loading import (
     load_model,
     new_tokens,
 )
+from trainkit.models.proof.replica import outermost
 from trainkit.models.vision import Sight, choose_parts
 from trainkit.models.vocabulary import refuse_frozen_tokens
 from trainkit.options import LoraOptions, ModelOptions
@@ -200,7 +202,10 @@ def build_model(
         source, loaded_with, quantize, lora, fp8, device, loading_whole, load_part, reads_parts
     )
     prepare_for_training(model)  # before the first forward
-    chosen = settle(model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved)
+    with kept_apart(model, packing and kernels is not False):
+        chosen = settle(
+            model, chosen, packed=packing, is_auto=attention == "auto", is_proved=is_proved
+        )
     num_towers, num_frozen = _freeze(model, source, reentrant, sees_images)
     lora = _with_scalar_head(model, lora) if scalar_head else lora
     adapters = training = None
@@ -208,11 +213,7 @@ def build_model(
         model, adapters = _adapted(model, source, lora, adapters_from, reentrant, device)
     elif source.adds_tokens and new_tokens(source).pieces:
         refuse_frozen_tokens(model)
-    report = None
-    if kernels is not False:
-        from trainkit.patching import patch
-
-        report = patch(model, kernels)
+    report = None if kernels is False else _patched(model, kernels, packing)
     if source.mlp_chunk_tokens is not None:
         from trainkit.models.tiled import tile
 
@@ -227,6 +228,20 @@ def build_model(
     return BuiltModel(
         model, chosen, report, *counts, adapters, num_towers, training, base, num_frozen
     )
+
+
+def _patched(model: Any, kernels: bool | Mapping[str, bool], packing: bool) -> PatchReport:
+    """The kernels, in the model; documents that share a row need those that keep them apart."""
+    from trainkit.patching import patch
+
+    report: PatchReport = patch(model, kernels)
+    if packing and (state := state_of(outermost(model))) is not None:
+        raise ModelError(
+            f"rows cannot be packed: {state}, and {report.row('gated_delta_rule').reason}",
+            where="data.packing",
+            fix="set data.packing to false",
+        )
+    return report
 
 
 def _loaded(

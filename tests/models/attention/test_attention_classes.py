@@ -135,7 +135,7 @@ def test_what_cannot_be_packed_says_why(model_type, reason, padded):
     assert settled(model, packed=False).name == padded
     if reason != "each document alone":  # then it is known before any weight is read
         with pytest.raises(ModelError, match="carries state from one document into the next"):
-            refuse_recurrent(model.config)
+            refuse_recurrent(model.config, apart=False)
 
 
 def test_models_that_pack_are_not_refused_by_their_layers():

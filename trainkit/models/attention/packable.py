@@ -1,10 +1,12 @@
 """Whether documents can share a row: not where a layer carries state from token to token.
 
 Attention keeps documents apart with its mask; a recurrence or a convolution over the sequence has
-none. What the layers are decides, not what the model is called.
+none, but where a kernel takes the boundaries. What the layers are decides, not what the model is
+called.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,26 +21,41 @@ _STATE_PARAMETERS = frozenset({"A_log", "time_decay", "time_mix_key", "dt_bias",
 """What the decay of a recurrence is called in its layer."""
 
 
-def refuse_recurrent(config: PreTrainedConfig) -> None:
+def refuse_recurrent(config: PreTrainedConfig, *, apart: bool = True) -> None:
     """Refuse packing for a model whose layers carry state, before its weights are read.
 
     Args:
         config: of the model; a skeleton without weights is built from it.
+        apart: whether the kernel that keeps documents apart in a gated delta rule may run.
 
     Raises:
         ModelError: naming the layers.
     """
     skeleton = skeleton_of(config)
-    found = None if skeleton is None else state_of(skeleton)
-    if found is None:
+    if skeleton is None:
         found = _state_in_config(config)
+    else:
+        with kept_apart(skeleton, apart):
+            found = state_of(skeleton)
     if found is not None:
         raise ModelError(
             f"{config.model_type} cannot be trained on packed rows: {found}, which carries state "
             "from one document into the next",
             where="data.packing",
-            fix="set data.packing to false",
+            fix="set data.packing to false"
+            if apart
+            else "set data.packing to false, or kernels to true: in trainkit's gated_delta_rule "
+            "documents are kept apart",
         )
+
+
+def kept_apart(model: PreTrainedModel, wanted: bool) -> AbstractContextManager[None]:
+    """Within, layers whose kernel keeps documents apart run it, before anything is proved."""
+    if not wanted or state_of(model) is None:
+        return nullcontext()
+    from trainkit.models.proof.delta import documents_apart
+
+    return documents_apart(model)
 
 
 def state_of(model: PreTrainedModel) -> str | None:
@@ -48,13 +65,20 @@ def state_of(model: PreTrainedModel) -> str | None:
         model: a causal language model, with or without weights.
     """
     decoder = decoder_of(model)
+    apart: tuple[str, ...] = ()
     for name, module in _text_layers(decoder):
+        if getattr(module, "keeps_documents_apart", False):
+            apart += (f"{name}.",)
+        if f"{name}.".startswith(apart):
+            continue
         if isinstance(module, nn.Conv1d):
             return f"its layer {name} is a convolution over the sequence"
         own: Iterable[str] = {*module._parameters, *module._buffers}
         found = _STATE_PARAMETERS.intersection(own)
         if found:
             return f"its layer {name} ({type(module).__name__}) is a recurrence"
+    if apart:
+        return None
     if model._is_stateful or getattr(decoder, "_is_stateful", False):
         return "it is a recurrent model"
     return _state_in_config(model.config)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from trainkit.errors import PatchError
 from trainkit.models.loss import CausalLM, LossHead, head_at_work, why_no_loss_head
 from trainkit.models.proof.compare import FAILURES, Finding, Wide, furthest, other_mode, relative
+from trainkit.models.proof.delta import find_delta
 from trainkit.models.proof.gates import find_experts, find_gate
 from trainkit.models.proof.instances import recordable
 from trainkit.models.proof.norms import LayerNorm, RMSNorm, find_gated_norm, find_norm
@@ -272,6 +273,7 @@ WHY_NOTHING = {
     "rope": "no function turns its queries and keys by cosines and sines",
     "swiglu": "the model has no gated feed-forward block outside of experts",
     "experts": "the model has no experts with their weights in stacks",
+    "gated_delta_rule": "no layer carries a state by a gated delta rule",
     "linear_cross_entropy": "the model has no output layer",
 }
 
@@ -332,6 +334,8 @@ def _find_leaf(call: _Seen) -> Finding | None:
     is_leaf = not any(True for _ in module.children())
     if tensors and (experts := find_experts(module, tensors, call.result)):
         return experts
+    if tensors and (delta := find_delta(module, tensors[0], call.result)):
+        return delta
     if not isinstance(call.result, Tensor) or not tensors or not tensors[0].is_floating_point():
         return None
     if is_leaf and len(tensors) == 1:

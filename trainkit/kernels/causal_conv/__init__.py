@@ -1,0 +1,1 @@
+"""A causal depthwise convolution over packed documents, with its activation."""

@@ -1,0 +1,1 @@
+"""Gated delta rule and causal convolution over packed documents."""

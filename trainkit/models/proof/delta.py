@@ -1,0 +1,182 @@
+"""Linear attention by a gated delta rule: Hugging Face's own forward over packed documents.
+
+Its convolution over the sequence and its recurrence are functions of the modeling file. Ours in
+their place take the boundaries of documents, which the plain ones ignore or refuse; all else stays
+as it is written. Without boundaries each row is one document, as in the plain model.
+
+Shapes: B batch, S sequence, C channels.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit import kernels
+from trainkit.models.proof.compare import FAILURES, Finding, Wide, draw, relative
+from trainkit.models.proof.source import methods, names_in, redirected
+from trainkit.models.swap import KernelForward, Swaps, subclass_of
+
+_EXACT = 1e-6
+"""In fp64: where decays are strong, the plain layer forms their small gradients from sums that are
+a million times as large, and is off by 1e-9 itself."""
+_LENGTHS = (3, 1, 66)
+"""Of the documents of the proof: within the convolution's reach, one token, more than a chunk."""
+
+
+def delta_functions(kind: type[nn.Module]) -> dict[str, str]:
+    """The names in a class's forward of its "rule" and its "conv"; empty if it has not both."""
+    used = names_in(inspect.unwrap(kind.forward).__code__)
+    found = {"rule": "torch_chunk_gated_delta_rule", "conv": "causal_conv1d_fn"}
+    return found if used.issuperset(found.values()) else {}
+
+
+class DeltaNet(KernelForward):
+    """Hugging Face's forward with ``causal_conv`` and ``gated_delta_rule`` in it."""
+
+    uses = ("causal_conv", "gated_delta_rule")
+    keeps_documents_apart = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if len(cls.__bases__) == 2 and cls.__bases__[0] is DeltaNet:
+            below: Any = cls.__bases__[1]
+            names = delta_functions(below)
+            scope = inspect.unwrap(below.forward).__globals__
+            ours = {
+                names["rule"]: _rule(scope[names["rule"]]),
+                names["conv"]: _conv(scope[names["conv"]]),
+            }
+            for name, method in methods(below):
+                if names_in(inspect.unwrap(method).__code__) & ours.keys():
+                    setattr(cls, name, redirected(method, ours))
+        super().__init_subclass__(**kwargs)
+
+
+@functools.lru_cache(maxsize=8)
+def _rows(batch: int, length: int, device: torch.device) -> Tensor:
+    """The boundaries of a batch whose rows are documents."""
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _conv(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(plain)
+    def causal_conv1d(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, C, S) to (B, C, S)."""
+        if activation not in (None, "silu", "swish"):
+            return plain(hidden_states, weight, bias, activation, **kwargs)
+        batch, channels, length = hidden_states.shape
+        bounds = _rows(batch, length, weight.device) if cu_seq_lens_q is None else cu_seq_lens_q
+        if torch.is_autocast_enabled(weight.device.type):
+            weight = weight.to(hidden_states.dtype)
+            bias = None if bias is None else bias.to(hidden_states.dtype)
+        x = hidden_states.transpose(1, 2).reshape(batch * length, channels).to(weight.dtype)
+        y = kernels.causal_conv(
+            x, weight, bounds, bias, activation=None if activation is None else "silu"
+        )
+        return y.view(batch, length, channels).transpose(1, 2).to(hidden_states.dtype)
+
+    return causal_conv1d
+
+
+def _rule(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def chunk_gated_delta_rule(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(B, S, heads, size) to the same."""
+        if initial_state is not None or output_final_state:  # generation
+            given = {"initial_state": initial_state, "output_final_state": output_final_state}
+            given["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
+            return plain(query, key, value, g=g, beta=beta, **given, **kwargs)
+        batch, length = value.shape[:2]
+        bounds = _rows(batch, length, value.device) if cu_seqlens is None else cu_seqlens
+        flat = (x.flatten(0, 1) for x in (query, key, value, g, beta))
+        o = kernels.gated_delta_rule(*flat, bounds, normalize=use_qk_l2norm_in_kernel)
+        return o.unflatten(0, (batch, length)), None
+
+    return chunk_gated_delta_rule
+
+
+def find_delta(module: nn.Module, x: Tensor, result: Any) -> Finding | None:
+    """What a layer that calls the two functions is.
+
+    Proved on its own weights in fp64: rows as documents against the plain layer, outputs and every
+    gradient; then documents end to end, each against the plain layer that has it alone.
+    """
+    if not delta_functions(type(module)) or not isinstance(result, Tensor):
+        return None
+    ours = subclass_of(type(module), DeltaNet)
+    plain = type(module)
+    rows = draw(2, max(_LENGTHS), x.shape[-1], seed=5).to(x.device)
+    bounds = torch.tensor([0, *_LENGTHS], device=x.device).cumsum(0).int()
+    packed = draw(1, sum(_LENGTHS), x.shape[-1], seed=6).to(x.device)
+
+    def run(kind: type[nn.Module], inputs: list[Tensor], **kwargs: Any) -> list[Tensor]:
+        module.__class__ = kind
+        try:
+            leaves = [each.clone().requires_grad_() for each in inputs]
+            outputs = [module(each, **kwargs) for each in leaves]
+            y = torch.cat([each.flatten(0, 1) for each in outputs])
+            wanted = [*leaves, *module.parameters()]
+            loss = (y * draw(*y.shape, seed=7).to(y.device)).sum()
+            dx, *rest = torch.autograd.grad(loss, wanted)
+            if len(leaves) > 1:
+                dx = torch.cat([dx, *rest[: len(leaves) - 1]], 1)
+            return [y, dx, *rest[len(leaves) - 1 :]]
+        finally:
+            module.__class__ = plain
+
+    try:
+        with torch.enable_grad(), Wide():
+            pairs = [
+                *zip(run(ours, [rows]), run(plain, [rows]), strict=True),
+                *zip(
+                    run(ours, [packed], cu_seq_lens_q=bounds),
+                    run(plain, list(packed.split(_LENGTHS, 1))),
+                    strict=True,
+                ),
+            ]
+    except FAILURES as failure:
+        reason = f"{type(failure).__name__}: {str(failure)[:120]}"
+        return Finding("gated_delta_rule", "refused", f"it cannot be compared: {reason}")
+    error = max(relative(*pair) for pair in pairs)
+    if not error < _EXACT:
+        reason = f"its rule is another one: off by {error:.0e}"
+        return Finding("gated_delta_rule", "refused", reason, error)
+    detail = "documents are kept apart"
+    return Finding("gated_delta_rule", "on", detail, error, None, DeltaNet, {})
+
+
+@contextmanager
+def documents_apart(model: nn.Module) -> Iterator[None]:
+    """Within, the layers that can keep packed documents apart do, before anything is proved."""
+    found: dict[nn.Module, type[nn.Module]] = {
+        module: subclass_of(type(module), DeltaNet)
+        for module in model.modules()
+        if not isinstance(module, DeltaNet) and delta_functions(type(module))
+    }
+    swaps = Swaps(model, found)
+    try:
+        yield
+    finally:
+        swaps.revert()
