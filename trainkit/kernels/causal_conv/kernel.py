@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainkit.kernels.launch import INTERPRETING, device_of, launches, next_power_of_2
+from trainkit.kernels import launch
+from trainkit.kernels.launch import INTERPRETING, next_power_of_2
 
 ROWS, CHANNELS, AT_ONCE = (8, 32, 4) if INTERPRETING else (64, 512, 4)
 WARPS = 4
@@ -174,14 +175,12 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor, silu:
     num_tokens, channels = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts, blocks, width = _grid(num_tokens, channels)
-    if not launches():
-        return y
-    with device_of(x):
-        _forward[(parts * blocks,)](
-            x, weight, weight if bias is None else bias, first, y, x.stride(0), num_tokens,
-            channels, weight.shape[1], bias is not None, silu, ROWS, width, AT_ONCE,
-            num_warps=WARPS,
-        )  # fmt: skip
+    launch.run_by_triton(
+        _forward, parts * blocks, 0,
+        x, weight, weight if bias is None else bias, first, y, x.stride(0), num_tokens,
+        channels, weight.shape[1], bias is not None, silu, ROWS, width, AT_ONCE,
+        num_warps=WARPS,
+    )  # fmt: skip
     return y
 
 
@@ -202,14 +201,13 @@ def backward(
     partial = torch.empty(
         (parts if want_dw else 1, taps + 1, channels), dtype=torch.float32, device=x.device
     )
-    if launches():
-        with device_of(x):
-            _backward[(parts * blocks,)](
-                x, weight, weight if bias is None else bias, first, dy, dx, partial,
-                x.stride(0), dy.stride(0), num_tokens,
-                channels, taps, bias is not None, silu, want_dw, ROWS, width, AT_ONCE,
-                num_warps=WARPS,
-            )  # fmt: skip
+    launch.run_by_triton(
+        _backward, parts * blocks, 0,
+        x, weight, weight if bias is None else bias, first, dy, dx, partial,
+        x.stride(0), dy.stride(0), num_tokens,
+        channels, taps, bias is not None, silu, want_dw, ROWS, width, AT_ONCE,
+        num_warps=WARPS,
+    )  # fmt: skip
     if not want_dw:
         return dx, None, None
     sums = partial.sum(0)

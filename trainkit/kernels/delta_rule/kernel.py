@@ -19,15 +19,14 @@ once; backward `_inner` prepares what `_scan_back` needs to walk from the end, a
     dS <- exp(cum_C) dS + scale (exp(cum) Q)^T dO - (exp(cum) K)^T (beta X)
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from trainkit.kernels import launch
 from trainkit.kernels.documents import CHUNK, chunk_table
-from trainkit.kernels.launch import INTERPRETING, device_of, launches, next_power_of_2
+from trainkit.kernels.launch import INTERPRETING, launches, next_power_of_2
 
 
 @triton.jit
@@ -508,7 +507,7 @@ class Settings:
         self.precision = "ieee" if single else "tf32"
         self.store = torch.float32 if single else q.dtype
 
-    def launch(self, kernel: str) -> tuple[int, dict[str, int]]:
+    def options_of(self, kernel: str) -> tuple[int, dict[str, int]]:
         """The columns of a value that a program takes at once, and what Triton is told."""
         block_v, warps, stages = LAUNCH[kernel]
         return min(block_v, self.block_v), {"num_warps": warps, "num_stages": stages}
@@ -543,13 +542,6 @@ def strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for each in tensors for stride in each.stride()[:2])
 
 
-def _run(kernel: Any, programs: int, products: int, *arguments: Any, **launch: int) -> None:
-    """Launch a kernel that multiplies and adds so often."""
-    if launches(2.0 * products):
-        with device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **launch)
-
-
 class Prepared:
     """What both passes need of the chunks."""
 
@@ -565,12 +557,12 @@ class Prepared:
         programs = len(self.chunks) * hv
         scratch = torch.empty((programs, CHUNK, 16), dtype=torch.float32, device=q.device)
         size = s.sizes[0]
-        _run(
+        launch.run_by_triton(
             _prepare, programs, num_tokens * hv * CHUNK * (size + CHUNK),
             q, k, g, beta, self.chunks, self.cum, self.inverse, self.rq, self.rk, scratch,
             *strides(q, k), eps,
             hk, hv, size, s.block_k, s.normalize, s.operand, s.precision,
-            **s.launch("prepare")[1],
+            **s.options_of("prepare")[1],
         )  # fmt: skip
 
 
@@ -580,16 +572,16 @@ def scan(k, v, beta, p: Prepared, s: Settings, wants_wrong: bool) -> tuple[Tenso
     states = torch.empty((len(p.chunks), hv, *s.sizes), dtype=s.store, device=k.device)
     new = torch.empty(v.shape, dtype=s.store, device=k.device)
     wrong = torch.empty_like(new) if wants_wrong else new
-    block_v, launch = s.launch("scan")
+    block_v, options = s.options_of("scan")
     size, values = s.sizes
-    _run(
+    launch.run_by_triton(
         _scan, (len(p.bounds) - 1) * hv * -(-values // block_v),
         v.numel() * (2 * size + CHUNK),
         k, v, beta, p.cum, p.inverse, p.rk, p.bounds, p.offsets, states, new, wrong,
         *strides(k, v),
         hk, hv, *s.sizes, s.block_k, block_v, s.normalize, s.operand, s.precision,
-        launch["num_stages"], wants_wrong,
-        **launch,
+        options["num_stages"], wants_wrong,
+        **options,
     )  # fmt: skip
     return states, new, wrong
 
@@ -601,14 +593,14 @@ def forward(q, k, v, g, beta, cu_seqlens, eps, s: Settings) -> tuple[Tensor, Pre
     states, new, _ = scan(k, v, beta, p, s, False)
     hk, hv = s.heads
     size = s.sizes[0]
-    block_v, launch = s.launch("output")
-    _run(
+    block_v, options = s.options_of("output")
+    launch.run_by_triton(
         _output, len(p.chunks) * hv,
         v.numel() * (size + CHUNK) + len(v) * hv * size * CHUNK,
         q, k, p.cum, p.rq, p.rk, p.chunks, states, new, o,
         *strides(q, k), s.scale,
         hk, hv, *s.sizes, s.block_k, block_v, s.normalize, s.operand, s.precision,
-        **launch,
+        **options,
     )  # fmt: skip
     return o, p
 
@@ -625,42 +617,42 @@ def backward(q, k, v, beta, do, p: Prepared, s: Settings) -> tuple[Tensor, ...]:
     shared = (hk, hv, *s.sizes, s.block_k)
     size, values = s.sizes
     square = len(v) * hv * CHUNK  # what a product inside the chunks takes, a column
-    block_v, launch = s.launch("inner")
-    _run(
+    block_v, options = s.options_of("inner")
+    launch.run_by_triton(
         _inner, len(p.chunks) * hv, square * (size + values),
         q, k, p.cum, p.rq, p.rk, p.chunks, do, dnew,
         *strides(q, k, do), s.scale,
         *shared, block_v, s.normalize, s.operand, s.precision,
-        **launch,
+        **options,
     )  # fmt: skip
-    block_v, launch = s.launch("scan_back")
+    block_v, options = s.options_of("scan_back")
     parts = -(-values // block_v)
     carried = torch.empty((*dg.shape, parts), dtype=torch.float32, device=q.device)
-    _run(
+    launch.run_by_triton(
         _scan_back, (len(p.bounds) - 1) * hv * parts, v.numel() * (3 * size + CHUNK),
         q, k, beta, p.cum, p.inverse, p.rq, p.rk, p.bounds, p.offsets,
         do, dnew, new, x, dstates, carried,
         *strides(q, k, do), s.scale,
-        *shared, block_v, s.normalize, s.operand, s.precision, launch["num_stages"],
-        **launch,
+        *shared, block_v, s.normalize, s.operand, s.precision, options["num_stages"],
+        **options,
     )  # fmt: skip
     m = torch.empty((3, len(p.chunks), hv, CHUNK, CHUNK), dtype=s.store, device=q.device)
-    block_v, launch = s.launch("inside")
-    _run(
+    block_v, options = s.options_of("inside")
+    launch.run_by_triton(
         _inside, len(p.chunks) * hv, square * (4 * values + 2 * size),
         q, k, beta, p.cum, p.rq, p.rk, p.chunks, new, wrong, do, x, carried,
         *m, dv, dg, dbeta,
         *strides(q, k, do), s.scale,
         *shared, block_v, parts, s.normalize, s.operand, s.precision,
-        **launch,
+        **options,
     )  # fmt: skip
-    block_v, launch = s.launch("gradients")
-    _run(
+    block_v, options = s.options_of("gradients")
+    launch.run_by_triton(
         _gradients, len(p.chunks) * hk, 3 * v.numel() * size + 3 * square * size,
         q, k, beta, p.cum, p.rq, p.rk, p.chunks, states, new, do, x, dstates, *m,
         dq, dk, dg,
         *strides(q, k, do), s.scale,
         *shared, block_v, s.normalize, s.operand, s.precision,
-        **launch,
+        **options,
     )  # fmt: skip
     return dq, dk, dv, dg, dbeta
