@@ -9,6 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from trainkit.auto_class import auto_class, is_own_code
+from trainkit.checkpoint.weights.wrapper import restore_wrapper
 from trainkit.models.loading import set_use_cache
 from trainkit.run.report import draw_all, model_card, write_model_card
 from trainkit.train.checkpoints import written_together
@@ -96,6 +97,10 @@ def save_final(loop: LoopState, target: Path, card: str | None = None) -> None:
         finally:
             set_use_cache(loop.model.config, False)
         if loop.ranks.is_main_process:
+            if not isinstance(loop.model, PeftModel):
+                said = restore_wrapper(inner, Path(loop.model.config.name_or_path))
+                if said is not None:
+                    loop.run.console.note(f"final/: {said}")
             ends = loop.run.data.stop_token_ids
             generation_config(loop.model, loop.tokenizer, ends).save_pretrained(inner)
             if card is not None:

@@ -298,22 +298,32 @@ class PeftWeights:
                     parameter.data = through_nf4(parameter.data, packing.compute_dtype).float()
         self._merged = _merged(model, adapter)
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        if lost := sorted(files.tensors.keys() - self._merged.keys() - {"lm_head.weight"}):
+        tied = {"lm_head.weight"}
+        lost = sorted(files.tensors.keys() - self._merged.keys() - tied)
+        # Where every name of the model is one of the files', the others are of what this class does
+        # not have (a vision tower, a draft head): they stay as they are.
+        if lost and self._merged.keys() - files.tensors.keys() - tied:
             raise CheckpointError(
                 f"transformers loads no {lost[0]} and cannot write it back",
                 where=model.name_or_path,
             )
         self.changes: list[ModuleChange] = []
         self.tensors: Mapping[str, TensorInfo] = {
-            name: TensorInfo(name, self._dtype(info, dtype), tuple(self._merged[name].shape))
+            name: TensorInfo(
+                name,
+                self._dtype(info, dtype),
+                tuple(self._merged[name].shape) if name in self._merged else info.shape,
+            )
             for name, info in files.tensors.items()
-            if name in self._merged
+            if name in self._merged or name in lost
         }
 
     def load(self, name: str) -> Tensor:
         """One tensor, rounded once."""
-        before, exact = self._files.load(name), self._merged[name]
-        dtype = self.tensors[name].dtype
+        before, dtype = self._files.load(name), self.tensors[name].dtype
+        if name not in self._merged:
+            return cast(name, before, dtype)
+        exact = self._merged[name]
         if torch.equal(before.to(exact.dtype), exact):
             return cast(name, before, dtype)
         result = cast(name, exact, dtype)

@@ -1,0 +1,65 @@
+"""Text models whose files hold more: a vision tower, a draft head, under the name of a wrapper.
+
+transformers loads the text part of such files and saves that alone. What was trained goes back to
+the rest, byte for byte, so that a server finds the model that it knows.
+"""
+
+import json
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from trainkit.checkpoint.weights.companions import stored_at
+from trainkit.checkpoint.weights.plain_files import read_config
+from trainkit.checkpoint.weights.reader import WeightsReader
+
+_TRAINED, _REST = "model-trained.safetensors", "model-rest-of-base.safetensors"
+_INDEX = "model.safetensors.index.json"
+_OF_A_MODEL = frozenset({"architectures", "transformers_version"})
+
+
+def restore_wrapper(directory: Path, base: Path) -> str | None:
+    """Complete a saved text model with what its base's files hold besides.
+
+    Args:
+        directory: the text model as transformers saved it, not yet published.
+        base: where it was loaded from: a directory, or a name in the hub's cache.
+
+    Returns:
+        What was put back or could not be, in a sentence; None where the base is no wrapper.
+    """
+    base = stored_at(base)
+    if not (base / "config.json").is_file():
+        return None
+    whole, text = read_config(base), read_config(directory)
+    inner = whole.get("text_config")
+    if not isinstance(inner, dict) or whole.get("model_type") == text.get("model_type"):
+        return None
+    with WeightsReader(base) as of_base, WeightsReader(directory) as saved:
+        tied = {"lm_head.weight"}
+        if unknown := sorted(saved.tensors.keys() - of_base.tensors.keys() - tied):
+            return (
+                f"the model is that of text alone: {unknown[0]} is not in the base's files, whose "
+                "other parts are not with it"
+            )
+        rest = sorted(of_base.tensors.keys() - saved.tensors.keys() - tied)
+        homes = {**dict.fromkeys(saved.tensors, _TRAINED), **saved.files}
+        homes.pop("", None)
+        size = sum(info.num_bytes for info in saved.tensors.values())
+        size += sum(of_base.tensors[name].num_bytes for name in rest)
+        tensors = {name: of_base.load(name) for name in rest}
+    if not rest:
+        return None
+    save_file(tensors, directory / _REST, metadata={"format": "pt"})
+    if (directory / "model.safetensors").is_file():
+        (directory / "model.safetensors").rename(directory / _TRAINED)
+    homes |= dict.fromkeys(rest, _REST)
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(homes.items()))}
+    (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    whole["text_config"] = {key: text[key] for key in text.keys() - _OF_A_MODEL}
+    whole.pop("torch_dtype", None)
+    whole["dtype"] = text.get("dtype")
+    (directory / "config.json").write_text(
+        json.dumps(whole, indent=2, sort_keys=True) + "\n", "utf-8"
+    )
+    return f"{len(rest)} tensors that text does not reach are the base's, as {rest[0]}"
