@@ -3,6 +3,7 @@
 Nothing is set by hand that users leave out: the second command is ``sft --resume RUN``.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,19 @@ def test_two_processes(project, variant):
     assert parts == whole
 
 
+def pair(number):
+    right = f"It is {number}{'!' * (number % 7)}"
+    return {"prompt": f"Say {number}.", "chosen": right, "rejected": "No." * (1 + number % 3)}
+
+
+def rated(number):
+    return {"prompt": f"Say {number}.", "completion": f"It is {number}.", "label": number % 2 > 0}
+
+
+ANSWERS = {**dict.fromkeys(("dpo", "orpo", "simpo", "reward"), pair), "kto": rated}
+"""By the objective that a shipped recipe is named after: a row of its data."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_recipes(project, path):
@@ -88,7 +102,13 @@ def test_shipped_recipes(project, path):
         "training.save_steps=2",
         "training.per_device_train_batch_size=1",
     ]
-    if "global_batch_size" in path.read_text(encoding="utf-8"):
+    text = path.read_text(encoding="utf-8")
+    if "global_batch_size" in text:
         arguments.append("global_batch_size=2")
+    if "teacher:" in text:
+        arguments.append("distill.teacher=m")
+    if rows := ANSWERS.get(path.stem.partition("-")[2]):
+        lines = "\n".join(json.dumps(rows(number)) for number in range(24))
+        (project.root / "d.jsonl").write_text(lines, encoding="utf-8")
     parts, whole = broken_and_whole(project, arguments)
     assert parts == whole
