@@ -17,16 +17,16 @@ OPS = {
 }
 TYPES = {
     "narg": "doge ernie4_5 falcon_h1 gemma2 gemma3_text granite helium hunyuan_v1_dense lfm2 "
-    "llama4_text minicpm3",
-    "narge": "deepseek_v2 deepseek_v3 glm4_moe qwen2_moe laguna",
+    "minicpm3",
+    "narge": "deepseek_v2 deepseek_v3 glm4_moe qwen2_moe laguna llama4_text",
     "nargz": "bamba",
     "nargzd": "olmo_hybrid qwen3_5_text",
     "nargezd": "qwen3_next",
     "nagez": "bailing_hybrid granitemoehybrid",
     "nz": "mamba2 nemotron_h",
     "nrg": "exaone4 olmo2",
-    "nar": "apertus arcee gpt_oss",
-    "nare": "mixtral qwen3_moe granitemoe",
+    "nar": "apertus arcee",
+    "nare": "mixtral qwen3_moe granitemoe gpt_oss",
     "nage": "jamba",
     "NArg": "olmo",
     "Nrg": "cohere2",
