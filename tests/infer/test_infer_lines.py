@@ -236,7 +236,6 @@ NO_JSON_LINES = {
     "models/proof/compare.py",
     "models/proof/plan.py",
     "recipe/document.py",
-    "recipe/translate/rules.py",
     "run/environment.py",
     "run/report.py",
     "train/rehearse.py",

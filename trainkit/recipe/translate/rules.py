@@ -136,7 +136,7 @@ class Rules:
         try:
             return json.loads(text)
         except ValueError:
-            lines = text.splitlines()
+            lines = [line for line in text.split("\n") if line.strip()]
         try:
             return [json.loads(lines[0])] * len(lines)
         except (ValueError, IndexError):
