@@ -155,5 +155,5 @@ def test_a_step_is_hugging_faces(model_type, implementation, dtype):
 
 OTHERS = (
     "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "rope", "swiglu",
-    "linear_cross_entropy",
+    "gated_delta_rule", "linear_cross_entropy",
 )  # fmt: skip
