@@ -1,5 +1,20 @@
 """Makers of tiny models and tokenizers for tests; nothing is fetched."""
 
+DELTA_NET = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+}
+"""Sizes of a Qwen3.5 or Qwen3-Next: a layer with a gated delta rule, and one with attention."""
+
 
 def chat_lines(pairs):
     """JSON lines of conversations: a question and its answer each."""

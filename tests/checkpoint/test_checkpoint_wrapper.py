@@ -6,25 +6,12 @@ import pytest
 import torch
 from commands import trainkit
 from safetensors.torch import load_file, save_file
-from tiny import chat_lines, make_tokenizer
+from tiny import DELTA_NET, chat_lines, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainkit.checkpoint.weights.wrapper import restore_wrapper
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 1,
-    "linear_num_value_heads": 2,
-    "bos_token_id": None,
-}
+TEXT = {**DELTA_NET, "bos_token_id": None}
 VISION = {
     "depth": 1,
     "hidden_size": 32,

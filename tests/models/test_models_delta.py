@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from commands import trainkit
-from tiny import make_tokenizer
+from tiny import DELTA_NET, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainkit import patch
@@ -23,17 +23,7 @@ def make(kind, **overrides):
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 90,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
+        **DELTA_NET,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,

@@ -71,7 +71,7 @@ class _Reader(ast.NodeVisitor):
         self._settings: tuple[str, ...] = ()
         self.found: set[tuple[str, tuple[str, ...]]] = set()
 
-    def visit_If(self, node: ast.If) -> None:  # noqa: N802: ast's own name
+    def visit_If(self, node: ast.If) -> None:
         """The body under what the test asks of the module; both branches of any other test."""
         outside, test = self._settings, ast.unparse(node.test)
         words = [each.removeprefix("self.") for each in test.split(" and ") if " or " not in test]

@@ -222,14 +222,14 @@ def _check_replica(
     again = patch_kernels(replica, report.switches, report.plan)
     try:
         patched = _loss_and_gradients(replica, tokens)
-        coarse = [
-            name
+        coarse = {  # they round as often as the kernels, and the plain model does not
+            name: ops.OPS[name].reference
             for row in report.rows
             if row.op in OPS and row.status == "on"
             for name in row.kernels
             if ops.OPS[name].roundings > 1
-        ]
-        with _references(coarse):  # round as often as the kernels, and the plain model does not
+        }
+        with _instead(coarse):
             rounded = _loss_and_gradients(replica, tokens) if coarse else plain
     finally:
         again.revert()
@@ -339,11 +339,11 @@ class Call:
 
 
 @contextmanager
-def _references(names: Sequence[str]) -> Iterator[None]:
-    """Within, the model calls the references of these ops."""
-    before = {name: getattr(kernels, name) for name in names}
-    for name in names:
-        setattr(kernels, name, ops.OPS[name].reference)
+def _instead(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within, the model calls these, by their names in ``trainkit.kernels``."""
+    before = {name: getattr(kernels, name) for name in functions}
+    for name, function in functions.items():
+        setattr(kernels, name, function)
     try:
         yield
     finally:
@@ -367,15 +367,9 @@ def recorded(names: Sequence[str]) -> Iterator[list[Call]]:
 
         return call
 
-    called = {name: _CALLED.get(name, name) for name in names}
-    before = {name: getattr(kernels, called[name]) for name in names}
-    for name, function in before.items():
-        setattr(kernels, called[name], recording(name, function))
-    try:
+    called = {_CALLED.get(name, name): name for name in names}
+    with _instead({key: recording(name, getattr(kernels, key)) for key, name in called.items()}):
         yield calls
-    finally:
-        for name, function in before.items():
-            setattr(kernels, called[name], function)
 
 
 def errors_of(call: Call) -> list[OpError]:

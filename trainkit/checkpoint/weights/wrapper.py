@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from trainkit.checkpoint.weights.companions import stored_at
+from trainkit.checkpoint.weights.export import write_config
 from trainkit.checkpoint.weights.plain_files import read_config
 from trainkit.checkpoint.weights.reader import WeightsReader
 
@@ -59,7 +60,5 @@ def restore_wrapper(directory: Path, base: Path) -> str | None:
     whole["text_config"] = {key: text[key] for key in text.keys() - _OF_A_MODEL}
     whole.pop("torch_dtype", None)
     whole["dtype"] = text.get("dtype")
-    (directory / "config.json").write_text(
-        json.dumps(whole, indent=2, sort_keys=True) + "\n", "utf-8"
-    )
+    write_config(directory, whole, None)
     return f"{len(rest)} tensors that text does not reach are the base's, as {rest[0]}"
