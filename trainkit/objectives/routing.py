@@ -45,7 +45,12 @@ class Routing:
                 self.layers[name] = number
                 modules[name].register_forward_pre_hook(self._count, with_kwargs=True)
         self._names = names
-        self.shape = (2 + sum(self.layers.values()),)
+        self._places: dict[str, slice] = {}  # of a layer's counts among the sums
+        end = 2
+        for name, number in self.layers.items():
+            self._places[name] = slice(end, end + number)
+            end += number
+        self.shape = (end,)
         self.sums: Tensor | None = None
         self.reached: dict[str, Tensor] | None = {}
         self._real: Tensor | None = None
@@ -89,11 +94,7 @@ class Routing:
             trained = None if aimed is None else _counts(flat, aimed, number)
         else:  # a part of the tokens
             return
-        sums, start = self._made(share.device), 2
-        for layer, size in self.layers.items():
-            if layer == name:
-                sums[start : start + size] += share
-            start += size
+        self._made(share.device)[self._places[name]] += share
         if self.reached is not None and trained is not None:
             self.reached[name] = trained + self.reached.get(name, 0.0)
 
@@ -111,10 +112,8 @@ class Routing:
         found: dict[str, float] = {}
         if sums[1]:
             found["router_loss"] = sums[0] / sums[1]
-        start = 2
         for name, size in self.layers.items():
-            loads = torch.tensor(list(sums[start : start + size]), dtype=torch.float64)
-            start += size
+            loads = torch.tensor(list(sums[self._places[name]]), dtype=torch.float64)
             if not loads.any():
                 continue
             number = _LAYER.search(name)
